@@ -1,0 +1,72 @@
+"""The command line: ``fuelrail WORD ...`` and ``python -m fuelrail WORD ...``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from fuelrail import __version__
+from fuelrail.pipeline.errors import FuelrailError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.pipeline.command import Command
+
+
+class _Entry(NamedTuple):
+    module: str
+    help: str
+
+
+# A folder's commands are imported only when used: `fuelrail shard` must not wait for torch.
+_COMMANDS: dict[str, _Entry] = {
+    "synth": _Entry("fuelrail.sharding.commands", "render a synthetic multi-camera world as nuScenes v1.0 tables"),
+    "shard": _Entry("fuelrail.sharding.commands", "reshard a source into a Fuelrail dataset"),
+    "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset"),
+    "inspect": _Entry("fuelrail.sharding.commands", "show a dataset's manifest or one sample's members"),
+    "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
+    "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
+}
+
+
+def _load(word: str) -> Command:
+    command: Command = importlib.import_module(_COMMANDS[word].module).COMMANDS[word]
+    return command
+
+
+def _overview() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {word:<{width}}  {entry.help}" for word, entry in _COMMANDS.items()]
+    return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` tells more."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code: 0 done, 1 checked and found wrong, 2 could not be done, 130 interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    top = argparse.ArgumentParser(
+        prog="fuelrail",
+        description="Deterministic multi-camera shards, and a loader that keeps every GPU fed.",
+        epilog=_overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"fuelrail {__version__}")
+    top.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND")
+    word = top.parse_args(arguments[:1]).command
+    try:
+        command = _load(word)
+        parser = argparse.ArgumentParser(prog=f"fuelrail {word}", description=command.help)
+        command.configure(parser)
+        return command.run(parser.parse_args(arguments[1:]))
+    except FuelrailError as error:
+        print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        print("fuelrail: interrupted", file=sys.stderr)  # noqa: T201
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

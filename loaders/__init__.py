@@ -1,0 +1,1 @@
+"""Online: shards to batches on a device. Imports fuelrail.pipeline only."""

@@ -1,0 +1,134 @@
+"""Every way in which a dataset, a configuration or a run can be wrong.
+
+::
+
+    FuelrailError
+    ├── ConfigError            (ValueError) an option, a config file or an argument
+    ├── OrderError             (ValueError) an order that cannot be built
+    ├── WorldError             (ValueError) rank, world size and batch do not fit together
+    ├── SourceError            the data to be sharded: a missing table, file, calibration
+    ├── DatasetError           a Fuelrail dataset folder
+    │   ├── DatasetNotReadyError   no dataset.json: never finished
+    │   ├── DatasetExistsError     the folder holds another dataset
+    │   ├── ManifestError          dataset.json is malformed or of another version
+    │   └── IndexFileError         index.arrow is malformed, cut or does not fit the manifest
+    ├── ShardError             one shard file: carries shard, offset, key
+    │   ├── TarFormatError         bytes that are not the tar they should be
+    │   ├── TruncatedShardError    the file ends before the span does
+    │   └── ChecksumError          stored bytes differ from the digest in the index
+    ├── MemberError            one member of one sample: carries key and member
+    │   ├── CodecError             stored bytes that do not decode
+    │   ├── MemberTooLargeError    over the size cap
+    │   ├── SchemaError            decoded bytes that are not what the schema says
+    │   └── ImageError             an encoded image that is refused or broken
+    ├── StateMismatchError     loader state of another dataset, order or version
+    └── StageError             an exception in a loader stage, with its origin
+"""
+
+from __future__ import annotations
+
+
+class FuelrailError(Exception):
+    """Base of all errors raised on purpose by Fuelrail. Its text is one sentence for the user."""
+
+
+class ConfigError(FuelrailError, ValueError):
+    """An option, argument or config entry that is unknown, of the wrong type or out of range."""
+
+
+class OrderError(FuelrailError, ValueError):
+    """An order that cannot be built from the given specification."""
+
+
+class WorldError(FuelrailError, ValueError):
+    """Rank, world size and batch sizes that do not fit together."""
+
+
+class SourceError(FuelrailError):
+    """Source data that is missing, malformed or inconsistent."""
+
+
+class DatasetError(FuelrailError):
+    """A Fuelrail dataset folder that cannot be used as asked."""
+
+
+class DatasetNotReadyError(DatasetError):
+    """The folder has no ``dataset.json``: sharding has not finished there."""
+
+
+class DatasetExistsError(DatasetError):
+    """The output folder already holds another dataset, or files that are not ours."""
+
+
+class ManifestError(DatasetError):
+    """``dataset.json`` is malformed, of another version, or contradicts the folder."""
+
+
+class IndexFileError(DatasetError):
+    """``index.arrow`` is malformed, cut short, or does not fit the manifest."""
+
+
+class ShardError(FuelrailError):
+    """Something wrong inside one shard file.
+
+    Attributes: ``shard`` (file name or None), ``offset`` (bytes from its start or None), ``key`` (sample key or None).
+    """
+
+    def __init__(
+        self, message: str, *, shard: str | None = None, offset: int | None = None, key: str | None = None
+    ) -> None:
+        self.shard, self.offset, self.key = shard, offset, key
+        address = [
+            f"{label} {value}"
+            for label, value in (("shard", shard), ("offset", offset), ("sample", key))
+            if value is not None
+        ]
+        super().__init__(f"{message} ({', '.join(address)})" if address else message)
+
+
+class TarFormatError(ShardError):
+    """Bytes that are not the normalised tar member they should be."""
+
+
+class TruncatedShardError(ShardError):
+    """The shard ends before the span that the index promises."""
+
+
+class ChecksumError(ShardError):
+    """Stored bytes differ from the digest in the index."""
+
+
+class MemberError(FuelrailError):
+    """Something wrong with one member of one sample.
+
+    Attributes: ``key`` (sample key or None), ``member`` (field name such as ``cam_front.jpg`` or None).
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, member: str | None = None) -> None:
+        self.message, self.key, self.member = message, key, member
+        address = ".".join(part for part in (key, member) if part)
+        super().__init__(f"{address}: {message}" if address else message)
+
+
+class CodecError(MemberError):
+    """Stored bytes that the member's codec cannot decode."""
+
+
+class MemberTooLargeError(MemberError):
+    """A member over the size cap, as stored or as it would decode."""
+
+
+class SchemaError(MemberError):
+    """Decoded bytes that are not what the sample schema says."""
+
+
+class ImageError(MemberError):
+    """An encoded image that is refused (format, size limits) or broken."""
+
+
+class StateMismatchError(FuelrailError):
+    """Loader state that belongs to another dataset, order or version; the text shows both sides."""
+
+
+class StageError(FuelrailError):
+    """An exception in a loader stage; ``__cause__`` is the original, the text names stage and sample."""

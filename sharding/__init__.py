@@ -1,0 +1,1 @@
+"""Offline: any source to shards. Imports fuelrail.pipeline only."""
