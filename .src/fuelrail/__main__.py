@@ -44,7 +44,7 @@ def _overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code: 0 done, 1 checked and found wrong, 2 could not be done, 130 interrupted."""
+    """Run one command; return the exit code: 0 done, 1 found something wrong, 2 could not be done, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = argparse.ArgumentParser(
         prog="fuelrail",

@@ -1,0 +1,146 @@
+"""A member's bytes, stored and raw: the codec registry.
+
+============== ============ =================================================================================
+codec          name suffix  stored form
+============== ============ =================================================================================
+``raw``        (none)       the bytes themselves: encoded images and other media that do not shrink
+``zstd``       ``.zst``     one zstd frame that states its content size
+``zstd-pR``    ``.pR.zst``  as ``zstd``, after splitting rows of R bytes (counted from the end) into R byte
+                            planes: column-wise and byte-shuffled at once, for float arrays such as lidar
+============== ============ =================================================================================
+
+All are exact, byte for byte. Sizes read from untrusted data are capped before memory is taken.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import zstandard
+
+from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.buffers import Buffer
+
+MAX_MEMBER_BYTES: Final = 1 << 30
+"""Cap on one member, stored or decoded: 1 GiB."""
+
+DEFAULT_ZSTD_LEVEL: Final = 3
+"""Level 9 saves 2 % more on lidar for 3.6 times the time; level 1 loses 2 to 3 %."""
+
+RAW: Final = "raw"
+ZSTD: Final = "zstd"
+
+_MAX_ROW_BYTES: Final = 4096
+_PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
+_SUFFIX = re.compile(r"(?:\.p([1-9][0-9]{0,3}))?\.zst\Z")
+_local = threading.local()
+
+
+def planes(row_bytes: int) -> str:
+    """Name of the byte-plane codec for rows of ``row_bytes`` bytes (20 for float32 x, y, z, intensity, ring)."""
+    name = f"zstd-p{row_bytes}"
+    _row_bytes(name)
+    return name
+
+
+def suffix(codec: str) -> str:
+    """The suffix that a member's name carries in the tar, e.g. ``.zst``; raises ConfigError for an unknown codec."""
+    if codec == RAW:
+        return ""
+    row = _row_bytes(codec)
+    return f".p{row}.zst" if row else ".zst"
+
+
+def split_name(stored_name: str) -> tuple[str, str]:
+    """Split a stored field name into (field name, codec): ``meta.json.zst`` to ``meta.json`` and ``zstd``."""
+    match = _SUFFIX.search(stored_name)
+    if match is None:
+        return stored_name, RAW
+    return stored_name[: match.start()], planes(int(match.group(1))) if match.group(1) else ZSTD
+
+
+def encode(codec: str, raw: Buffer, *, level: int = DEFAULT_ZSTD_LEVEL) -> Buffer:
+    """Return the stored form of ``raw``. The same input, codec, level and zstd version give the same bytes."""
+    size = memoryview(raw).nbytes
+    if size > MAX_MEMBER_BYTES:
+        raise MemberTooLargeError(f"{size} bytes, over the cap of {MAX_MEMBER_BYTES}")
+    if codec == RAW:
+        return raw
+    row = _row_bytes(codec)
+    return _compressor(level).compress(_to_planes(raw, row) if row else raw)
+
+
+def decode(codec: str, stored: Buffer, raw_bytes: int | None = None) -> Buffer:
+    """Return the raw bytes of a stored member.
+
+    ``raw_bytes`` is the size that the index promises; without an index (None) the zstd frame's own content size
+    is taken, under the same cap. Raises CodecError when the bytes do not decode to exactly that size.
+    """
+    if codec == RAW:
+        size = memoryview(stored).nbytes
+        if raw_bytes is not None and size != raw_bytes:
+            raise CodecError(f"{size} bytes stored raw, the index promises {raw_bytes}")
+        return stored
+    row = _row_bytes(codec)
+    try:
+        stated = zstandard.frame_content_size(stored)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"not a zstd frame: {error}") from error
+    expected = stated if raw_bytes is None else raw_bytes
+    if stated != expected:
+        raise CodecError(f"the zstd frame states {stated} bytes, the index promises {expected}")
+    if not 0 <= expected <= MAX_MEMBER_BYTES:
+        raise MemberTooLargeError(f"decodes to {expected} bytes; allowed: 0 to {MAX_MEMBER_BYTES}, stated in the frame")
+    try:
+        raw: bytes = _decompressor().decompress(stored, max_output_size=expected)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"damaged zstd frame: {error}") from error
+    if len(raw) != expected:
+        raise CodecError(f"decoded to {len(raw)} bytes instead of {expected}")
+    return _from_planes(raw, row) if row else raw
+
+
+def _row_bytes(codec: str) -> int:
+    """Rows' bytes of a plane codec, 0 for plain zstd; raises ConfigError for any other name."""
+    if codec == ZSTD:
+        return 0
+    match = _PLANES.match(codec)
+    if match is None or int(match.group(1)) > _MAX_ROW_BYTES:
+        raise ConfigError(f"unknown codec {codec!r}; known: raw, zstd, zstd-pR with R from 1 to {_MAX_ROW_BYTES}")
+    return int(match.group(1))
+
+
+def _to_planes(raw: Buffer, row: int) -> bytes:
+    # Rows are counted from the end, because array files have a header in front and their data last.
+    data = np.frombuffer(raw, np.uint8)
+    head = data.size % row
+    return data[:head].tobytes() + np.ascontiguousarray(data[head:].reshape(-1, row).T).tobytes()
+
+
+def _from_planes(shuffled: bytes, row: int) -> memoryview:
+    data = np.frombuffer(shuffled, np.uint8)
+    head = data.size % row
+    raw = np.empty(data.size, np.uint8)
+    raw[:head] = data[:head]
+    raw[head:].reshape(-1, row)[...] = data[head:].reshape(row, -1).T
+    return raw.data
+
+
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    # zstandard's objects must not be used by two threads at once, and making one costs more than a small member.
+    pool: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
+    if level not in pool:
+        pool[level] = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
+    return pool[level]
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    decompressor: zstandard.ZstdDecompressor = _local.decompressor
+    return decompressor

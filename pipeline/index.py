@@ -1,0 +1,262 @@
+"""``index.arrow``: where every sample and every member lies. FORMAT.md has the rules.
+
+An Arrow IPC file, memory-mapped: opening it costs the same for ten samples and for ten million, and all processes
+of a host share its pages. Rows stand in the order of the samples in the shards. Record batches hold
+``ROWS_PER_BATCH`` rows each (the last one fewer), so row i is found by division.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.errors import IndexFileError, OrderError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+INDEX_FILE: Final = "index.arrow"
+INDEX_VERSION: Final = 1
+ROWS_PER_BATCH: Final = 1 << 16
+
+_MEMBER_TYPE = pa.struct(
+    [
+        ("name", pa.int16()),
+        ("codec", pa.int16()),
+        ("offset", pa.int64()),
+        ("stored_bytes", pa.int64()),
+        ("raw_bytes", pa.int64()),
+    ]
+)
+_COLUMNS: Final = [
+    pa.field("key", pa.string(), nullable=False),
+    pa.field("clip_id", pa.string(), nullable=False),
+    pa.field("frame", pa.int32(), nullable=False),
+    pa.field("timestamp_ns", pa.int64(), nullable=False),
+    pa.field("shard", pa.int32(), nullable=False),
+    pa.field("offset", pa.int64(), nullable=False),
+    pa.field("length", pa.int64(), nullable=False),
+    pa.field("xxh3", pa.uint64(), nullable=False),
+    pa.field("members", pa.list_(_MEMBER_TYPE), nullable=False),
+]
+_SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
+_VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
+
+
+class MemberEntry(NamedTuple):
+    """One member of a sample: field name without codec suffix, its data's offset in the span, sizes [bytes], codec."""
+
+    name: str
+    offset: int
+    stored_bytes: int
+    raw_bytes: int
+    codec: str
+
+
+class IndexRow(NamedTuple):
+    """One sample: identity, and its span in shard number ``shard`` (manifest order), with the span's xxh3-64."""
+
+    key: str
+    clip_id: str
+    frame: int
+    timestamp_ns: int
+    shard: int
+    offset: int
+    length: int
+    xxh3: int
+    members: tuple[MemberEntry, ...]
+
+
+class IndexWriter:
+    """Writes an index file row by row, holding one batch in memory; use as a context manager.
+
+    ``names`` and ``codecs`` are all field names and codecs that any row will use. The caller publishes the file (writes
+    to a temporary name, syncs, renames).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]) -> None:
+        self._name_code = {name: code for code, name in enumerate(names)}
+        self._codec_code = {codec: code for code, codec in enumerate(codecs)}
+        self._schema = pa.schema(
+            _COLUMNS,
+            metadata={
+                _VERSION_KEY: str(INDEX_VERSION),
+                _NAMES_KEY: json.dumps(list(names)),
+                _CODECS_KEY: json.dumps(list(codecs)),
+            },
+        )
+        self._sink = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._sink, self._schema)
+        self._pending: list[IndexRow] = []
+
+    def append(self, row: IndexRow) -> None:
+        """Add the next sample."""
+        self._pending.append(row)
+        if len(self._pending) == ROWS_PER_BATCH:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is pending and the file's footer."""
+        if self._pending:
+            self._flush()
+        self._writer.close()
+        self._sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        rows, self._pending = self._pending, []
+        members = [member for row in rows for member in row.members]
+        starts = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum([len(row.members) for row in rows], out=starts[1:])
+        values = pa.StructArray.from_arrays(
+            [
+                pa.array([self._name_code[m.name] for m in members], pa.int16()),
+                pa.array([self._codec_code[m.codec] for m in members], pa.int16()),
+                pa.array([m.offset for m in members], pa.int64()),
+                pa.array([m.stored_bytes for m in members], pa.int64()),
+                pa.array([m.raw_bytes for m in members], pa.int64()),
+            ],
+            fields=list(_MEMBER_TYPE),
+        )
+        columns = [pa.array([getattr(row, f.name) for row in rows], f.type) for f in _COLUMNS[:-1]]
+        columns.append(pa.ListArray.from_arrays(pa.array(starts), values))
+        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+
+
+class _Batch(NamedTuple):
+    """Zero-copy views of one record batch."""
+
+    key: pa.StringArray
+    clip_id: pa.StringArray
+    scalars: tuple[NDArray[Any], ...]
+    starts: NDArray[np.int32]
+    members: tuple[NDArray[Any], ...]
+
+
+class SampleIndex:
+    """A read-only, memory-mapped index; safe to use from many threads.
+
+    ``names`` and ``codecs`` are all that occur in the dataset.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Map the file; raises IndexFileError where it is not a whole index file of this version."""
+        self._path = str(path)
+        try:
+            self._file = pa.ipc.open_file(pa.memory_map(self._path))
+        except (OSError, pa.ArrowException) as error:
+            raise IndexFileError(f"index '{self._path}' cannot be opened: {error}") from error
+        metadata = self._file.schema.metadata or {}
+        version = metadata.get(_VERSION_KEY, b"none").decode()
+        if version != str(INDEX_VERSION):
+            raise IndexFileError(f"index '{self._path}' has version {version}; this Fuelrail reads {INDEX_VERSION}")
+        if not self._file.schema.equals(pa.schema(_COLUMNS)):
+            raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
+        self.names: tuple[str, ...] = tuple(json.loads(metadata[_NAMES_KEY]))
+        self.codecs: tuple[str, ...] = tuple(json.loads(metadata[_CODECS_KEY]))
+        self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
+        # Only the last batch may be short, so its length alone gives the total.
+        last = self._file.num_record_batches - 1
+        self._length = last * ROWS_PER_BATCH + self._file.get_batch(last).num_rows if last >= 0 else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def row(self, index: int) -> IndexRow:
+        """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for a damaged row."""
+        if not 0 <= index < self._length:
+            raise OrderError(f"sample {index} is outside the index of {self._length} samples")
+        batch = self._batch(index // ROWS_PER_BATCH)
+        at = index % ROWS_PER_BATCH
+        first, end = int(batch.starts[at]), int(batch.starts[at + 1])
+        try:
+            members = tuple(
+                MemberEntry(self.names[name], offset, stored, raw, self.codecs[codec])
+                for name, codec, offset, stored, raw in zip(
+                    *(values[first:end].tolist() for values in batch.members), strict=True
+                )
+            )
+            frame, timestamp_ns, shard, offset, length, xxh3 = (values[at].item() for values in batch.scalars)
+            key, clip_id = batch.key[at].as_py(), batch.clip_id[at].as_py()
+            return IndexRow(key, clip_id, frame, timestamp_ns, shard, offset, length, xxh3, members)
+        except (IndexError, UnicodeDecodeError) as error:
+            raise IndexFileError(f"index '{self._path}' is damaged at row {index}: {error}") from error
+
+    def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
+        """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
+        at = _SCALARS.index(name)
+        end = self._length if end is None else end
+        numbers = range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
+        parts = [
+            self._batch(n).scalars[at][max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH] for n in numbers
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, _COLUMNS[2 + at].type.to_pandas_dtype())
+
+    def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
+        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
+        end = self._length if end is None else end
+        found: list[str] = []
+        for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
+            low = max(first - n * ROWS_PER_BATCH, 0)
+            array = getattr(self._batch(n), name)
+            found += array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)).to_pylist()
+        return found
+
+    def find(self, key: str) -> int | None:
+        """The row of a key, or None; reads the key column from the start."""
+        for number in range(len(self._batches)):
+            at = pc.index(self._batch(number).key, key).as_py()
+            if at >= 0:
+                return number * ROWS_PER_BATCH + int(at)
+        return None
+
+    def _batch(self, number: int) -> _Batch:
+        batch = self._batches[number]
+        if batch is None:
+            batch = self._batches[number] = self._view(number)
+        return batch
+
+    def _view(self, number: int) -> _Batch:
+        try:
+            record = self._file.get_batch(number)
+        except (OSError, pa.ArrowException) as error:
+            raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
+        last = number == len(self._batches) - 1
+        if not last and record.num_rows != ROWS_PER_BATCH:
+            raise IndexFileError(f"index '{self._path}': record batch {number} has {record.num_rows} rows")
+        columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
+        members = columns["members"]
+        return _Batch(
+            columns["key"],
+            columns["clip_id"],
+            tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS),
+            members.offsets.to_numpy(zero_copy_only=True),
+            tuple(members.values.field(i).to_numpy(zero_copy_only=True) for i in range(_MEMBER_TYPE.num_fields)),
+        )
+
+
+def write_index(
+    path: str | os.PathLike[str], rows: Iterable[IndexRow], names: Sequence[str], codecs: Sequence[str]
+) -> int:
+    """Write all rows to a new index file; returns their number."""
+    count = 0
+    with IndexWriter(path, names, codecs) as writer:
+        for row in rows:
+            writer.append(row)
+            count += 1
+    return count

@@ -1,0 +1,167 @@
+"""``dataset.json``: what a dataset is. Written last; without it a folder is not a dataset. FORMAT.md has the rules."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    import os
+
+MANIFEST_FILE: Final = "dataset.json"
+FORMAT: Final = "fuelrail-dataset"
+FORMAT_VERSION: Final = 1
+
+
+class FileEntry(Settings, frozen=True):
+    """A file of the dataset other than a shard: size and SHA-256 (hex)."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class ShardEntry(Settings, frozen=True):
+    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this order."""
+
+    name: str
+    split: str
+    first_sample: int
+    num_samples: int
+    bytes: int
+    sha256: str
+
+
+class SplitEntry(Settings, frozen=True):
+    """One split: a run of rows of the index and of shards of the manifest, and how many clips it has."""
+
+    first_sample: int
+    num_samples: int
+    first_shard: int
+    num_shards: int
+    num_clips: int
+
+
+class CameraEntry(Settings, frozen=True):
+    """One camera of the rig: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
+
+    channel: str
+    source_name: str
+    sizes: tuple[tuple[int, int], ...]
+
+
+class LidarEntry(Settings, frozen=True):
+    """One lidar: its channel, the source's name, and the names of the columns of its points."""
+
+    channel: str
+    source_name: str
+    columns: tuple[str, ...]
+
+
+class Manifest(Settings, frozen=True):
+    """The whole manifest. ``fingerprint`` is the SHA-256 of the manifest itself without it (:func:`fingerprint`)."""
+
+    format: str
+    version: int
+    name: str
+    fingerprint: str
+    num_samples: int
+    num_clips: int
+    seed: int
+    order_unit: str
+    cameras: tuple[CameraEntry, ...]
+    lidars: tuple[LidarEntry, ...]
+    classes: tuple[str, ...]
+    attributes: tuple[str, ...]
+    time_base: str
+    ego_origin: str
+    license: str | None
+    compression: dict[str, Any]
+    splits: dict[str, SplitEntry]
+    shards: tuple[ShardEntry, ...]
+    files: tuple[FileEntry, ...]
+    provenance: dict[str, Any]
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """All channels in rig order: cameras, then lidars."""
+        return tuple(c.channel for c in self.cameras) + tuple(c.channel for c in self.lidars)
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """SHA-256 (hex) of the manifest's canonical JSON with an empty fingerprint.
+
+    It covers every shard's and the index's digest, so two datasets with one fingerprint hold the same bytes.
+    """
+    blank = msgspec.structs.replace(manifest, fingerprint="")
+    return hashlib.sha256(msgspec.json.encode(blank, order="sorted")).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of ``dataset.json``: indented JSON, fingerprint filled in, closing newline."""
+    full = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
+    return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Parse and check ``dataset.json``; ``where`` names it in errors. Raises ManifestError."""
+    try:
+        head = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"'{where}' is not JSON: {error}") from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise ManifestError(f"'{where}' is not a Fuelrail manifest: its format is not {FORMAT!r}")
+    if head.get("version") != FORMAT_VERSION:
+        raise ManifestError(f"'{where}' has format version {head.get('version')!r}; this reads {FORMAT_VERSION}")
+    try:
+        manifest = msgspec.convert(head, Manifest)
+    except msgspec.ValidationError as error:
+        raise ManifestError(f"'{where}': {error}") from error
+    if fingerprint(manifest) != manifest.fingerprint:
+        raise ManifestError(f"'{where}' was edited or damaged: its fingerprint is not that of its content")
+    _check_runs(manifest, where)
+    return manifest
+
+
+def load_manifest(root: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a local dataset folder.
+
+    Raises DatasetNotReadyError where the folder or its ``dataset.json`` is missing, ManifestError where it is wrong.
+    """
+    file = Path(root) / MANIFEST_FILE
+    try:
+        data = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        reason = "has no dataset.json: sharding has not finished there" if Path(root).is_dir() else "is not a folder"
+        raise DatasetNotReadyError(f"'{root}' {reason}; make it with `fuelrail shard SOURCE {root}`") from error
+    except OSError as error:
+        raise ManifestError(f"'{file}' cannot be read: {error}") from error
+    return decode_manifest(data, str(file))
+
+
+def _check_runs(manifest: Manifest, where: str) -> None:
+    """Shards and splits must tile the rows without gap or overlap."""
+    row = 0
+    for shard in manifest.shards:
+        if shard.first_sample != row or shard.num_samples < 1 or shard.split not in manifest.splits:
+            raise ManifestError(f"'{where}': shard '{shard.name}' does not continue at sample {row}")
+        if shard.name != Path(shard.name).name or not shard.name:
+            raise ManifestError(f"'{where}': shard name {shard.name!r} is not a plain file name")
+        row += shard.num_samples
+    total = sum(split.num_samples for split in manifest.splits.values())
+    if row != manifest.num_samples or total != manifest.num_samples:
+        raise ManifestError(f"'{where}': shards hold {row} samples, splits {total}, stated {manifest.num_samples}")
+    for name, split in manifest.splits.items():
+        run = manifest.shards[split.first_shard : split.first_shard + split.num_shards]
+        if (
+            any(shard.split != name for shard in run)
+            or sum(shard.num_samples for shard in run) != split.num_samples
+            or (run and run[0].first_sample != split.first_sample)
+        ):
+            raise ManifestError(f"'{where}': split '{name}' does not match its shards")
