@@ -1,0 +1,102 @@
+"""A dataset opened for reading: manifest and index, held against each other, and a span's bytes to members.
+
+Where the bytes come from (mapped files, object storage, cache) is the reader's matter; this module turns a span
+into checked members.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, MemberError, TruncatedShardError
+from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
+from fuelrail.pipeline.manifest import Manifest, SplitEntry, load_manifest
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection
+
+    from fuelrail.pipeline.buffers import Buffer
+
+
+class Dataset(NamedTuple):
+    """A local dataset folder: its manifest and its mapped index."""
+
+    root: Path
+    manifest: Manifest
+    index: SampleIndex
+
+    def split(self, name: str) -> SplitEntry:
+        """The entry of a split; raises ConfigError naming the splits there are."""
+        entry = self.manifest.splits.get(name)
+        if entry is None:
+            known = ", ".join(self.manifest.splits)
+            raise ConfigError(f"dataset '{self.root}' has no split {name!r}; it has: {known}")
+        return entry
+
+    def shard_path(self, row: IndexRow) -> Path:
+        """The file that holds a sample; raises IndexFileError where the index names a shard the manifest hasn't."""
+        if not 0 <= row.shard < len(self.manifest.shards):
+            raise IndexFileError(
+                f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
+                f"but the manifest has {len(self.manifest.shards)}"
+            )
+        return self.root / self.manifest.shards[row.shard].name
+
+
+def open_dataset(root: str | os.PathLike[str]) -> Dataset:
+    """Open a local dataset folder in constant time, whatever its size.
+
+    Raises DatasetNotReadyError, ManifestError, IndexFileError. Contents are not read: `fuelrail verify` does that.
+    """
+    folder = Path(root)
+    manifest = load_manifest(folder)
+    index = SampleIndex(folder / INDEX_FILE)
+    if len(index) != manifest.num_samples:
+        raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
+    return Dataset(folder, manifest, index)
+
+
+def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
+    """Hold a span against the digest in the index; raises TruncatedShardError or ChecksumError with the address."""
+    size = memoryview(span).nbytes
+    if size != row.length:
+        raise TruncatedShardError(
+            f"got {size} of {row.length} bytes of a sample", shard=shard, offset=row.offset, key=row.key
+        )
+    if xxhash.xxh3_64_intdigest(span) != row.xxh3:
+        raise ChecksumError(
+            "the bytes differ from those that were written (xxh3)", shard=shard, offset=row.offset, key=row.key
+        )
+
+
+def read_members(
+    row: IndexRow, span: Buffer, shard: str, wanted: Collection[str] | None = None
+) -> dict[str, memoryview]:
+    """Decode the members of a span: field name to raw bytes, in stored order; raw ones are views of the span.
+
+    ``wanted`` restricts it to some field names. Raises IndexFileError for an entry outside the span, and the codec's
+    errors with key and member.
+    """
+    view = memoryview(span)
+    members: dict[str, memoryview] = {}
+    for entry in row.members:
+        if wanted is not None and entry.name not in wanted:
+            continue
+        end = entry.offset + entry.stored_bytes
+        if not 0 <= entry.offset <= end <= len(view):
+            raise IndexFileError(
+                f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} of a span "
+                f"of {len(view)} bytes"
+            )
+        try:
+            members[entry.name] = memoryview(codecs.decode(entry.codec, view[entry.offset : end], entry.raw_bytes))
+        except MemberError as error:
+            raise type(error)(
+                f"{error.message} (shard {shard}, offset {row.offset + entry.offset})", key=row.key, member=entry.name
+            ) from error
+    return members
