@@ -6,8 +6,9 @@ into checked members.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
 
 
-class Dataset(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Dataset:
     """A local dataset folder: its manifest and its mapped index."""
 
     root: Path
@@ -90,8 +92,8 @@ def read_members(
         end = entry.offset + entry.stored_bytes
         if not 0 <= entry.offset <= end <= len(view):
             raise IndexFileError(
-                f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} of a span "
-                f"of {len(view)} bytes"
+                f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} "
+                f"of a span of {len(view)} bytes"
             )
         try:
             members[entry.name] = memoryview(codecs.decode(entry.codec, view[entry.offset : end], entry.raw_bytes))
