@@ -1,0 +1,131 @@
+"""The reference backend: full decode and Pillow's antialiased filters, slower and exact. Pillow or pillow-simd.
+
+Axis-aligned maps are one `resize(box=...)` of the source. A rotation is an antialiased resize to the output's scale and
+then one interpolated affine transform, which is what the PIL pipelines of the BEV code bases do.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fuelrail.loaders.decode.probe import check_png, probe
+from fuelrail.loaders.decode.protocol import Interpolation, check_output, check_source
+from fuelrail.pipeline.errors import ConfigError, ImageError
+
+try:
+    from PIL import Image, JpegImagePlugin, PngImagePlugin
+except ImportError as error:
+    raise ConfigError("decoder='pillow' needs Pillow: pip install pillow (or pillow-simd, which is faster)") from error
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.decode.probe import ImageInfo
+    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.geometry import ImageMap
+
+_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+_REACH = {"bilinear": 1.0, "bicubic": 2.0}
+
+
+class PillowDecoder:
+    """Decodes with Pillow; see `fuelrail.loaders.decode.protocol.ImageDecoder`.
+
+    Pillow is lenient: a JPEG damaged inside its pixel data may decode to a damaged picture without an error, where the
+    turbo backend refuses it.
+    """
+
+    name = "pillow"
+
+    def decode_into(
+        self,
+        encoded: Buffer,
+        image_map: ImageMap,
+        out: NDArray[np.uint8],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Decode into ``out``; see the protocol."""
+        check_output(image_map, out, interpolation)
+        info = probe(encoded)
+        check_source(info, image_map)
+        source = _decode(encoded, info)
+        if image_map.is_axis_aligned:
+            _resize(source, image_map, out, interpolation)
+        else:
+            _rotate(source, image_map, out, interpolation)
+
+
+def _decode(encoded: Buffer, info: ImageInfo) -> Image.Image:
+    # The plugins are called by name: Image.open would try other formats, and warn about limits that probe has checked.
+    if info.format == "png":
+        check_png(encoded)
+    plugin = JpegImagePlugin.JpegImageFile if info.format == "jpeg" else PngImagePlugin.PngImageFile
+    try:
+        image = plugin(io.BytesIO(encoded)).convert("RGB")
+    except Exception as error:  # noqa: BLE001 (the plugins raise whatever their parsing of hostile bytes runs into)
+        raise ImageError(f"image cannot be decoded: {error}") from error
+    if image.size != (info.width, info.height):
+        raise ImageError(f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}")
+    return image
+
+
+def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+    a, _, tx, _, d, ty = image_map.coefficients
+    left, top, right, bottom = image_map.covered_output()
+    if left >= right or top >= bottom:
+        out[:] = 0
+        return
+    x0, x1 = sorted(((left - tx) / a, (right - tx) / a))
+    y0, y1 = sorted(((top - ty) / d, (bottom - ty) / d))
+    width, height = source.size
+    # A map may end within half an output pixel outside of the image, where the edge pixel continues. Pillow's box may
+    # not, so the image gets that much of a border.
+    pad = math.ceil(max(0.0, -x0, x1 - width, -y0, y1 - height) - 1e-6)
+    if pad:
+        edged = np.pad(np.asarray(source), ((pad, pad), (pad, pad), (0, 0)), mode="edge")
+        source = Image.fromarray(edged)
+        x0, x1, y0, y1 = x0 + pad, x1 + pad, y0 + pad, y1 + pad
+    box = (max(0.0, x0), max(0.0, y0), min(x1, float(source.size[0])), min(y1, float(source.size[1])))
+    image = source.resize((right - left, bottom - top), _FILTERS[interpolation], box=box)
+    if a < 0:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if d < 0:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    if (left, top, right, bottom) != (0, 0, *image_map.out_wh):
+        out[:] = 0
+    out[:, top:bottom, left:right] = np.asarray(image).transpose(2, 0, 1)
+
+
+def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+    a, b, _, c, d, _ = image_map.coefficients
+    # Shrink only: the affine transform interpolates well when it magnifies.
+    sx, sy = min(1.0, math.hypot(a, c)), min(1.0, math.hypot(b, d))
+    reach = _REACH[interpolation] + 1.0
+    left, top, right, bottom = image_map.source_roi(reach / min(sx, sy))
+    if left >= right or top >= bottom:
+        out[:] = 0
+        return
+    vl, vt, vr, vb = image_map.visible
+    left, top = max(left, round(vl)), max(top, round(vt))
+    right, bottom = min(right, round(vr)), min(bottom, round(vb))
+    # Whole pixels at the exact scale; the box may end up to one of them beyond the region, never beyond the image.
+    width, height = max(1, math.ceil((right - left) * sx)), max(1, math.ceil((bottom - top) * sy))
+    box = (left, top, min(left + width / sx, source.size[0]), min(top + height / sy, source.size[1]))
+    sx, sy = width / (box[2] - box[0]), height / (box[3] - box[1])
+    image = source.resize((width, height), _FILTERS[interpolation], box=box)
+    inverse = image_map.inverse_coefficients()
+    to_image = (
+        inverse[0] * sx,
+        inverse[1] * sx,
+        (inverse[2] - box[0]) * sx,
+        inverse[3] * sy,
+        inverse[4] * sy,
+        (inverse[5] - box[1]) * sy,
+    )
+    # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is.
+    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, to_image, _FILTERS[interpolation])
+    out[:] = np.asarray(image).transpose(2, 0, 1)

@@ -1,0 +1,224 @@
+"""Reads image headers: what is it, how large, and is it something that the backends take? No pixel is decoded.
+
+Strict on purpose. Headers are the cheapest place to refuse hostile or mistaken bytes, before any decoder allocates.
+JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3C recommendation.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from fuelrail.pipeline.errors import ImageError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.buffers import Buffer
+
+MAX_PIXELS = 1 << 26
+"""Largest image decoded by default: 67 megapixels, several times the largest automotive camera's."""
+
+MAX_SCANS = 100
+"""Progressive JPEGs have about ten scans. Thousands on a large canvas keep a decoder busy for minutes."""
+
+_SOF_REFUSED = {
+    3: "lossless",
+    5: "hierarchical",
+    6: "hierarchical",
+    7: "lossless hierarchical",
+    9: "arithmetic-coded",
+    10: "arithmetic-coded progressive",
+    11: "arithmetic-coded lossless",
+    13: "arithmetic-coded hierarchical",
+    14: "arithmetic-coded hierarchical",
+    15: "arithmetic-coded hierarchical",
+}
+_SUBSAMPLING = {(1, 1): "4:4:4", (2, 1): "4:2:2", (2, 2): "4:2:0", (1, 2): "4:4:0", (4, 1): "4:1:1", (4, 2): "4:1:0"}
+_COLOR_SPACES = {1: "gray", 3: "color", 4: "cmyk"}
+_REENCODE = "re-encode it as 8-bit baseline or progressive JPEG"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
+_U16 = struct.Struct(">H").unpack_from
+_SOF = struct.Struct(">BHHB").unpack_from
+
+
+class ImageInfo(NamedTuple):
+    """What the header of an encoded image says.
+
+    ``subsampling`` is "4:2:0" and the like, "gray" for one component, "other" for factors without a name, and "" for
+    PNG. ``restart_interval`` counts MCUs, 0 for none. ``orientation`` is Exif's 1 to 8, reported and never applied.
+    """
+
+    width: int
+    height: int
+    format: Literal["jpeg", "png"]
+    num_components: int
+    bits: int
+    subsampling: str
+    progressive: bool
+    restart_interval: int
+    orientation: int
+
+    @property
+    def is_cmyk(self) -> bool:
+        """A JPEG of four components: CMYK or YCCK."""
+        return self.num_components == 4 and self.format == "jpeg"
+
+
+def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS) -> ImageInfo:
+    """Read the header of a JPEG or PNG.
+
+    Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for images over
+    ``max_pixels``, and for coding variants that no backend takes: 12-bit, lossless, arithmetic, hierarchical JPEG;
+    palette and 16-bit PNG.
+    """
+    if encoded[:2] == b"\xff\xd8":
+        info = _probe_jpeg(encoded)
+    elif encoded[:8] == _PNG_SIGNATURE:
+        info = _probe_png(encoded)
+    else:
+        raise ImageError(_describe_stranger(bytes(encoded[:512])))
+    if info.width * info.height > max_pixels:
+        raise ImageError(f"image of {info.width}x{info.height} pixels is over the limit of {max_pixels} pixels")
+    return info
+
+
+def _probe_jpeg(encoded: Buffer) -> ImageInfo:
+    end, at = len(encoded), 2
+    sof: tuple[int, int, int, int, int, bytes] | None = None  # marker, precision, height, width, count, factors
+    restart_interval, orientation = 0, 1
+    while True:
+        if at + 4 > end:
+            raise ImageError(f"JPEG of {end} bytes ends inside its header: the file was cut")
+        if encoded[at] != 0xFF:
+            raise ImageError(f"JPEG header is broken: expected a marker at byte {at}, found 0x{encoded[at]:02x}")
+        marker = encoded[at + 1]
+        if marker == 0xFF:  # fill byte
+            at += 1
+            continue
+        if not 0xC0 <= marker <= 0xFE or 0xD0 <= marker <= 0xD9:
+            raise ImageError(f"JPEG header is broken: marker 0xff{marker:02x} at byte {at} cannot stand there")
+        (length,) = _U16(encoded, at + 2)
+        if length < 2 or at + 2 + length > end:
+            raise ImageError(f"JPEG header is broken: segment 0xff{marker:02x} at byte {at} claims {length} bytes")
+        if marker == 0xDA:
+            break
+        if marker == 0xDD and length == 4:
+            (restart_interval,) = _U16(encoded, at + 4)
+        elif marker == 0xE1 and length >= 16 and encoded[at + 4 : at + 10] == b"Exif\0\0":
+            orientation = _exif_orientation(bytes(encoded[at + 10 : at + 2 + length]))
+        elif marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if sof is not None:
+                raise ImageError(f"JPEG header is broken: a second frame header at byte {at}")
+            precision, height, width, count = _SOF(encoded, at + 4) if length >= 8 else (0, 0, 0, 0)
+            if length != 8 + 3 * count:
+                raise ImageError(f"JPEG header is broken: frame header of {length} bytes for {count} components")
+            sof = (marker - 0xC0, precision, height, width, count, bytes(encoded[at + 11 : at + 10 + 3 * count : 3]))
+        at += 2 + length
+    if sof is None:
+        raise ImageError("JPEG header is broken: pixel data start without a frame header")
+    kind, precision, height, width, count, factors = sof
+    if kind in _SOF_REFUSED:
+        raise ImageError(f"{_SOF_REFUSED[kind]} JPEG is not supported: {_REENCODE}")
+    if precision != 8:
+        raise ImageError(f"{precision}-bit JPEG is not supported: {_REENCODE}")
+    if width == 0 or height == 0:
+        raise ImageError(f"JPEG header gives a size of {width}x{height} pixels")
+    if count not in _COLOR_SPACES:
+        raise ImageError(f"JPEG of {count} components is not supported: 1 (gray), 3 (color) or 4 (CMYK) are")
+    if any(not (1 <= factor >> 4 <= 4 and 1 <= factor & 15 <= 4) for factor in factors):
+        raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
+    if kind == 2:
+        num_scans = bytes(encoded).count(b"\xff\xda")
+        if num_scans > MAX_SCANS:
+            raise ImageError(f"progressive JPEG has {num_scans} scans, more than {MAX_SCANS}: refused as hostile")
+    return ImageInfo(width, height, "jpeg", count, 8, _subsampling(factors), kind == 2, restart_interval, orientation)
+
+
+def _subsampling(factors: bytes) -> str:
+    """Name the chroma subsampling of 0xHV sampling factors."""
+    if len(factors) == 1:
+        return "gray"
+    luma, chroma = factors[0], factors[1]
+    if factors[2] != chroma or (luma >> 4) % (chroma >> 4) or (luma & 15) % (chroma & 15):
+        return "other"
+    return _SUBSAMPLING.get(((luma >> 4) // (chroma >> 4), (luma & 15) // (chroma & 15)), "other")
+
+
+def _exif_orientation(tiff: bytes) -> int:
+    """Return tag 0x0112 of the first directory; 1 where it is absent, malformed or out of range."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (num_entries,) = struct.unpack_from(order + "H", tiff, start)
+        for entry in range(min(num_entries, 64)):
+            tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, start + 2 + 12 * entry)
+            if tag == 0x0112:
+                return int(value) if 1 <= value <= 8 else 1
+    except struct.error:
+        return 1
+    return 1
+
+
+def _probe_png(encoded: Buffer) -> ImageInfo:
+    if len(encoded) < 33 or encoded[8:16] != b"\0\0\0\rIHDR":
+        raise ImageError(f"PNG of {len(encoded)} bytes ends inside its header: the file was cut")
+    width, height, bits, color_type = struct.unpack_from(">IIBB", encoded, 16)
+    if width == 0 or height == 0:
+        raise ImageError(f"PNG header gives a size of {width}x{height} pixels")
+    if bits != 8 or color_type not in _PNG_CHANNELS:
+        raise ImageError(
+            f"PNG of {bits} bits and colour type {color_type} is not supported: 8-bit gray, RGB, with or without alpha are"
+        )
+    return ImageInfo(
+        width, height, "png", _PNG_CHANNELS[color_type], bits, "", progressive=False, restart_interval=0, orientation=1
+    )
+
+
+def check_png(encoded: Buffer) -> None:
+    """Verify the checksum of every chunk, and that the file is whole; raises ImageError.
+
+    libpng-based decoders hand out half-decoded pictures of cut or damaged files without a word.
+    """
+    end, at = len(encoded), 8
+    view = memoryview(encoded)
+    while at + 12 <= end:
+        (length,) = struct.unpack_from(">I", encoded, at)
+        if at + 12 + length > end:
+            break
+        (stored,) = struct.unpack_from(">I", encoded, at + 8 + length)
+        if zlib.crc32(view[at + 4 : at + 8 + length]) != stored:
+            raise ImageError(f"PNG chunk at byte {at} fails its checksum: the file is damaged")
+        if view[at + 4 : at + 8] == b"IEND":
+            return
+        at += 12 + length
+    raise ImageError(f"PNG of {end} bytes has no end chunk: the file was cut")
+
+
+def _describe_stranger(head: bytes) -> str:
+    """Say what bytes that are neither JPEG nor PNG look like, for the user to find the mistake."""
+    if not head:
+        return "image is empty (0 bytes)"
+    if head.startswith(b"version https://git-lfs"):
+        return "image is a git-LFS pointer, not the picture itself: run 'git lfs pull' where the data came from"
+    text = head.lstrip()[:64].lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "image is an HTML or XML page: the download that made it has failed"
+    if not head.strip(b"\0"):
+        return "image starts with zero bytes: the file was not written out (disk full, crash during a copy?)"
+    names = {
+        b"RIFF": "WebP",
+        b"GIF8": "GIF",
+        b"BM": "BMP",
+        b"II*\0": "TIFF",
+        b"MM\0*": "TIFF",
+        b"\x00\x00\x00\x0cjP": "JPEG 2000",
+        b"\xff\x4f\xff\x51": "JPEG 2000",
+        b"\xff\x0a": "JPEG XL",
+    }
+    for magic, name in names.items():
+        if head.startswith(magic):
+            return f"image is {name}; JPEG and PNG are supported"
+    return f"image is neither JPEG nor PNG: it starts with bytes {head[:8].hex(' ')}"

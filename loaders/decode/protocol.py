@@ -1,0 +1,72 @@
+"""What a decode backend is: encoded bytes and an `ImageMap` in, planes of a batch out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+
+from fuelrail.pipeline.errors import ConfigError, ImageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.decode.probe import ImageInfo
+    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.geometry import ImageMap
+
+Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
+INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
+
+
+class ImageDecoder(Protocol):
+    """A decode backend. One instance serves all threads; scratch memory is per thread.
+
+    Every backend samples the same place of the source for each output pixel (half-pixel centres, exact affine map),
+    paints black where the map sees nothing, and never applies EXIF orientation: calibrations speak of pixels as
+    stored.
+    """
+
+    name: str
+
+    def decode_into(
+        self,
+        encoded: Buffer,
+        image_map: ImageMap,
+        out: NDArray[np.uint8],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Decode ``encoded`` and write its image under ``image_map`` into ``out``.
+
+        Args:
+            encoded: a whole JPEG or PNG file.
+            image_map: source to output; its ``source_wh`` must be the encoded image's size.
+            out: uint8 (3, height, width) RGB planes to fill, of size ``image_map.out_wh``; each row contiguous.
+            interpolation: one of `INTERPOLATIONS`.
+
+        Raises:
+            ImageError: bytes that are not a decodable image of the promised size. ``out`` is undefined then.
+            ConfigError: ``out`` or ``interpolation`` is not as described.
+
+        """
+        ...
+
+
+def check_output(image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+    """Refuse an output array or a filter that the protocol does not allow; raises ConfigError."""
+    width, height = image_map.out_wh
+    if out.shape != (3, height, width) or out.dtype != "uint8" or out.strides[2] != 1 or not out.flags.writeable:
+        raise ConfigError(
+            f"out must be a writable uint8 array of shape (3, {height}, {width}) with contiguous rows, "
+            f"got {out.dtype} {out.shape} with strides {out.strides}"
+        )
+    if interpolation not in INTERPOLATIONS:
+        raise ConfigError(f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}")
+
+
+def check_source(info: ImageInfo, image_map: ImageMap) -> None:
+    """Refuse an image of another size than the map was made for; raises ImageError."""
+    if (info.width, info.height) != image_map.source_wh:
+        raise ImageError(
+            f"image is {info.width}x{info.height} pixels, but its sample's geometry says "
+            f"{image_map.source_wh[0]}x{image_map.source_wh[1]}: intrinsics would not fit"
+        )
