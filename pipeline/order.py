@@ -1,0 +1,211 @@
+"""Position to sample: the order of an epoch as a pure function, in constant memory.
+
+``Order(spec, layout, epoch)`` maps positions 0 .. len - 1 of the epoch to sample indices. It depends on the order
+specification, the layout and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
+which positions is `fuelrail.pipeline.world`'s matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import index
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+import numpy as np
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.manifest import Manifest
+
+ORDER_VERSION: Final = 1
+"""Goes up when any order changes for the same arguments. A saved position means nothing under another version."""
+
+
+class OrderSpec(Settings, frozen=True):
+    """How an epoch is ordered.
+
+    * ``shuffled``: every sample anywhere, another permutation each epoch.
+    * ``windowed``: shards permuted, cut into windows of ``window`` shards, samples permuted within each window; for
+      storage that likes long reads. The last window may hold fewer shards.
+    * ``sequential``: as stored; seed and epoch change nothing.
+    """
+
+    kind: Literal["shuffled", "windowed", "sequential"] = "shuffled"
+    seed: int = 0
+    """0 .. 2**63 - 1."""
+    window: int | None = None
+    """Shards in a window, 1 or more; with kind ``windowed`` only, and needed there."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise OrderError(f"order kind must be one of {', '.join(_KINDS)}, got {self.kind!r}")
+        if not 0 <= self.seed < 2**63:
+            raise OrderError(f"order seed must be in 0 .. 2**63 - 1, got {self.seed}")
+        if self.kind == "windowed" and (self.window is None or self.window < 1):
+            raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
+        if self.kind != "windowed" and self.window is not None:
+            raise OrderError(f"window={self.window} means something with order kind 'windowed' only, got {self.kind!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an order needs to know of the data: how many samples each shard holds, in stored order, each 1 or more.
+
+    Only ``windowed`` looks at the shards; for the others ``Layout((num_samples,))`` will do. Raises OrderError for no
+    shards, for empty ones, and for more than 2**62 samples.
+    """
+
+    shard_lengths: tuple[int, ...]
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths = tuple(index(length) for length in self.shard_lengths)
+        if not lengths:
+            raise OrderError("an order needs at least one shard of samples, got none")
+        if min(lengths) < 1:
+            raise OrderError(f"shard {lengths.index(min(lengths))} holds {min(lengths)} samples; 1 or more are needed")
+        object.__setattr__(self, "shard_lengths", lengths)
+        object.__setattr__(self, "num_samples", sum(lengths))
+        if self.num_samples > MAX_LENGTH:
+            raise OrderError(f"an order can have at most 2**62 samples, got {self.num_samples}")
+
+    @classmethod
+    def of_split(cls, manifest: Manifest, split: str) -> Layout:
+        """The layout of one split of a dataset, whose first sample is sample 0. Raises OrderError for unknown splits."""
+        entry = manifest.splits.get(split)
+        if entry is None:
+            raise OrderError(f"dataset {manifest.name!r} has no split {split!r}; it has: {', '.join(manifest.splits)}")
+        shards = manifest.shards[entry.first_shard : entry.first_shard + entry.num_shards]
+        return cls(tuple(shard.num_samples for shard in shards))
+
+
+class PositionMap(Protocol):
+    """Anything that maps the positions of an epoch to sample indices; orders are built of these."""
+
+    def __len__(self) -> int:
+        """Positions in the epoch."""
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Sample indices (int64, same shape) at ``positions``."""
+
+
+class Order:
+    """The order of one epoch: ``order(positions)`` gives sample indices, ``len(order)`` positions.
+
+    Immutable, picklable, and safe to call from any number of threads. Raises OrderError for an epoch out of range.
+    """
+
+    __slots__ = ("_map", "epoch", "layout", "spec")
+
+    def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
+        if not 0 <= epoch < 2**63:
+            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        self.spec, self.layout, self.epoch = spec, layout, index(epoch)
+        self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each position another sample.
+
+        Raises OrderError for positions outside the epoch or not integer.
+        """
+        return self._map(positions)
+
+    def __reduce__(self) -> tuple[type[Order], tuple[OrderSpec, Layout, int]]:
+        return Order, (self.spec, self.layout, self.epoch)
+
+    def __repr__(self) -> str:
+        return f"Order({self.spec!r}, num_samples={self.layout.num_samples}, epoch={self.epoch})"
+
+
+class _Sequential:
+    """As stored."""
+
+    __slots__ = ("_num_samples",)
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        return as_positions(positions, self._num_samples).copy()
+
+
+class _Windowed:
+    """Shards permuted, samples permuted within windows of consecutive permuted shards.
+
+    Memory: two integers a shard. A position's window is found by bisection of the windows' starts, its shard by
+    bisection of the permuted shards' starts.
+    """
+
+    __slots__ = ("_num_samples", "_permutation", "_shard_origins", "_slot_starts", "_window_starts")
+
+    def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
+        stored = np.array(layout.shard_lengths, dtype=np.int64)
+        shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(np.arange(len(stored)))
+        lengths = stored[shards]
+        # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
+        # before the permutation within the window.
+        self._slot_starts = np.cumsum(lengths) - lengths
+        self._shard_origins = (np.cumsum(stored) - stored)[shards]
+        self._num_samples = layout.num_samples
+        self._window_starts = self._slot_starts[::window]
+        # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
+        self._permutation: Callable[[int, int], KeyedPermutation] = lru_cache(maxsize=8)(
+            lambda number, length: KeyedPermutation(length, derive_key("order windowed samples", seed, epoch, number))
+        )
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        wanted = as_positions(positions, self._num_samples)
+        flat = wanted.reshape(-1)
+        window = np.searchsorted(self._window_starts, flat, side="right") - 1
+        shuffled = np.empty_like(flat)
+        by_window = np.argsort(window, kind="stable")
+        numbers, firsts = np.unique(window[by_window], return_index=True)
+        for number, members in zip(numbers.tolist(), np.split(by_window, firsts[1:]), strict=True):
+            start, end = self._bounds(number)
+            shuffled[members] = self._permutation(number, end - start)(flat[members] - start) + start
+        slot = np.searchsorted(self._slot_starts, shuffled, side="right") - 1
+        shuffled += self._shard_origins[slot]
+        shuffled -= self._slot_starts[slot]
+        return shuffled.reshape(wanted.shape)
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """First position of a window, and of the one behind it."""
+        last = number + 1 == len(self._window_starts)
+        return int(self._window_starts[number]), self._num_samples if last else int(self._window_starts[number + 1])
+
+
+def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
+    return KeyedPermutation(layout.num_samples, derive_key("order shuffled", spec.seed, epoch))
+
+
+def _windowed(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
+    assert spec.window is not None  # the spec's own check
+    return _Windowed(layout, spec.window, spec.seed, epoch)
+
+
+def _sequential(_spec: OrderSpec, layout: Layout, _epoch: int) -> PositionMap:
+    return _Sequential(layout.num_samples)
+
+
+_KINDS: Final[dict[str, Callable[[OrderSpec, Layout, int], PositionMap]]] = {
+    "shuffled": _shuffled,
+    "windowed": _windowed,
+    "sequential": _sequential,
+}
