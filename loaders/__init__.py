@@ -1,1 +1,8 @@
 """Online: shards to batches on a device. Imports fuelrail.pipeline only."""
+
+from fuelrail.loaders.loader import DataLoader, LoaderStats
+from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.order import OrderSpec
+from fuelrail.pipeline.world import World
+
+__all__ = ["DataLoader", "ImageAugment", "LoaderStats", "OrderSpec", "World"]

@@ -1,0 +1,145 @@
+"""Decoded samples to one batch: the tensors of FORMAT's sample, stacked, after image augmentation.
+
+B samples, N cameras of the rig, output images H x W. Computed in float64, cast last. Frames of reference as in
+:mod:`fuelrail.pipeline.schema`; `ego` is the ego frame at the sample's own time.
+
+==================== ============================ ============================================================
+name                 shape, dtype                 meaning
+==================== ============================ ============================================================
+``img``              [B, N, 3, H, W] uint8        RGB, planes; zeros where ``cam_valid`` is 0
+``cam_valid``        [B, N] bool                  the camera's image exists
+``intrinsics``       [B, N, 3, 3] float32         K of the output image: ida (3 x 3) @ K of the stored one
+``ida_mat``          [B, N, 4, 4] float32         stored pixels to output pixels (centre-origin), homogeneous
+``cam2ego``          [B, N, 4, 4] float32         static extrinsic
+``cam2keyego``       [B, N, 4, 4] float32         camera at its exposure to ego at the sample's time
+``ego2img``          [B, N, 4, 4] float32         ego to (u d, v d, d, 1) of the output image
+``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
+``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego (datasets with a lidar)
+``ego2global``       [B, 4, 4] float64            ego pose
+``timestamp_ns``     [B] int64                    the sample's time
+``img_timestamp_ns`` [B, N] int64                 each camera's exposure
+``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw in ego (labelled datasets; so are the next four)
+``gt_labels_3d``     list of [M] int64            class, -1 outside the manifest's classes
+``gt_velocity``      list of [M, 3] float32       m/s over ground, ego axes, NaN unknown
+``gt_valid``         list of [M] bool             has lidar or radar points, or unknown
+``instance_id``      list of [M] int64            track
+``points``           list of [P, C] float32       first lidar, its own frame and columns (with ``points=True``)
+``sample_key``       list of str
+``clip_id``          list of str
+``frame``            [B] int64                    index in the clip
+``global_index``     [B] int64                    row of the dataset's index
+``valid``            [B] bool                     False: repeated to fill the last batch (``drop_last=False``)
+``epoch``, ``step``  int                          which global batch this is
+==================== ============================ ============================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.geometry import apply_to_intrinsics, apply_to_projection, ida_mats
+from fuelrail.pipeline.schema import homogeneous, invert_rigid
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.schema import Boxes, Sample
+
+
+class BatchSlot(NamedTuple):
+    """One batch in the making: which it is, and the buffer its images are decoded into."""
+
+    epoch: int
+    step: int
+    images: NDArray[np.uint8]
+
+
+class DecodedSample(NamedTuple):
+    """One sample whose images lie decoded in row ``at`` of its slot's buffer."""
+
+    slot: BatchSlot
+    at: int
+    row: int
+    valid: bool
+    sample: Sample
+    maps: Sequence[ImageMap]
+
+
+def assemble(decoded: Sequence[DecodedSample]) -> dict[str, Any]:
+    """Build the batch of samples that share a slot; see the module's table.
+
+    Raises SchemaError where some samples are labelled and some aren't, or rigs differ.
+    """
+    slot = decoded[0].slot
+    samples = [entry.sample for entry in decoded]
+    geometry = [sample.geometry for sample in samples]
+
+    def stack(name: str) -> NDArray[Any]:
+        return np.stack([getattr(g, name) for g in geometry])
+
+    ego2global = stack("ego2global")
+    cam2ego = stack("cam2ego")
+    cam2keyego = invert_rigid(ego2global)[:, None] @ stack("cam_ego2global") @ cam2ego
+    stored_intrinsics = stack("intrinsics")
+    ida_mat = np.stack([ida_mats(entry.maps) for entry in decoded])
+    ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2keyego))
+    batch: dict[str, Any] = {
+        "img": torch.from_numpy(slot.images),
+        "cam_valid": torch.from_numpy(stack("cam_valid").astype(bool)),
+        "intrinsics": _float32(apply_to_intrinsics(ida_mat, stored_intrinsics)),
+        "ida_mat": _float32(ida_mat),
+        "cam2ego": _float32(cam2ego),
+        "cam2keyego": _float32(cam2keyego),
+        "ego2img": _float32(ego2img),
+        "ego2global": torch.from_numpy(ego2global),
+        "timestamp_ns": torch.tensor([sample.meta.timestamp_ns for sample in samples]),
+        "img_timestamp_ns": torch.from_numpy(stack("cam_timestamp_ns")),
+        "sample_key": [sample.key for sample in samples],
+        "clip_id": [sample.meta.clip_id for sample in samples],
+        "frame": torch.tensor([sample.meta.frame_idx for sample in samples]),
+        "global_index": torch.tensor([entry.row for entry in decoded]),
+        "valid": torch.tensor([entry.valid for entry in decoded]),
+        "epoch": slot.epoch,
+        "step": slot.step,
+    }
+    if all(len(g.lidar2ego) for g in geometry):
+        lidar2ego = np.stack([g.lidar2keyego() for g in geometry])
+        batch["lidar2ego"] = _float32(lidar2ego)
+        batch["lidar2img"] = _float32(ego2img @ lidar2ego[:, None])
+    if any(sample.points for sample in samples):
+        batch["points"] = [torch.from_numpy(_first_sweep(sample).copy()) for sample in samples]
+    if any(sample.boxes is not None for sample in samples):
+        batch.update(_labels([_boxes(sample) for sample in samples]))
+    return batch
+
+
+def _labels(boxes: Sequence[Boxes]) -> dict[str, list[torch.Tensor]]:
+    return {
+        "gt_boxes_3d": [torch.from_numpy(b.boxes3d.copy()) for b in boxes],
+        "gt_labels_3d": [torch.from_numpy(b.label.astype(np.int64)) for b in boxes],
+        "gt_velocity": [torch.from_numpy(b.velocity.copy()) for b in boxes],
+        "gt_valid": [torch.from_numpy(b.valid.astype(bool)) for b in boxes],
+        "instance_id": [torch.from_numpy(b.instance_id.copy()) for b in boxes],
+    }
+
+
+def _boxes(sample: Sample) -> Boxes:
+    if sample.boxes is None:
+        raise SchemaError("the sample has no boxes, others of its batch have", key=sample.key)
+    return sample.boxes
+
+
+def _first_sweep(sample: Sample) -> NDArray[np.float32]:
+    # A sweep that is missing is an empty one: the batch's list must keep its length.
+    return next(iter(sample.points.values()), np.empty((0, 5), np.float32))
+
+
+def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:
+    return torch.from_numpy(matrices.astype(np.float32))

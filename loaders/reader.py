@@ -1,0 +1,66 @@
+"""Sample number to sample: the span from storage, checked, and its members parsed; images stay encoded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fuelrail.loaders.storage import MappedShards
+from fuelrail.pipeline.dataset import check_span, read_members
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.schema import Sample, decode_sample
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.index import IndexRow
+
+
+class FetchedSpan(NamedTuple):
+    """A sample's index row and its bytes as stored."""
+
+    row: IndexRow
+    span: memoryview
+
+
+class SampleReader:
+    """Reads single samples of an open dataset, by row of its index. Thread-safe.
+
+    With ``verify`` every span is held against its xxh3 digest. Without ``points`` lidar members are not decoded, and
+    with neither that nor ``extra`` are user members.
+    """
+
+    def __init__(self, dataset: Dataset, *, verify: bool = True, points: bool = True, extra: bool = True) -> None:
+        self._dataset, self._verify = dataset, verify
+        self._storage = MappedShards(dataset)
+        lidars = {lidar.channel for lidar in dataset.manifest.lidars}
+        self._wanted = frozenset(
+            name
+            for name in dataset.index.names
+            if (points or name.partition(".")[0] not in lidars) and (extra or not name.startswith("x_"))
+        )
+
+    def fetch(self, index: int) -> FetchedSpan:
+        """The stored bytes of a sample; raises OrderError outside the dataset, ShardError where bytes are bad."""
+        row = self._dataset.index.row(index)
+        span = self._storage.span(row)
+        if self._verify:
+            check_span(row, span, self._shard_name(row))
+        return FetchedSpan(row, span)
+
+    def parse(self, fetched: FetchedSpan) -> Sample:
+        """Decode all members but images; raises MemberError with key and member."""
+        row = fetched.row
+        return decode_sample(row.key, read_members(row, fetched.span, self._shard_name(row), self._wanted))
+
+    def sample(self, index: int) -> Sample:
+        """One whole sample; images are views of the mapped shard."""
+        return self.parse(self.fetch(index))
+
+    def find(self, key: str) -> Sample:
+        """The sample with this key; raises OrderError where there is none. Searches the index from its start."""
+        index = self._dataset.index.find(key)
+        if index is None:
+            raise OrderError(f"dataset '{self._dataset.root}' has no sample {key!r}; `fuelrail inspect` lists keys")
+        return self.sample(index)
+
+    def _shard_name(self, row: IndexRow) -> str:
+        return self._dataset.shard_path(row).name

@@ -1,0 +1,223 @@
+"""Small datasets made straight from the format's own parts, without any source or sharding engine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import simplejpeg
+import xxhash
+
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
+from fuelrail.pipeline.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    CameraEntry,
+    FileEntry,
+    LidarEntry,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    encode_manifest,
+)
+from fuelrail.pipeline.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    SCHEMA,
+    Boxes,
+    CameraMeta,
+    Geometry,
+    Meta,
+    encode_arrays,
+    encode_meta,
+    encode_points,
+    rigid,
+)
+from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CAMERAS = ("cam_front", "cam_back")
+LIDAR = "lidar_top"
+CLASSES = ("car", "pedestrian")
+
+
+def textured(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
+    """A smooth random picture, uint8 (height, width, 3): what a natural image is to a JPEG codec."""
+    coarse = rng.random((height // 8 + 2, width // 8 + 2, 3))
+    fine = np.kron(coarse, np.ones((8, 8, 1)))[:height, :width]
+    return (fine * 200 + rng.random((height, width, 1)) * 20).astype(np.uint8)
+
+
+def make_geometry(
+    rng: np.random.Generator, width: int, height: int, timestamp_ns: int, valid: tuple[int, ...]
+) -> Geometry:
+    """A plausible rig: a camera looking ahead, one behind, a lidar above, an ego that has driven some metres."""
+    count = len(CAMERAS)
+    ahead, behind = [0.5, -0.5, 0.5, -0.5], [0.5, -0.5, -0.5, 0.5]
+    here = rng.random(3) * 1000
+    step = np.array([0.3, 0.0, 0.0])
+    level = np.array([1.0, 0.0, 0.0, 0.0])
+    intrinsics = np.array([[width * 0.8, 0, width / 2 - 0.5], [0, width * 0.8, height / 2 - 0.5], [0, 0, 1]])
+    nan = np.full(3, np.nan)
+    return Geometry(
+        cam_valid=np.array(valid, np.uint8),
+        cam_timestamp_ns=timestamp_ns + np.arange(count, dtype=np.int64) * 7_000_000,
+        img_wh=np.tile(np.array([width, height], np.int32), (count, 1)),
+        intrinsics=np.tile(intrinsics, (count, 1, 1)),
+        dist=np.full((count, 14), np.nan),
+        cam2ego=rigid(np.array([ahead, behind]), np.array([[1.5, 0, 1.5], [-0.5, 0, 1.5]])),
+        cam_ego2global=rigid(np.tile(level, (count, 1)), here + step * np.arange(count)[:, None]),
+        ego2global=rigid(level, here),
+        lidar2ego=rigid(level, np.array([0.9, 0.0, 1.8]))[None],
+        lidar_ego2global=rigid(level, here)[None],
+        lidar_timestamp_ns=np.array([timestamp_ns]),
+        ego_velocity=np.array([6.0, 0.0, 0.0]),
+        ego_accel=nan,
+        ego_rates=nan,
+    )
+
+
+def make_boxes(rng: np.random.Generator, count: int) -> Boxes:
+    """Boxes on the road around the ego."""
+    yaw = rng.uniform(-3, 3, count)
+    boxes3d = np.column_stack(
+        [rng.uniform(-30, 30, (count, 2)), np.full(count, 0.8), np.tile([4, 2, 1.6], (count, 1)), yaw]
+    )
+    quaternion = np.column_stack([np.cos(yaw / 2), np.zeros((count, 2)), np.sin(yaw / 2)])
+    return Boxes(
+        boxes3d=boxes3d.astype(np.float32),
+        rotation_wxyz=quaternion.astype(np.float32),
+        velocity=np.full((count, 3), np.nan, np.float32),
+        label=(np.arange(count) % len(CLASSES)).astype(np.int16),
+        instance_id=np.arange(count, dtype=np.int64),
+        num_lidar_pts=np.full(count, 5, np.int32),
+        num_radar_pts=np.full(count, -1, np.int32),
+        visibility=np.full(count, 4, np.int8),
+        attribute=np.full(count, -1, np.int16),
+        valid=np.ones(count, np.uint8),
+    )
+
+
+def build_dataset(
+    root: Path,
+    splits: dict[str, tuple[int, ...]],
+    *,
+    size: tuple[int, int] = (96, 64),
+    missing: frozenset[tuple[int, str]] = frozenset(),
+    labelled: bool = True,
+    seed: int = 0,
+) -> dict[str, dict[str, bytes]]:
+    """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
+
+    ``missing`` names (row, channel) of camera images to leave out. Returns the raw members of every sample by key.
+    """
+    root.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    names = [META, GEOMETRY, *([BOXES] if labelled else []), *(f"{c}.jpg" for c in CAMERAS), f"{LIDAR}.npy"]
+    rows: list[IndexRow] = []
+    shards: list[ShardEntry] = []
+    split_entries: dict[str, SplitEntry] = {}
+    raw: dict[str, dict[str, bytes]] = {}
+    for split, lengths in splits.items():
+        first_shard, first = len(shards), len(rows)
+        for number, length in enumerate(lengths):
+            first_row, data = len(rows), bytearray()
+            for _ in range(length):
+                row = len(rows)
+                key = f"clip-{row // 4:04d}-{row % 4:06d}"
+                members = _sample(rng, row, key, split, size, missing, labelled)
+                raw[key] = members
+                codec = {
+                    n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith(".jpg") else "zstd" for n in members
+                }
+                stored = [
+                    StoredMember(n + codecs.suffix(codec[n]), codecs.encode(codec[n], m)) for n, m in members.items()
+                ]
+                span = pack_sample(key, stored)
+                entries = tuple(
+                    MemberEntry(n, offset, len(s.data), len(members[n]), codec[n])
+                    for n, offset, s in zip(members, span.offsets, stored, strict=True)
+                )
+                joined = b"".join(span.pieces)
+                digest = xxhash.xxh3_64_intdigest(joined)
+                rows.append(
+                    IndexRow(
+                        key, key[:9], row % 4, row * 500_000_000, len(shards), len(data), span.length, digest, entries
+                    )
+                )
+                data += joined
+            data += END_OF_ARCHIVE
+            name = f"{split}-{number:06d}.tar"
+            (root / name).write_bytes(data)
+            shards.append(
+                ShardEntry(
+                    name=name,
+                    split=split,
+                    first_sample=first_row,
+                    num_samples=length,
+                    bytes=len(data),
+                    sha256=_sha256(data),
+                )
+            )
+        split_entries[split] = SplitEntry(
+            first_sample=first, num_samples=len(rows) - first, first_shard=first_shard,
+            num_shards=len(shards) - first_shard, num_clips=-(-(len(rows) - first) // 4),
+        )  # fmt: skip
+    write_index(root / INDEX_FILE, rows, names, ["raw", "zstd", "zstd-p20"])
+    index = (root / INDEX_FILE).read_bytes()
+    manifest = Manifest(
+        format=FORMAT, version=FORMAT_VERSION, name="tiny", fingerprint="", num_samples=len(rows),
+        num_clips=sum(s.num_clips for s in split_entries.values()), seed=seed, order_unit="frame",
+        cameras=tuple(CameraEntry(channel=c, source_name=c.upper(), sizes=(size,)) for c in CAMERAS),
+        lidars=(LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")),),
+        classes=CLASSES, attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
+        compression={"level": 3}, splits=split_entries, shards=tuple(shards),
+        files=(FileEntry(name=INDEX_FILE, bytes=len(index), sha256=_sha256(index)),), provenance={"source": "tests"},
+    )  # fmt: skip
+    (root / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    return raw
+
+
+def _sample(
+    rng: np.random.Generator, row: int, key: str, split: str, size: tuple[int, int],
+    missing: frozenset[tuple[int, str]], labelled: bool,
+) -> dict[str, bytes]:  # fmt: skip
+    width, height = size
+    timestamp_ns = row * 500_000_000
+    present = [c for c in CAMERAS if (row, c) not in missing]
+    meta = Meta(
+        schema=SCHEMA,
+        dataset="tiny",
+        key=key,
+        sample_token=f"{row:032x}",
+        clip_id=key[:9],
+        clip_token="",
+        clip_name=key[:9],
+        log_id="log",
+        vehicle="car",
+        frame_idx=row % 4,
+        num_frames=4,
+        prev_key=None,
+        next_key=None,
+        timestamp_ns=timestamp_ns,
+        is_key_frame=True, split=split,
+        cameras={c: CameraMeta(token="", timestamp_ns=timestamp_ns, width=width, height=height) for c in present},
+    )  # fmt: skip
+    geometry = make_geometry(rng, width, height, timestamp_ns, tuple(int(c in present) for c in CAMERAS))
+    members = {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry)}
+    if labelled:
+        members[BOXES] = encode_arrays(make_boxes(rng, row % 5))
+    for channel in present:
+        members[f"{channel}.jpg"] = simplejpeg.encode_jpeg(textured(rng, width, height), 90, "RGB", "420")
+    members[f"{LIDAR}.npy"] = encode_points(rng.random((50 + row, 5)).astype(np.float32))
+    return members
+
+
+def _sha256(data: bytes | bytearray) -> str:
+    return hashlib.sha256(data).hexdigest()
