@@ -81,7 +81,7 @@ class ImageAugment(Settings, frozen=True):
             limits = getattr(self, name)
             if limits is not None and not limits[0] <= limits[1]:
                 raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high")
-        if not (0.0 <= self.crop_bottom[0] and self.crop_bottom[1] < 1.0):
+        if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
             raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
         if not 0.0 <= self.flip_prob <= 1.0:
             raise ConfigError(f"flip_prob={self.flip_prob} must be a probability from 0 to 1")

@@ -31,6 +31,9 @@ Coefficients: TypeAlias = tuple[float, float, float, float, float, float]
 Rectangle: TypeAlias = tuple[float, float, float, float]
 """(left, top, right, bottom) on edge-origin coordinates."""
 
+_FUZZ = 1e-6
+"""A border that meets a pixel's centre up to this many pixels of rounding error has it inside."""
+
 
 def scaled_size(size_px: int, numerator: int, denominator: int) -> int:
     """Return ceil(size * numerator / denominator): what a JPEG decoder makes of ``size_px`` in DCT-scaled decoding.
@@ -146,7 +149,7 @@ class ImageMap:
 
     def ida_mat(self) -> NDArray[np.float64]:
         """Return M as float64 (4, 4) for projections: (u d, v d, d, 1), d the depth, source to output image."""
-        return ida_mats([self])[0]
+        return ida_mats([self]).reshape(4, 4)
 
     def inverse_coefficients(self) -> Coefficients:
         """Return the edge-origin coefficients of the inverse map, output to source."""
@@ -164,6 +167,27 @@ class ImageMap:
         x0, x1 = _covered(a, tx, left, right, self.out_wh[0])
         y0, y1 = _covered(d, ty, top, bottom, self.out_wh[1])
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
+
+    def visible_columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Return (first, last + 1) output columns whose centre sees the source, int64 (height,) each, for any map.
+
+        None when all output pixels do. Rows that see nothing have first >= last + 1.
+        """
+        width, height = self.out_wh
+        a, b, tx, c, d, ty = self.inverse_coefficients()
+        left, top, right, bottom = self.visible
+        corners = [(u, v) for u in (0.5, width - 0.5) for v in (0.5, height - 0.5)]
+        if all(left <= a * u + b * v + tx <= right and top <= c * u + d * v + ty <= bottom for u, v in corners):
+            return None
+        v = np.arange(height) + 0.5
+        first, last = np.full(height, 0.5), np.full(height, width - 0.5)
+        for along, across, offset, low, high in ((a, b, tx, left, right), (c, d, ty, top, bottom)):
+            along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
+            at_low, at_high = (low - offset - across * v) / along, (high - offset - across * v) / along
+            first = np.maximum(first, np.minimum(at_low, at_high))
+            last = np.minimum(last, np.maximum(at_low, at_high))
+        first, last = np.clip(first, 0.0, width), np.clip(last, -1.0, width - 0.5)
+        return np.ceil(first - 0.5 - _FUZZ).astype(np.int64), np.floor(last - 0.5 + _FUZZ).astype(np.int64) + 1
 
     def source_roi(self, support_px: float = 1.0) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom): whole source pixels that the output samples, within the source.
@@ -217,8 +241,7 @@ def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
 def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
     """Output pixels [first, last) whose centre maps into [low, high] of the source, on one axis."""
     a, b = scale * low + offset, scale * high + offset
-    fuzz = 1e-6  # a border that meets a centre up to rounding errors counts as inside
-    return max(0, math.ceil(min(a, b) - 0.5 - fuzz)), min(size, math.floor(max(a, b) - 0.5 + fuzz) + 1)
+    return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1)
 
 
 def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fuelrail.loaders.decode.probe import check_png, probe
-from fuelrail.loaders.decode.protocol import Interpolation, check_output, check_source
+from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.pipeline.errors import ConfigError, ImageError
 
 try:
@@ -66,7 +66,7 @@ def _decode(encoded: Buffer, info: ImageInfo) -> Image.Image:
     plugin = JpegImagePlugin.JpegImageFile if info.format == "jpeg" else PngImagePlugin.PngImageFile
     try:
         image = plugin(io.BytesIO(encoded)).convert("RGB")
-    except Exception as error:  # noqa: BLE001 (the plugins raise whatever their parsing of hostile bytes runs into)
+    except Exception as error:  # the plugins raise whatever their parsing of hostile bytes runs into
         raise ImageError(f"image cannot be decoded: {error}") from error
     if image.size != (info.width, info.height):
         raise ImageError(f"image decoded to {image.size[0]}x{image.size[1]}, header says {info.width}x{info.height}")
@@ -109,9 +109,6 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     if left >= right or top >= bottom:
         out[:] = 0
         return
-    vl, vt, vr, vb = image_map.visible
-    left, top = max(left, round(vl)), max(top, round(vt))
-    right, bottom = min(right, round(vr)), min(bottom, round(vb))
     # Whole pixels at the exact scale; the box may end up to one of them beyond the region, never beyond the image.
     width, height = max(1, math.ceil((right - left) * sx)), max(1, math.ceil((bottom - top) * sy))
     box = (left, top, min(left + width / sx, source.size[0]), min(top + height / sy, source.size[1]))
@@ -126,6 +123,8 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
         inverse[4] * sy,
         (inverse[5] - box[1]) * sy,
     )
-    # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is.
-    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, to_image, _FILTERS[interpolation])
+    # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is. Bilinear
+    # always: the bicubic kernel of its transforms (a = -1) does not reproduce a ramp and shifts by up to 0.1 pixels.
+    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, to_image, Image.Resampling.BILINEAR)
     out[:] = np.asarray(image).transpose(2, 0, 1)
+    black_out_unseen(image_map, out)

@@ -170,7 +170,8 @@ def _probe_png(encoded: Buffer) -> ImageInfo:
         raise ImageError(f"PNG header gives a size of {width}x{height} pixels")
     if bits != 8 or color_type not in _PNG_CHANNELS:
         raise ImageError(
-            f"PNG of {bits} bits and colour type {color_type} is not supported: 8-bit gray, RGB, with or without alpha are"
+            f"PNG of {bits} bits and colour type {color_type} is not supported: "
+            "8-bit gray and RGB are, with or without alpha"
         )
     return ImageInfo(
         width, height, "png", _PNG_CHANNELS[color_type], bits, "", progressive=False, restart_interval=0, orientation=1
@@ -191,7 +192,7 @@ def check_png(encoded: Buffer) -> None:
         (stored,) = struct.unpack_from(">I", encoded, at + 8 + length)
         if zlib.crc32(view[at + 4 : at + 8 + length]) != stored:
             raise ImageError(f"PNG chunk at byte {at} fails its checksum: the file is damaged")
-        if view[at + 4 : at + 8] == b"IEND":
+        if bytes(view[at + 4 : at + 8]) == b"IEND":
             return
         at += 12 + length
     raise ImageError(f"PNG of {end} bytes has no end chunk: the file was cut")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
+import numpy as np
+
 from fuelrail.pipeline.errors import ConfigError, ImageError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.probe import ImageInfo
@@ -49,6 +50,17 @@ class ImageDecoder(Protocol):
 
         """
         ...
+
+
+def black_out_unseen(image_map: ImageMap, out: NDArray[np.uint8]) -> None:
+    """Set the pixels of ``out`` (3, height, width) black that the map lets see nothing."""
+    columns = image_map.visible_columns()
+    if columns is None:
+        return
+    # 16-bit compares of a whole plane are quicker than slicing 256 rows; images are below 32768 pixels wide.
+    x = np.arange(out.shape[2], dtype=np.int16)
+    seen = (x >= columns[0][:, None].astype(np.int16)) & (x < columns[1][:, None].astype(np.int16))
+    out *= seen
 
 
 def check_output(image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:

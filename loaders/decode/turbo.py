@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cv2
 import numpy as np
 import simplejpeg
 
 from fuelrail.loaders.decode.probe import check_png, probe
-from fuelrail.loaders.decode.protocol import Interpolation, check_output, check_source
+from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
+
+Picture: TypeAlias = "NDArray[Any]"
+"""uint8 (height, width, channels), channels interleaved. OpenCV's stubs know no dtype."""
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
 _REACH = {"bilinear": 1, "bicubic": 2}
@@ -74,21 +77,20 @@ class TurboDecoder:
         check_source(info, image_map)
         if info.format == "jpeg":
             image, factor = self._decode_jpeg(encoded, info, image_map.max_scale)
-            planes = [out[0], out[1], out[2]]
         else:
             image, factor = _decode_png(encoded, info), 1
-            planes = [out[2], out[1], out[0]]  # OpenCV decodes to BGR
+            out = out[::-1]  # OpenCV decodes to BGR
         if factor > 1:
             image_map = _from_scaled(image_map, image, factor)
         try:
             if image_map.max_scale <= 0.5:
                 image, image_map = _shrink(image, image_map)
-            if not (image_map.is_axis_aligned and self._resize(image, image_map, planes, interpolation)):
-                self._warp(image, image_map, planes, interpolation)
+            if not (image_map.is_axis_aligned and self._resize(image, image_map, out, interpolation)):
+                self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
             raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
 
-    def _decode_jpeg(self, encoded: Buffer, info: ImageInfo, max_scale: float) -> tuple[NDArray[np.uint8], int]:
+    def _decode_jpeg(self, encoded: Buffer, info: ImageInfo, max_scale: float) -> tuple[Picture, int]:
         """Return the picture (h, w, 3) RGB, decoded at 1/factor, and the factor."""
         factor = 1
         if min(info.width, info.height) >= _MIN_SCALABLE_PX:
@@ -113,9 +115,7 @@ class TurboDecoder:
             image = ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
         return image, factor
 
-    def _resize(
-        self, image: NDArray[np.uint8], image_map: ImageMap, planes: list[NDArray[np.uint8]], interpolation: str
-    ) -> bool:
+    def _resize(self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> bool:
         """Sample an axis-aligned map by `cv2.resize`. False, and nothing done, where its grid does not fit.
 
         `cv2.resize` with explicit factors scales about the top-left edge of the region that it gets. So the region
@@ -137,40 +137,27 @@ class TurboDecoder:
             if columns is None or rows is None:
                 return False
             region = image[rows[0] : rows[1], columns[0] : columns[1]]
-            resized = self._scratch.take("resized", rows[3], columns[3], 3)
+            resized: Picture = self._scratch.take("resized", rows[3], columns[3], 3)
             resized = cv2.resize(region, None, resized, a, d, _FILTERS[interpolation])
             resized = resized[y0 - rows[2] : y1 - rows[2], x0 - columns[2] : x1 - columns[2]]
             if flip_x or flip_y:
                 code = -1 if flip_x and flip_y else int(flip_x)
                 resized = cv2.flip(resized, code, self._scratch.take("flipped", *resized.shape))
         if (left, top, right, bottom) != (0, 0, out_width, out_height):
-            for plane in planes:
-                plane[:] = 0
-            planes = [plane[top:bottom, left:right] for plane in planes]
+            out[:] = 0
+            out = out[:, top:bottom, left:right]
         if left < right:
-            cv2.split(resized, planes)
+            cv2.split(resized, list(out))
         return True
 
-    def _warp(
-        self, image: NDArray[np.uint8], image_map: ImageMap, planes: list[NDArray[np.uint8]], interpolation: str
-    ) -> None:
+    def _warp(self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
         """Sample any map by `cv2.warpAffine`."""
         reach = _REACH[interpolation] + 1
         left, top, right, bottom = image_map.source_roi(reach)
-        inverse = image_map.inverse_coefficients()
-        if image_map.is_axis_aligned:
-            border = cv2.BORDER_REPLICATE  # as in resizing; what is beyond is painted black below
-        else:
-            border = cv2.BORDER_CONSTANT
-            # What a crop before the rotation has cut off is black.
-            visible = image_map.visible
-            left, top = max(left, round(visible[0])), max(top, round(visible[1]))
-            right, bottom = min(right, round(visible[2])), min(bottom, round(visible[3]))
         if left >= right or top >= bottom:
-            for plane in planes:
-                plane[:] = 0
+            out[:] = 0
             return
-        a, b, tx, c, d, ty = inverse
+        a, b, tx, c, d, ty = image_map.inverse_coefficients()
         to_region = np.array(
             ((a, b, (a + b) / 2 + tx - 0.5 - left), (c, d, (c + d) / 2 + ty - 0.5 - top)), dtype=np.float64
         )
@@ -181,13 +168,10 @@ class TurboDecoder:
             (width, height),
             self._scratch.take("resized", height, width, 3),
             _FILTERS[interpolation] | cv2.WARP_INVERSE_MAP,
-            border,
+            cv2.BORDER_REPLICATE,
         )
-        cv2.split(warped, planes)
-        if image_map.is_axis_aligned:
-            left, top, right, bottom = image_map.covered_output()
-            for plane in planes:
-                plane[:top], plane[bottom:], plane[:, :left], plane[:, right:] = 0, 0, 0, 0
+        cv2.split(warped, list(out))
+        black_out_unseen(image_map, out)
 
 
 def _aligned_span(
@@ -215,7 +199,7 @@ def _aligned_span(
     return (best, stop, origin, num_lines) if origin <= first and origin + num_lines >= last else None
 
 
-def _from_scaled(image_map: ImageMap, image: NDArray[np.uint8], factor: int) -> ImageMap:
+def _from_scaled(image_map: ImageMap, image: Picture, factor: int) -> ImageMap:
     """Return the map from a picture decoded at 1/factor: coordinates are scaled by exactly 1/factor."""
     a, b, tx, c, d, ty = image_map.coefficients
     left, top, right, bottom = image_map.visible
@@ -227,7 +211,7 @@ def _from_scaled(image_map: ImageMap, image: NDArray[np.uint8], factor: int) -> 
     )
 
 
-def _shrink(image: NDArray[np.uint8], image_map: ImageMap) -> tuple[NDArray[np.uint8], ImageMap]:
+def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     """Average blocks of whole pixels, for maps that shrink more than the decoder could: interpolation would alias."""
     factor = math.floor(1.0 / image_map.max_scale + 1e-9)
     left, top, right, bottom = image_map.source_roi(2.0 * factor)
@@ -245,12 +229,12 @@ def _shrink(image: NDArray[np.uint8], image_map: ImageMap) -> tuple[NDArray[np.u
     return small, ImageMap(coefficients, (small.shape[1], small.shape[0]), image_map.out_wh, visible)
 
 
-def _decode_png(encoded: Buffer, info: ImageInfo) -> NDArray[np.uint8]:
+def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     """Return the picture (h, w, 3) BGR; an alpha channel is dropped."""
     check_png(encoded)
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     try:
-        image: NDArray[np.uint8] | None = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
+        image: Picture | None = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
     except cv2.error as error:
         raise ImageError(f"PNG cannot be decoded: {error}") from error
     if image is None or image.shape != (info.height, info.width, 3):
@@ -262,9 +246,9 @@ class _Scratch(threading.local):
     """Named arrays of the calling thread that only grow; contents are whatever was there."""
 
     def __init__(self) -> None:
-        self.arrays: dict[str, NDArray[np.uint8]] = {}
+        self.arrays: dict[str, Picture] = {}
 
-    def take(self, name: str, height: int, width: int, channels: int) -> NDArray[np.uint8]:
+    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
         """Return an uninitialised uint8 (height, width, channels)."""
         num_bytes = height * width * channels
         array = self.arrays.get(name)
