@@ -1,0 +1,159 @@
+"""How the micro-benchmarks measure: candidates take turns in one run, and what counts is the ratio between them.
+
+A figure in seconds belongs to one machine at one moment; the ratio of two candidates that took turns belongs to the
+code. So a benchmark hands its candidates to :func:`compare`, the one to be compared with first::
+
+    ours = lambda: read_tensors(data)
+    library = lambda: safetensors.numpy.load(data)
+    compare("geometry of one sample", {"safetensors": library, "fuelrail": ours})
+
+Each *lap* calls one candidate as often as it takes to last ``min_lap_s``. A *round* is one lap of each candidate;
+every second round runs them in reverse, so that a drift of the machine favours neither. Ratios are taken within a
+round, and their median over the rounds is reported with the quartiles, which say how far to trust it.
+
+A benchmark module ends in ``sys.exit(main(argv, "name", measure))``: :func:`main` gives all of them the same options,
+the same table and the same JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.machine import MachineFacts, machine_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+NUM_ROUNDS = 21
+MIN_LAP_S = 0.01
+
+
+class Effort(msgspec.Struct, frozen=True):
+    """How long to measure: rounds of each comparison, and how long one lap lasts at least [s]."""
+
+    num_rounds: int = NUM_ROUNDS
+    min_lap_s: float = MIN_LAP_S
+
+
+QUICK = Effort(num_rounds=3, min_lap_s=0.0)
+"""One call a lap: shows that a benchmark still runs, measures nothing."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate: median time of one call, and how many times as fast as the reference it is (median, quartiles)."""
+
+    name: str
+    seconds_per_call: float
+    speedup: float
+    speedup_q25: float
+    speedup_q75: float
+    calls_per_lap: int
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Candidates that do the same work, in the order given; the first is the reference, with a speed-up of 1."""
+
+    title: str
+    num_rounds: int
+    entries: list[Entry]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All comparisons of one benchmark and the machine they were taken on."""
+
+    benchmark: str
+    machine: MachineFacts
+    comparisons: list[Comparison]
+
+
+def compare(title: str, candidates: Mapping[str, Callable[[], object]], effort: Effort | None = None) -> Comparison:
+    """Measure the candidates in turns. The first one is the reference that the others' speed-ups refer to.
+
+    Times are wall clock, so a candidate may use threads. Each candidate is called twice or more before the first lap,
+    which fills caches; garbage collection waits until the end of each lap, as in the standard library's ``timeit``.
+    """
+    assert candidates, "nothing to compare"
+    effort = effort or Effort()
+    works = list(candidates.values())
+    num_calls = [_calls_per_lap(work, effort.min_lap_s) for work in works]
+    lap_s = np.empty((effort.num_rounds, len(works)))
+    for round_number in range(effort.num_rounds):
+        turns = range(len(works)) if round_number % 2 == 0 else reversed(range(len(works)))
+        for turn in turns:
+            lap_s[round_number, turn] = _lap_s(works[turn], num_calls[turn]) / num_calls[turn]
+    # Within a round first, then over the rounds: what slowed a whole round down cancels out.
+    speedups = lap_s[:, :1] / lap_s
+    low, median, high = np.quantile(speedups, (0.25, 0.5, 0.75), axis=0).tolist()
+    times = np.median(lap_s, axis=0).tolist()
+    entries = [
+        Entry(
+            name=name, seconds_per_call=times[i], speedup=median[i], speedup_q25=low[i], speedup_q75=high[i],
+            calls_per_lap=num_calls[i],
+        )
+        for i, name in enumerate(candidates)
+    ]  # fmt: skip
+    return Comparison(title=title, num_rounds=effort.num_rounds, entries=entries)
+
+
+def _calls_per_lap(work: Callable[[], object], min_lap_s: float) -> int:
+    """How many calls fill a lap; the trial runs warm the candidate up."""
+    work()
+    calls = 1
+    while (took_s := _lap_s(work, calls)) < min_lap_s:
+        calls = max(calls * 2, min(calls * 10, int(calls * min_lap_s / max(took_s, 1e-9))))
+    return calls
+
+
+def _lap_s(work: Callable[[], object], num_calls: int) -> float:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            work()
+        return time.perf_counter() - started
+    finally:
+        if collects:
+            gc.enable()
+
+
+def render(report: Report) -> str:
+    """The report as a table of text."""
+    lines = [f"fuelrail {report.benchmark} on {report.machine.cpu}"]
+    for comparison in report.comparisons:
+        lines += ["", f"{comparison.title} ({comparison.num_rounds} rounds)"]
+        width = max(len(entry.name) for entry in comparison.entries)
+        lines += [
+            f"  {entry.name:<{width}}  {_duration(entry.seconds_per_call):>10}"
+            f"  {entry.speedup:7.2f} x  ({entry.speedup_q25:.2f} to {entry.speedup_q75:.2f})"
+            for entry in comparison.entries
+        ]
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"
+
+
+def main(argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort], Iterable[Comparison]]) -> int:
+    """Run a benchmark from its command line: print the table and, with ``--out``, write the report as JSON."""
+    parser = argparse.ArgumentParser(prog=f"python -m fuelrail.bench.micro.{benchmark}")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--quick", action="store_true", help="call everything a few times, to see that it runs")
+    options = parser.parse_args(argv)
+    comparisons = list(measure(QUICK if options.quick else Effort()))
+    report = Report(benchmark=benchmark, machine=machine_facts(), comparisons=comparisons)
+    print(render(report))  # noqa: T201
+    if options.out is not None:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return 0
