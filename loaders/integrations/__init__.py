@@ -1,0 +1,1 @@
+"""Fuelrail beside other frameworks, one module each."""

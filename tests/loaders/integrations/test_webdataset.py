@@ -1,0 +1,66 @@
+"""The webdataset library reads the shards, with the decoder hook, to the same values."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import webdataset
+from webdataset.autodecode import DecodingError
+
+from fuelrail.loaders.integrations.webdataset import decode_member
+from fuelrail.pipeline.errors import CodecError
+from fuelrail.pipeline.schema import decode_sample
+from support.datasets import build_dataset
+
+# webdataset leaves the shards it reads to the garbage collector to close.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    root = tmp_path / "tiny"
+    return root, build_dataset(root, {"train": (3, 2)})
+
+
+def open_shards(root):
+    urls = sorted(str(path) for path in root.glob("*.tar"))
+    return webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=None, empty_check=False)
+
+
+def test_every_member_of_every_sample_decodes_to_the_source_values(tiny):
+    root, raw = tiny
+    samples = list(open_shards(root).decode(decode_member))
+    assert [sample["__key__"] for sample in samples] == list(raw)
+    for sample in samples:
+        members = raw[sample["__key__"]]
+        expected = decode_sample(sample["__key__"], members)
+        assert sample["meta.json.zst"]["timestamp_ns"] == expected.meta.timestamp_ns
+        np.testing.assert_array_equal(
+            sample["geometry.safetensors.zst"]["intrinsics"], expected.geometry.intrinsics, strict=True
+        )
+        np.testing.assert_array_equal(sample["boxes.safetensors.zst"]["boxes3d"], expected.boxes.boxes3d, strict=True)
+        np.testing.assert_array_equal(
+            sample["lidar_top.npy.p20.zst"], np.load(io.BytesIO(members["lidar_top.npy"])), strict=True
+        )
+        assert sample["cam_front.jpg"] == members["cam_front.jpg"]
+
+
+def test_images_are_left_to_webdatasets_own_handlers(tiny):
+    root, _ = tiny
+    sample = next(iter(open_shards(root).decode(decode_member, "rgb8")))
+    assert sample["cam_front.jpg"].shape == (64, 96, 3)
+
+
+def test_a_damaged_member_is_an_error_that_names_the_sample(tiny):
+    root, raw = tiny
+    sample = next(iter(open_shards(root)))
+    sample["meta.json.zst"] = sample["meta.json.zst"][:-3]
+    with pytest.raises(DecodingError) as caught:
+        webdataset.autodecode.Decoder([decode_member])(sample)
+    assert caught.value.key == next(iter(raw))
+    assert isinstance(caught.value.__cause__, CodecError)
