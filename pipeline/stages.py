@@ -31,7 +31,7 @@ _JOIN_TIMEOUT_S: Final = 10.0
 class Stage:
     """One stage: ``work(item) -> item``, run by ``num_threads`` threads; ``capacity`` items may wait behind it.
 
-    With ``group`` over 1 the work takes a list of that many consecutive items (the last list may be shorter);
+    With ``group`` the work takes a list of that many consecutive items (the last list may be shorter);
     such a stage has one thread.
     """
 
@@ -39,12 +39,12 @@ class Stage:
     work: Callable[[Any], Any]
     num_threads: int
     capacity: int
-    group: int = 1
+    group: int | None = None
 
     def __post_init__(self) -> None:
         assert self.num_threads >= 1, "a stage needs a thread"
         assert self.capacity >= 1, "a stage needs room for one item"
-        assert self.group == 1 or self.num_threads == 1, "a grouping stage has one thread"
+        assert self.group is None or self.num_threads == 1, "a grouping stage has one thread"
 
 
 class StageClock(NamedTuple):
@@ -229,7 +229,7 @@ def _run(stage: Stage, inbox: _Source | _Link, outbox: _Link, clock: _Clock) -> 
     now = time.perf_counter
     while True:
         started = now()
-        number, item = _take_group(inbox, stage.group) if stage.group > 1 else inbox.get()
+        number, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group)
         taken = now()
         clock.starved_s += taken - started
         if item is _END:
@@ -250,14 +250,19 @@ def _run(stage: Stage, inbox: _Source | _Link, outbox: _Link, clock: _Clock) -> 
 def _take_group(inbox: _Source | _Link, size: int) -> tuple[int, Any]:
     """Take up to ``size`` items; the group's number counts groups. A failure among them stands for the whole group."""
     items: list[Any] = []
+    failure: _Failure | None = None
     for _ in range(size):
         number, item = inbox.get()
         if item is _END:
-            return (number // size, items) if items else (-(-number // size), _END)
+            if items or failure:
+                break
+            return -(-number // size), _END
+        # The group is taken to its end all the same, or what is left of it would count as one more of this number.
         if isinstance(item, _Failure):
-            return number // size, item
-        items.append(item)
-    return number // size, items
+            failure = failure or item
+        else:
+            items.append(item)
+    return number // size, failure or items
 
 
 def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
