@@ -79,7 +79,7 @@ class Layout:
 
     @classmethod
     def of_split(cls, manifest: Manifest, split: str) -> Layout:
-        """The layout of one split of a dataset, whose first sample is sample 0. Raises OrderError for unknown splits."""
+        """The layout of one split of a dataset; sample 0 is the split's first. Raises OrderError for unknown splits."""
         entry = manifest.splits.get(split)
         if entry is None:
             raise OrderError(f"dataset {manifest.name!r} has no split {split!r}; it has: {', '.join(manifest.splits)}")

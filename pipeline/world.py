@@ -14,6 +14,7 @@ word between them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from operator import index
 from typing import TYPE_CHECKING
@@ -173,10 +174,11 @@ def _indivisible(global_batch: int, size: int) -> str:
     """What is wrong, and the nearest global batches and world sizes that fit."""
     below = global_batch - global_batch % size
     batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
-    fewer = next(count for count in range(min(size, global_batch), 0, -1) if global_batch % count == 0)
-    more = next((count for count in range(size + 1, global_batch + 1) if global_batch % count == 0), None)
-    sizes = f"{fewer} ranks" if more is None else f"{fewer} or {more} ranks"
+    small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]
+    divisors = small + [global_batch // count for count in reversed(small)]
+    near = [max(count for count in divisors if count < size), *[count for count in divisors if count > size][:1]]
+    sizes = " or ".join(str(count) for count in near)
     return (
         f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "
-        f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} for {global_batch}"
+        f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for {global_batch}"
     )
