@@ -1,0 +1,66 @@
+# Two commands are all a fresh machine needs: `make demo` and `make test`.
+# Both set up the virtual environment in .venv first; Python 3.11 or newer with venv is the only requirement.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+FUELRAIL := $(BIN)/fuelrail
+DEMO ?= .demo
+# Without an NVIDIA GPU this build of torch comes first, so that no CUDA packages are pulled; with one, torch comes by range.
+CPU_TORCH ?= torch==2.13.0
+# Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
+DEVKIT := nuscenes-devkit==1.2.0
+
+.PHONY: help setup demo test lint types bench gpu-check clean
+
+help:
+	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
+	@echo "make test       set up and run the whole test suite"
+	@echo "make lint       ruff check and format check"
+	@echo "make types      mypy, strict"
+	@echo "make bench      the micro-benchmarks of this repository, as ratios"
+	@echo "make gpu-check  everything that needs a GPU: build, check, measure, write a result file"
+	@echo "make clean      remove the demo's output and caches (not .venv)"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=24"
+	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install --quiet -c constraints.txt "$(CPU_TORCH)"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps $(DEVKIT)
+	@touch $@
+
+demo: setup
+	@mkdir -p $(DEMO)
+	$(FUELRAIL) synth $(DEMO)/nuscenes --seed 7
+	$(FUELRAIL) shard nuscenes:$(DEMO)/nuscenes $(DEMO)/dataset --version v1.0-mini --seed 7 --workers 2
+	$(FUELRAIL) verify $(DEMO)/dataset --deep
+	$(FUELRAIL) view $(DEMO)/dataset --image configs/images/bevdet-704x256.yaml --train --output $(DEMO)/sample.png
+	$(FUELRAIL) bench train $(DEMO)/dataset --ranks 2 --out $(DEMO)/bench
+	@echo
+	@echo "Look at:"
+	@echo "  $(DEMO)/sample.png         one sample, its boxes drawn through the augmentation"
+	@echo "  $(DEMO)/bench/report.html  occupancy, where each step's time went, what the loader did"
+	@echo "  $(DEMO)/bench/report.json  the same as data"
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m fuelrail.bench.micro.order
+	$(BIN)/python -m fuelrail.bench.micro.decode
+
+gpu-check: setup
+	$(BIN)/python -m fuelrail.bench.gpu_check
+
+clean:
+	rm -rf "$(DEMO)" .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,29 @@
+"""Every file under configs/ loads as what its folder says, so that none can rot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuelrail.bench.accelerator import load_profile
+from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.settings import load_yaml
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+LOADERS = {"images": lambda path: load_yaml(path, ImageAugment), "accelerators": lambda path: load_profile(str(path))}
+FILES = sorted(path for path in CONFIGS.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(CONFIGS)) for path in FILES])
+def test_it_loads(path):
+    assert LOADERS[path.parent.name](path) is not None
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "images").glob("*.yaml")), ids=lambda path: path.stem)
+def test_image_presets_draw_maps_of_their_size(path):
+    preset = load_yaml(path, ImageAugment)
+    maps = preset.draw([(1600, 900)] * 6, seed=1, epoch=0, sample=3)
+    assert {image_map.out_wh for image_map in maps} == {(preset.width, preset.height)}
+    same = all(image_map == maps[0] for image_map in maps)
+    assert same == (preset.scope == "sample")
