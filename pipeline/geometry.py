@@ -55,8 +55,8 @@ class ImageMap:
         source_wh: width and height of the stored image in pixels.
         out_wh: width and height of the output image in pixels.
         visible: (left, top, right, bottom) in source pixels, edge-origin. Output pixels whose centre falls outside of
-            it are black. A crop shrinks it, so that a later rotation turns black corners in, as cropping and then
-            rotating an image does.
+            it are black; all of them where it is empty (left >= right). A crop shrinks it, so that a later rotation
+            turns black corners in, as cropping and then rotating an image does.
     """
 
     coefficients: Coefficients
@@ -164,6 +164,8 @@ class ImageMap:
         """
         a, _, tx, _, d, ty = self.coefficients
         left, top, right, bottom = self.visible
+        if left >= right or top >= bottom:
+            return 0, 0, 0, 0
         x0, x1 = _covered(a, tx, left, right, self.out_wh[0])
         y0, y1 = _covered(d, ty, top, bottom, self.out_wh[1])
         return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
@@ -176,6 +178,8 @@ class ImageMap:
         width, height = self.out_wh
         a, b, tx, c, d, ty = self.inverse_coefficients()
         left, top, right, bottom = self.visible
+        if left >= right or top >= bottom:  # crops beyond each other
+            return np.full(height, width), np.zeros(height, np.int64)
         corners = [(u, v) for u in (0.5, width - 0.5) for v in (0.5, height - 0.5)]
         if all(left <= a * u + b * v + tx <= right and top <= c * u + d * v + ty <= bottom for u, v in corners):
             return None
