@@ -177,8 +177,10 @@ class _Windowed:
         shuffled = np.empty_like(flat)
         by_window = np.argsort(window, kind="stable")
         numbers, firsts = np.unique(window[by_window], return_index=True)
-        for number, members in zip(numbers.tolist(), np.split(by_window, firsts[1:]), strict=True):
+        lasts = np.append(firsts, flat.size)[1:]
+        for number, first, last in zip(numbers.tolist(), firsts, lasts, strict=True):
             start, end = self._bounds(number)
+            members = by_window[first:last]
             shuffled[members] = self._permutation(number, end - start)(flat[members] - start) + start
         slot = np.searchsorted(self._slot_starts, shuffled, side="right") - 1
         shuffled += self._shard_origins[slot]

@@ -195,7 +195,7 @@ def test_bad_key_numbers_are_refused(number):
 def test_positions_outside_are_named(positions):
     outside = next(p for p in np.asarray(positions).tolist() if not 0 <= p < 10)
     for call in (KeyedPermutation(10, 1), KeyedPermutation(10, 1).inverse):
-        with pytest.raises(OrderError, match=f"{outside} is outside 0 .. 9"):
+        with pytest.raises(OrderError, match=rf"{outside} is outside 0 .. 9"):
             call(positions)
 
 

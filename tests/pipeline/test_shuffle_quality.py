@@ -139,9 +139,9 @@ def test_what_is_no_order_is_refused(order, text):
 
 
 def test_bad_tables_are_refused():
-    with pytest.raises(OrderError, match="num_buckets must be in 2 .. 8"):
+    with pytest.raises(OrderError, match=r"num_buckets must be in 2 .. 8"):
         bucket_chi_square(np.arange(8), 9)
     with pytest.raises(OrderError, match="shape"):
         equal_chance(np.arange(8))
-    with pytest.raises(OrderError, match="must hold 0 .. 2, got 0 .. 3"):
+    with pytest.raises(OrderError, match=r"must hold 0 .. 2, got 0 .. 3"):
         equal_chance([[0, 1, 3]])
