@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import yaml
+from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterable, Iterator
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all settings types: immutable, keyword-only, unknown keys refused.
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all settings types: immutable, unknown keys refused.
 
-    A subclass repeats ``frozen=True`` so that type checkers see it.
+    A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a subclass's own choice, for
+    msgspec does not hand it down.
     """
 
 
@@ -50,10 +53,11 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_duplicates(root, file)
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        # The last three are what PyYAML lets out for a day 32, an `!!int x` or very deep nesting.
         raise ConfigError(f"config file '{file}' is not YAML: {' '.join(str(error).split())}") from error
+    _refuse_duplicates(root, file, set())
     try:
         return msgspec.convert({} if value is None else value, to)
     except msgspec.ValidationError as error:
@@ -64,29 +68,50 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
 
 def _split(message: str) -> tuple[str, str]:
     """Split msgspec's "text - at `$.a.b`" into text and path "a.b" ("top level" for the root)."""
-    text, _, path = message.partition(" - at `$")
-    return text, path.rstrip("`").lstrip(".") or "top level"
+    match = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", message, re.DOTALL)
+    if match is None:
+        return message, "top level"
+    text = f"a key is wrong: {match[1]}" if match[2] else match[1]
+    return text, match[3].lstrip(".") or "top level"
 
 
 def _steps(path: str) -> list[str]:
-    return [] if path == "top level" else re.findall(r"[^.\[\]]+", path)
+    """Field names and list positions of a path; "..." is msgspec's word for some entry of a mapping."""
+    return [] if path == "top level" else re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
 def _hint(text: str, path: str, root: type) -> str:
-    """For an unknown or missing key, the keys that are allowed at this place."""
-    if "unknown field" not in text and "missing required field" not in text:
-        return ""
-    found: Any = root
+    """What is allowed at this place: the keys for an unknown or missing one, the values for one out of a fixed set."""
+    kinds = list(_variants([inspect.type_info(root)]))
     for step in _steps(path):
-        found = get_type_hints(found).get(step) if _is_struct(found) else None
-        found = next((a for a in (found, *get_args(found)) if _is_struct(a)), None)
-    if not _is_struct(found):
-        return ""
-    return f"; allowed here: {', '.join(field.encode_name for field in msgspec.structs.fields(found))}"
+        kinds = list(_variants(inner for kind in kinds for inner in _inner(kind, step)))
+    allowed: list[str] = []
+    if "unknown field" in text or "missing required field" in text:
+        structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]
+        # Of several structs msgspec does not say which one it took; the wrong keys would be worse than none.
+        allowed = [field.encode_name for field in structs[0].fields] if len(structs) == 1 else []
+    elif "Invalid enum value" in text:
+        allowed = [str(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
+        allowed += [str(item.value) for kind in kinds if isinstance(kind, inspect.EnumType) for item in kind.cls]
+    return f"; allowed here: {', '.join(allowed)}" if allowed else ""
 
 
-def _is_struct(candidate: object) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, msgspec.Struct)
+def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
+    """The types themselves, with the members of unions in place of the unions."""
+    for kind in kinds:
+        yield from kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """The type of the entry ``step`` of a value of type ``kind``."""
+    if isinstance(kind, inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == step)
+    elif isinstance(kind, inspect.DictType):
+        yield kind.value_type
+    elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
+        yield kind.item_type
+    elif isinstance(kind, inspect.TupleType):
+        yield kind.item_types[int(step)]
 
 
 def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
@@ -105,14 +130,17 @@ def _line_of(root: yaml.Node | None, path: str, message: str) -> int:
     return line
 
 
-def _refuse_duplicates(node: yaml.Node | None, file: Path) -> None:
+def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) -> None:
+    if id(node) in visited:  # an alias, possibly of a node that holds it
+        return
+    visited.add(id(node))
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
             if key.value in seen:
                 raise ConfigError(f"{file}:{key.start_mark.line + 1}: key '{key.value}' stands twice")
             seen.add(key.value)
-            _refuse_duplicates(value, file)
+            _refuse_duplicates(value, file, visited)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_duplicates(item, file)
+            _refuse_duplicates(item, file, visited)

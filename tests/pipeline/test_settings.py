@@ -1,0 +1,214 @@
+"""Strict settings: what is right comes through unchanged, what is wrong is one ConfigError that says where."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, convert, load_yaml
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Wheel(Settings, frozen=True):
+    radius_m: Annotated[float, msgspec.Meta(gt=0)]
+    kind: Literal["steel", "alloy"] = "steel"
+
+
+class Wing(Settings, frozen=True, tag_field="type", tag="wing"):
+    span_m: float
+
+
+class Fin(Settings, frozen=True, tag_field="type", tag="fin"):
+    area_m2: float
+
+
+class Car(Settings, frozen=True):
+    name: str
+    front: Wheel
+    spare: Wheel | None = None
+    wheels: tuple[Wheel, ...] = ()
+    pair: tuple[Wheel, int] | None = None
+    named: dict[str, Wheel] = {}  # noqa: RUF012 - msgspec copies it
+    part: Wing | Fin | None = None
+    colour: Colour = Colour.RED
+    label: str = "x"
+    free: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
+
+    def __post_init__(self) -> None:
+        if self.name == "lemon":
+            raise ValueError("a car of that name was never built")
+
+
+class Renamed(Settings, frozen=True, rename="kebab"):
+    long_name: int
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def to_file(text: str) -> Path:
+        file = tmp_path / "car.yaml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return to_file
+
+
+def error_of(file: Path, to: type = Car) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(file, to)
+    return str(caught.value)
+
+
+def test_loads_what_is_right(write) -> None:
+    car = load_yaml(write("name: beetle\nfront: {radius_m: 0.3}\nwheels:\n- {radius_m: 1, kind: alloy}\n"), Car)
+    wheel = Wheel(radius_m=1.0, kind="alloy")
+    assert car == Car(name="beetle", front=Wheel(radius_m=0.3), wheels=(wheel,))
+    assert convert({"name": "beetle", "front": {"radius_m": 0.3}, "wheels": [{"radius_m": 1, "kind": "alloy"}]}, Car,
+                   "here") == car  # fmt: skip
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Wheel(radius_m=1.0).radius_m = 2.0  # type: ignore[misc]
+
+
+def test_anchors_and_merges_are_expanded(write) -> None:
+    car = load_yaml(
+        write("name: a\nfront: &w {radius_m: 2}\nspare: *w\nnamed: {left: {<<: *w, kind: alloy}, right: *w}"), Car
+    )
+    assert car.spare == car.front == car.named["right"]
+    assert car.named["left"] == Wheel(radius_m=2.0, kind="alloy")
+
+
+WRONG = [
+    # text, line, path in the file, words that must stand in the message
+    ("name: a\nfront:\n  radius_m: '1'\n", 3, "front.radius_m", "Expected `float`, got `str`"),
+    ("name: a\nfront:\n  radius_m: -1\n", 3, "front.radius_m", "> 0"),
+    ("name: a\nfront:\n  radius_m: 1\n  radius: 2\n", 4, "front", "field `radius`; allowed here: radius_m, kind"),
+    ("name: a\nfront:\n  kind: steel\n", 2, "front", "missing required field `radius_m`; allowed here: radius_m, kind"),
+    ("name: a\nfront:\n  radius_m: 1\n  kind: wood\n", 4, "front.kind", "'wood'; allowed here: alloy, steel"),
+    ("name: a\nfront: {radius_m: 1}\nspare:\n  {}\n", 3, "spare", "`radius_m`; allowed here: radius_m, kind"),
+    ("name: a\nfront: {radius_m: 1}\nwheels:\n- radius_m: 1\n- radius_m: 1\n  x: 1\n", 6, "wheels[1]",
+     "`x`; allowed here: radius_m, kind"),
+    ("name: a\nfront: {radius_m: 1}\npair:\n- {radius_m: 1, kind: tin}\n- 3\n", 4, "pair[0].kind",
+     "'tin'; allowed here: alloy, steel"),
+    ("name: a\nfront: {radius_m: 1}\nnamed:\n  left: {kind: tin, radius_m: 1}\n", 3, "named[...].kind",
+     "'tin'; allowed here: alloy, steel"),
+    ("name: a\nfront: {radius_m: 1}\ncolour: green\n", 3, "colour", "'green'; allowed here: red, blue"),
+    ("name: a\nfront: {radius_m: 1}\nlabel: 2020-01-01\n", 3, "label", "Expected `str`, got `date`"),
+    ("name: a\nfront: {radius_m: true}\n", 2, "front.radius_m", "Expected `float`, got `bool`"),
+    ("name: a\nfront: {radius_m: 1}\n1: 2\n", 1, "top level", "a key is wrong: Expected `str`"),
+    ("- name\n", 1, "top level", "Expected `object`, got `array`"),
+    ("", 1, "top level", "missing required field `name`; allowed here: name, front, "),
+    ("name: lemon\nfront: {radius_m: 1}\n", 1, "top level", "never built"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line", "path", "words"), WRONG)
+def test_a_mistake_is_named_with_file_line_path_and_what_is_allowed(write, text, line, path, words) -> None:
+    file = write(text)
+    message = error_of(file)
+    assert message.startswith(f"{file}:{line}: at '{path}': ")
+    assert words in message
+
+
+@pytest.mark.parametrize(("text", "line", "path", "words"), [w for w in WRONG if w[0]])
+def test_convert_says_the_same_without_a_line(text, line, path, words) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        convert(yaml.safe_load(text), Car, "argument car")
+    assert str(caught.value).startswith(f"argument car: at '{path}': ")
+
+
+def test_names_in_the_file_are_those_allowed(write) -> None:
+    assert error_of(write("long_name: 1"), Renamed).endswith("unknown field `long_name`; allowed here: long-name")
+
+
+def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None:
+    assert "allowed here" not in error_of(write("name: a\nfront: {radius_m: 1}\npart: {type: fin, span_m: 1}"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "a: *nowhere",
+        "? [list]\n: key",
+        "a: 1\n---\nb: 2",
+        "a: 2020-13-45",
+        "a: !!int x",
+        "a: !!timestamp x",
+        "a: 0b_",
+        "a: \x00",
+        "!!python/object/apply:os.getcwd []",
+        "[" * 3000,
+    ],
+)
+def test_what_is_not_plain_yaml_is_refused(write, text) -> None:
+    file = write(text)
+    assert error_of(file).startswith(f"config file '{file}' is not YAML: ")
+
+
+def test_a_list_that_holds_itself_ends(write) -> None:
+    assert "Expected `object`" in error_of(write("&a [*a]"))
+
+
+def test_aliases_of_aliases_are_walked_once(write) -> None:
+    lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    assert "unknown field `a0`" in error_of(write("\n".join(lines)))
+
+
+def test_a_key_that_stands_twice_is_refused_at_any_depth(write) -> None:
+    file = write("name: a\nfront: {radius_m: 1}\nfree:\n  list:\n  - {x: 1}\n  - x: 1\n    y: 2\n    x: 3\n")
+    assert error_of(file) == f"{file}:8: key 'x' stands twice"
+
+
+def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:
+    assert "cannot be read" in error_of(tmp_path / "missing.yaml")
+    assert "cannot be read" in error_of(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
+    assert "cannot be read" in error_of(tmp_path / "latin.yaml")
+
+
+@given(st.text(max_size=60) | st.text(alphabet="a:-[]{}&*!?|>'\"% \n\t,#0_.x<", max_size=40))
+@example("a: !!binary x")
+@example("? &a [*a]\n: 1")
+@example("<<: 1")
+def test_any_text_is_settings_or_a_config_error(tmp_path_factory, text) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(text, encoding="utf-8")
+    try:
+        load_yaml(file, Car)
+    except ConfigError as error:
+        assert str(file) in str(error)
+
+
+def plain(depth: int) -> st.SearchStrategy[Any]:
+    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+    keys = st.sampled_from(["name", "front", "radius_m", "kind", "wheels", "part", "type", "free", "named", "pair"])
+    return st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+                        max_leaves=depth)  # fmt: skip
+
+
+@given(plain(8))
+def test_any_plain_data_is_settings_or_a_config_error(value) -> None:
+    try:
+        car = convert(value, Car, "argument")
+    except ConfigError as error:
+        assert str(error).startswith("argument: at '")
+    else:
+        assert convert(msgspec.to_builtins(car), Car, "again") == car
