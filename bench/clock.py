@@ -1,0 +1,69 @@
+"""Time for measurements: one monotonic nanosecond clock, precise waiting that leaves the CPU free, and percentiles."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+
+# The kernel wakes a sleeper late by its timer slack (50 us by default) and more under load; the last stretch is spun.
+SPIN_NS = 100_000
+
+
+class Clock(Protocol):
+    """What the harness reads time from; tests put a clock of their own here and need not wait."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary start; never goes back."""
+
+    def wait_until(self, deadline_ns: int) -> int:
+        """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a deadline passed."""
+
+
+class MonotonicClock:
+    """The system's monotonic clock: unmoved by clock corrections, and on Linux common to all processes of a host."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds of ``CLOCK_MONOTONIC``."""
+        return time.monotonic_ns()
+
+    def wait_until(self, deadline_ns: int) -> int:
+        """Sleep to within ``SPIN_NS`` of the deadline, then spin; returns the overshoot in ns."""
+        remaining_ns = deadline_ns - time.monotonic_ns()
+        if remaining_ns > SPIN_NS:
+            time.sleep((remaining_ns - SPIN_NS) / NS_PER_S)
+        while (now_ns := time.monotonic_ns()) < deadline_ns:
+            pass
+        return now_ns - deadline_ns
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean and percentiles of durations, in milliseconds. Percentiles interpolate linearly (numpy's default)."""
+
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    count: int
+
+
+def summarise_ns(durations_ns: Sequence[int]) -> Summary:
+    """Summarise at least one duration given in nanoseconds."""
+    values_ms = np.asarray(durations_ns, dtype=np.float64) / NS_PER_MS
+    assert values_ms.size, "nothing to summarise"
+    p50, p99 = np.percentile(values_ms, (50, 99))
+    return Summary(
+        mean_ms=float(values_ms.mean()),
+        p50_ms=float(p50),
+        p99_ms=float(p99),
+        max_ms=float(values_ms.max()),
+        count=int(values_ms.size),
+    )

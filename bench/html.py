@@ -1,0 +1,362 @@
+"""The report as one HTML file that needs nothing else: text, tables and inline plots, for a browser and for paper."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.plots import PHASE_COLOURS, PHASE_LABELS, plots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fuelrail.bench.clock import Summary
+    from fuelrail.bench.report import Figures, Report
+
+_GIB = 2**30
+_STYLE_SHEET = Path(__file__).with_name("report.css")
+# Losses below this share of the wall time are not worth a sentence.
+_NOTABLE = 0.02
+
+_EMULATION = (
+    "There was no GPU in this run: an imaginary one stood in, as MLPerf Storage does it. The figures say whether this "
+    "host and this dataset would keep such an accelerator fed, not how fast it trains."
+)
+_OCCUPANCY = (
+    "<b>Occupancy</b> is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
+    "time, over all steps after warm-up: MLPerf Storage’s accelerator utilisation (AU = total compute time / total "
+    "running time), mean over ranks. Stricter than there: exposed all-reduce doesn’t count as busy, because a rank "
+    "that waits in it for a starved neighbour does no work; the column “with all-reduce” counts it."
+)
+_PHASES = (
+    "<b>Data wait</b> runs from asking the loader for the next batch to getting it, <b>host to device</b> from then "
+    "until the model’s inputs lie on the device, <b>backward</b> until the last local gradient is computed, and "
+    "<b>exposed all-reduce</b> from then until the last gradient is averaged over the ranks. <b>Other</b> is the rest "
+    "of the wall time: targets, records, late wake-ups. A step begins where the one before ended, so nothing is left "
+    "out."
+)
+_ON_A_GPU = (
+    "On a GPU the phases come from CUDA events on the compute stream. The loader copies images on a stream of its own, "
+    "ahead of the trainer: that time is its <b>transfer</b> stage, and <b>host to device</b> is only what the step "
+    "still had to wait for."
+)
+_EMULATED_PHASES = (
+    "In the emulation a phase lasts as long as the longer of the emulated time and the stand-in’s real work. Only the "
+    "emulated time counts as busy, so a slow or overloaded host lowers occupancy and never raises it. Gradients become "
+    "ready as they would on the device, so the real all-reduce overlaps the emulated backward."
+)
+
+
+def save_html(report: Report, path: Path) -> None:
+    """Write the report's page, by rename."""
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text(render_html(report), encoding="utf-8")
+    temporary.replace(path)
+
+
+def render_html(report: Report) -> str:
+    """The page as one string; it refers to nothing outside itself."""
+    drawn = plots(report)
+    parts = [
+        *_head(report),
+        *_verdict(report),
+        *_real_and_emulated(report),
+        *_over_time(report, drawn),
+        *_step(report, drawn),
+        *_loader(report, drawn),
+        *_ranks(report),
+        *_definitions(report),
+        *_facts(report),
+    ]
+    body = "\n".join(parts)
+    title = f"Fuelrail training report: {escape(report.dataset.name)}"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>\n{_STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
+        f"<body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+def verdict(report: Report) -> str:
+    """The run in two or three sentences for somebody who reads nothing else."""
+    figures = report.figures
+    if figures is None:
+        return f"No occupancy figure: {report.window.too_short}."
+    share = {phase.phase: phase.share for phase in figures.phases}
+    device = "emulated accelerators" if _emulated(report) else "accelerators"
+    text = (
+        f"The {device} computed {figures.occupancy.mean:.1%} of the time. Waiting for data took "
+        f"{share['data_wait']:.1%}, copies to the device {share['host_to_device']:.1%} and exposed all-reduce "
+        f"{share['all_reduce']:.1%}. "
+    )
+    losses = {
+        "the loader, which delivers data more slowly than the accelerators take it": share["data_wait"],
+        "the copies to the device": share["host_to_device"],
+        "the all-reduce, or the rank that the others wait for in it": share["all_reduce"],
+        "the host between the phases (“other”)": share["other"] + figures.overrun_share,
+    }
+    worst, size = max(losses.items(), key=lambda entry: entry[1])
+    if size < _NOTABLE:
+        return text + f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound by compute."
+    rate = figures.throughput
+    return text + (
+        f"The largest loss is {worst}. Fully busy, the accelerators would take {rate.demand_samples_per_s:.1f} "
+        f"samples/s; they got {rate.samples_per_s:.1f}."
+    )
+
+
+def _head(report: Report) -> list[str]:
+    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
+    commit = f", commit {report.machine.commit[:10]}" if report.machine.commit else ""
+    line = (
+        f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
+        f"{escape(report.dataset.split)}): {ranks}, each one {escape(_accelerator_name(report))}, "
+        f"{report.options['batch_size']} samples a rank and batch. "
+        f"{escape(report.created)}, fuelrail {escape(report.machine.fuelrail)}{commit}."
+    )
+    parts = [
+        '<div class="brand">Fuelrail training report</div>',
+        "<h1>How busy were the accelerators?</h1>",
+        f'<p class="sub">{line}</p>',
+    ]
+    if report.cut_off:
+        parts.append(_note(f"Partial report: {report.cut_off}. It shows what was measured until then."))
+    return parts
+
+
+def _verdict(report: Report) -> list[str]:
+    figures = report.figures
+    if figures is None:
+        return [_note(verdict(report)), *(_note(warning) for warning in report.warnings)]
+    segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
+    bar = "".join(
+        f'<i style="width:{share:.3%};background:{colour}" title="{label} {share:.1%}"></i>'
+        for label, colour, share in segments
+    )
+    legend = "".join(
+        f"<span>{_key(colour)}{label} {share:.1%}</span>" for label, colour, share in segments if share >= 0.0005
+    )
+    emulated = "emulated " if _emulated(report) else ""
+    hero = (
+        f'<div class="hero"><div class="figure"><b>{figures.occupancy.mean:.1%}</b>'
+        f"<span>{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank "
+        f"{figures.occupancy.lowest:.1%}</span></div>"
+        f'<div><p>{escape(verdict(report))}</p><div class="bar">{bar}</div>'
+        f'<div class="legend">{legend}</div></div></div>'
+    )
+    return [hero, _tiles(figures), *(_note(warning) for warning in report.warnings)]
+
+
+def _tiles(figures: Figures) -> str:
+    rate = figures.throughput
+    wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
+    tiles = [
+        (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
+        (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
+        (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
+        (f"{rate.gpu_hours_per_million_samples:.1f}", "GPU-hours per million samples"),
+    ]
+    if rate.cost_per_million_samples is not None:
+        tiles.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
+    cells = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for value, label in tiles)
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _real_and_emulated(report: Report) -> list[str]:
+    accelerator = report.accelerator
+    if not _emulated(report):
+        return []
+    backend = next((rank.backend for rank in report.ranks if rank.backend), None)
+    reduce = f"gradients and their all-reduce ({escape(backend)})" if backend else "gradients (one rank: no all-reduce)"
+    parameters = report.model["num_parameters"] or 0
+    real = (
+        "Reading shards, checking, decoding, augmenting and batching; every wait for data. A small stand-in model of "
+        f"{parameters:,} parameters trains on the batches: loss, {reduce}, optimiser. Wall time of everything."
+    )
+    emulated = (
+        f"How long forward, backward and optimiser occupy the device: the time published or derived for "
+        f"{escape(accelerator['network'])} on one {escape(accelerator['device'])} "
+        f"({accelerator['forward_ms']:g} ms forward and {accelerator['backward_ms']:g} ms backward per "
+        f"{accelerator['per']}, {accelerator['optimiser_ms']:g} ms optimiser a step). The host sleeps through it and "
+        "is free to load. Copies to the device and the real network's gradient sizes are not emulated."
+    )
+    head = '<table class="real"><thead><tr><th>real, measured</th><th>emulated</th></tr></thead>'
+    return [
+        "<h2>What is real here, and what is emulated</h2>",
+        f"<p>{_EMULATION}</p>",
+        f"{head}<tbody><tr><td>{real}</td><td>{emulated}</td></tr></tbody></table>",
+    ]
+
+
+def _over_time(report: Report, drawn: dict[str, str]) -> list[str]:
+    if "occupancy" not in drawn:
+        return []
+    warmup = report.window.num_warmup_steps
+    caption = (
+        "Share of time in which each accelerator computed, over the last 5 steps up to each moment. The first "
+        f"{warmup} steps (shaded) are warm-up and count nowhere."
+    )
+    parts = ["<h2>Occupancy over time</h2>", _figure(drawn["occupancy"], caption)]
+    if "timeline" in drawn:
+        caption = "The first steps after warm-up on one clock: what each rank was doing when."
+        parts += [_phase_legend(), _figure(drawn["timeline"], caption)]
+    return parts
+
+
+def _step(report: Report, drawn: dict[str, str]) -> list[str]:
+    if "breakdown" not in drawn:
+        return []
+    caption = (
+        "Wall time of each step, mean over ranks; the warm-up is shaded. Blue and green is work on the device, orange "
+        "is waiting."
+    )
+    parts = ["<h2>Where a step’s time goes</h2>", _phase_legend(), _figure(drawn["breakdown"], caption)]
+    figures = report.figures
+    if figures is not None:
+        rows = [
+            [_key(PHASE_COLOURS[row.phase]) + PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"]
+            for row in figures.phases
+        ]
+        rows.append(["whole step", *_times(figures.step_time), "100%"])
+        parts.append(_table(["phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share"], rows, total=True))
+        hidden = figures.all_reduce_total
+        parts.append(
+            f'<p class="small">{figures.step_time.count} steps on all ranks after warm-up. All-reduce in all, hidden '
+            f"behind backward or not: mean {hidden.mean_ms:.2f} ms, p99 {hidden.p99_ms:.2f} ms. Percentiles of phases "
+            "don’t add up to those of the step.</p>"
+        )
+    captions = {
+        "waits": "How long steps waited for data, after warm-up, all ranks.",
+        "histogram": "Step times after warm-up, all ranks.",
+        "loss": "The loss falls when images, geometry and boxes belong together.",
+    }
+    present = [_figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
+    return [*parts, f'<div class="pair">{"".join(present)}</div>']
+
+
+def _loader(report: Report, drawn: dict[str, str]) -> list[str]:
+    if "stages" not in drawn or report.figures is None:
+        return []
+    rows = [
+        [
+            escape(stage.name),
+            f"{stage.num_threads}",
+            f"{stage.items_per_s:.1f}",
+            f"{stage.busy:.1%}",
+            f"{stage.starved:.1%}",
+            f"{stage.blocked:.1%}",
+        ]
+        for stage in report.figures.stages
+    ]
+    caption = (
+        "In the order in which data flows. <b>Busy</b>: working. <b>Starved</b>: waiting for the stage before. "
+        "<b>Blocked</b>: the next stage has no room. Where the accelerators wait for data, look for the stage that is "
+        "always busy; where stages are blocked, the loader is ahead of the accelerators, as it should be."
+    )
+    return [
+        "<h2>Loader stages</h2>",
+        _figure(drawn["stages"], caption),
+        _table(["stage", "threads, all ranks", "items/s", "busy", "starved", "blocked"], rows),
+    ]
+
+
+def _ranks(report: Report) -> list[str]:
+    by_rank = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
+    emulated = "emulated " if _emulated(report) else ""
+    rows = [
+        [
+            f"{rank.rank}",
+            escape(emulated + rank.device),
+            escape(rank.backend or "none"),
+            f"{by_rank[rank.rank].occupancy:.1%}" if rank.rank in by_rank else "no figure",
+            f"{by_rank[rank.rank].including_all_reduce:.1%}" if rank.rank in by_rank else "no figure",
+            f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
+            f"{rank.peak_rss_bytes / _GIB:.2f}" if rank.peak_rss_bytes else "unknown",
+            f"{rank.peak_device_bytes / _GIB:.2f}" if rank.peak_device_bytes else "none",
+        ]
+        for rank in report.ranks
+    ]
+    header = [
+        *("rank", "device", "all-reduce by", "occupancy", "with all-reduce", "steps"),
+        *("host memory, peak [GiB]", "GPU memory, peak [GiB]"),
+    ]
+    return ["<h2>Ranks</h2>", _table(header, rows)]
+
+
+def _definitions(report: Report) -> list[str]:
+    parts = ["<h2>How these figures are made</h2>", f"<p>{_OCCUPANCY}</p>", f"<p>{_PHASES}</p>"]
+    if not _emulated(report):
+        return [*parts, f"<p>{_ON_A_GPU}</p>"]
+    parts.append(f"<p>{_EMULATED_PHASES}</p>")
+    figures, accelerator = report.figures, report.accelerator
+    if figures is not None:
+        parts.append(
+            "<p>What the emulation itself cost: the stand-in worked on the host for "
+            f"{figures.stand_in_share:.1%} of the wall time, it outlasted the emulated phases by "
+            f"{figures.overrun_share:.2%}, and the host woke late by {figures.overshoot_share:.2%}.</p>"
+        )
+    sources = "; ".join(escape(source) for source in accelerator["sources"])
+    parts.append(f'<p class="small">Step times: {escape(accelerator["derivation"])} Sources: {sources}.</p>')
+    return parts
+
+
+def _facts(report: Report) -> list[str]:
+    machine, dataset = report.machine, report.dataset
+    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
+    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
+    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
+    rows = {
+        "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
+        "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
+        "GPUs": gpus or "none",
+        "system": f"{machine.system}, Python {machine.python}",
+        "fuelrail": f"{machine.fuelrail}, {commit}",
+        "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
+        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
+        f"shards; cameras {', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}",
+        "options": ", ".join(f"{name}={value}" for name, value in report.options.items()),
+    }
+    body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
+    return ["<h2>Machine, dataset, options</h2>", f'<table class="facts">{body}</table>']
+
+
+def _emulated(report: Report) -> bool:
+    return bool(report.accelerator["kind"] == "emulated")
+
+
+def _accelerator_name(report: Report) -> str:
+    accelerator = report.accelerator
+    if not _emulated(report):
+        return str(accelerator["device"])
+    return f"emulated {accelerator['device']} ({accelerator['network']})"
+
+
+def _times(summary: Summary) -> list[str]:
+    return [f"{value:.2f}" for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)]
+
+
+def _key(colour: str) -> str:
+    return f'<i class="key" style="background:{colour}"></i>'
+
+
+def _phase_legend() -> str:
+    entries = "".join(f"<span>{_key(colour)}{PHASE_LABELS[phase]}</span>" for phase, colour in PHASE_COLOURS.items())
+    return f'<div class="legend">{entries}</div>'
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
+
+
+def _note(text: str) -> str:
+    return f'<div class="note"><p>{escape(text)}</p></div>'
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False) -> str:
+    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+    if total:
+        lines[-1] = lines[-1].replace("<tr>", '<tr class="total">', 1)
+    head = "".join(f"<th>{name}</th>" for name in header)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

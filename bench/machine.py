@@ -1,0 +1,146 @@
+"""The facts that a figure must carry: hardware, limits, versions and commit. No host names, user names or paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+import fuelrail
+
+# What decides speed or results; named here so that the report lists the same packages everywhere.
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "pyarrow",
+    "opencv-python-headless",
+    "simplejpeg",
+    "pillow",
+    "pillow-simd",
+    "zstandard",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+)
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU as its driver names it."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measurement ran on. ``num_cpus`` is what this process may use, after affinity and cgroup quota."""
+
+    cpu: str
+    num_cpus: float
+    num_cpus_installed: int
+    memory_bytes: int
+    gpus: list[Gpu]
+    system: str
+    python: str
+    fuelrail: str
+    commit: str | None
+    uncommitted_changes: bool | None
+    packages: dict[str, str]
+
+
+def machine_facts() -> MachineFacts:
+    """Collect the facts of this machine; whatever cannot be found out is "unknown" or None, never invented."""
+    commit, changed = _commit()
+    return MachineFacts(
+        cpu=_cpu_model(),
+        num_cpus=usable_cpus(),
+        num_cpus_installed=os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        gpus=installed_gpus(),
+        system=_system(),
+        python=platform.python_version(),
+        fuelrail=fuelrail.__version__,
+        commit=commit,
+        uncommitted_changes=changed,
+        packages=_package_versions(),
+    )
+
+
+def usable_cpus() -> float:
+    """CPUs this process may use: the affinity mask, capped by a cgroup v2 quota where one is set."""
+    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else min(count, int(quota) / int(period))
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or "unknown"
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{found.group(1).strip() if found else 'unknown'} ({platform.machine()})"
+
+
+def _memory_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
+def _system() -> str:
+    # Only the numeric head of the kernel release: what follows is free text that may name a site.
+    release = re.match(r"[\d.]*\d", platform.release())
+    return f"{platform.system()} {release.group(0)}" if release else platform.system()
+
+
+def installed_gpus() -> list[Gpu]:
+    """The GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    rows = [row.split(", ") for row in answer.stdout.splitlines()] if answer.returncode == 0 else []
+    return [
+        Gpu(name=name, memory_bytes=int(mib) * 2**20 if mib.isdigit() else 0, driver=driver)
+        for name, mib, driver in (row for row in rows if len(row) == 3)
+    ]
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that this code runs from, whether tracked files differ from it; None when installed."""
+    # Resolved, because a checkout reaches this file through a link.
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None, None
+    head = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return head or None, None if status is None else bool(status)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    answer = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -1,0 +1,340 @@
+"""The report of a run: from the ranks' records to figures, and to JSON with a versioned schema."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.occupancy import (
+    Occupancy,
+    Window,
+    measured_steps,
+    occupancy_of,
+    rolling_occupancy,
+    window_of,
+)
+from fuelrail.bench.records import PHASES, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import convert
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from fuelrail.bench.trainer.settings import TrainSettings
+
+SCHEMA = "fuelrail-bench-train"
+VERSION = 1
+ROLLING_STEPS = 5
+_S_PER_HOUR = 3600
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of the step over all measured steps of all ranks; ``share`` is of the wall time."""
+
+    phase: str
+    time: Summary
+    share: float
+
+
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of the whole world in the measured window.
+
+    ``gpu_hours_per_million_samples`` = world size x wall time / samples. ``demand_samples_per_s`` is what the
+    accelerators would take if nothing kept them waiting: samples / busy time, summed over ranks.
+    """
+
+    samples_per_s: float
+    images_per_s: float
+    demand_samples_per_s: float
+    gpu_hours_per_million_samples: float
+    cost_per_million_samples: float | None
+
+
+class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One loader stage in the measured window, summed over ranks: shares of its threads' time."""
+
+    name: str
+    num_threads: int
+    items_per_s: float
+    busy: float
+    starved: float
+    blocked: float
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be said when the measured window is long enough."""
+
+    occupancy: Occupancy
+    throughput: Throughput
+    step_time: Summary
+    phases: list[Phase]
+    all_reduce_total: Summary
+    stages: list[StageFigures]
+    stand_in_share: float
+    overrun_share: float
+    overshoot_share: float
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's steps, warm-up included, column by column. ``end_s`` counts from the first rank's start."""
+
+    rank: int
+    end_s: list[float]
+    occupancy: list[float]
+    loss: list[float]
+    wall_ms: list[float]
+    phases_ms: dict[str, list[float]]
+
+
+class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: what it ran on and how far it came."""
+
+    rank: int
+    device: str
+    backend: str | None
+    num_steps: int
+    completed: bool
+    peak_rss_bytes: int | None
+    peak_device_bytes: int | None
+
+
+class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The dataset, without its path."""
+
+    name: str
+    fingerprint: str
+    split: str
+    num_samples: int
+    num_shards: int
+    cameras: list[str]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report. ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early."""
+
+    schema: str
+    version: int
+    created: str
+    cut_off: str | None
+    options: dict[str, Any]
+    num_ranks: int
+    machine: MachineFacts
+    dataset: DatasetFacts
+    accelerator: dict[str, Any]
+    model: dict[str, Any]
+    window: Window
+    figures: Figures | None
+    warnings: list[str]
+    ranks: list[RankFacts]
+    series: list[Series]
+
+
+def build_report(
+    settings: TrainSettings,
+    logs: Sequence[RankLog],
+    *,
+    machine: MachineFacts,
+    dataset: DatasetFacts,
+    cut_off: str | None,
+    price_per_gpu_hour: float | None = None,
+) -> Report:
+    """Make the report of a run of ``len(logs)`` ranks, complete or cut off."""
+    steps = [log.steps for log in logs]
+    window = window_of(steps, settings.num_warmup_steps)
+    figures = None if window.too_short else _figures(logs, window, price_per_gpu_hour)
+    start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
+    header = next((log.header for log in logs if log.header), None)
+    profile = settings.profile
+    return Report(
+        schema=SCHEMA,
+        version=VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        cut_off=cut_off,
+        options=_options(settings),
+        num_ranks=len(logs),
+        machine=machine,
+        dataset=dataset,
+        accelerator={"kind": "cuda", "device": header.device if header else "unknown"}
+        if profile is None
+        else {"kind": "emulated", **msgspec.to_builtins(profile)},
+        model={"name": settings.model_name, "num_parameters": header.num_parameters if header else None},
+        window=window,
+        figures=figures,
+        warnings=_warnings(settings, logs, window, figures),
+        ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
+        series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
+    )
+
+
+def save_report(report: Report, path: Path) -> None:
+    """Write the report as JSON, by rename: a reader never sees half of it."""
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    temporary.replace(path)
+
+
+def load_report(path: Path) -> Report:
+    """Read a report; raises ConfigError for other files and other versions."""
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+    found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
+    if found != (SCHEMA, VERSION):
+        raise ConfigError(
+            f"report '{path}' has schema {found[0]!r} version {found[1]!r}; known: {SCHEMA!r} version {VERSION}"
+        )
+    return convert(raw, Report, str(path))
+
+
+def _options(settings: TrainSettings) -> dict[str, Any]:
+    """The run's settings without what is told elsewhere or would name a place on this machine."""
+    options: dict[str, Any] = msgspec.to_builtins(settings)
+    return {key: value for key, value in options.items() if key not in {"dataset", "records", "profile"}}
+
+
+def _figures(logs: Sequence[RankLog], window: Window, price_per_gpu_hour: float | None) -> Figures:
+    ranks = [measured_steps(log.steps, window) for log in logs]
+    inside = [step for rank in ranks for step in rank]
+    wall_ns = sum(step.wall_ns for step in inside)
+    occupancy = occupancy_of([log.steps for log in logs], window)
+    return Figures(
+        occupancy=occupancy,
+        throughput=_throughput(ranks, price_per_gpu_hour),
+        step_time=summarise_ns([step.wall_ns for step in inside]),
+        phases=[
+            Phase(
+                phase=phase,
+                time=summarise_ns([step.phase_ns(phase) for step in inside]),
+                share=sum(step.phase_ns(phase) for step in inside) / wall_ns,
+            )
+            for phase in PHASES
+        ],
+        all_reduce_total=summarise_ns([step.all_reduce_total_ns for step in inside]),
+        stages=_stage_figures([log.snapshots for log in logs], wall_ns / len(ranks) / NS_PER_S),
+        stand_in_share=sum(step.stand_in_ns for step in inside) / wall_ns,
+        overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
+        overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
+    )
+
+
+def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None) -> Throughput:
+    samples_per_s = images_per_s = demand = 0.0
+    for steps in ranks:
+        # Each rank by its own clock: ranks of different hosts share none.
+        wall_s = (steps[-1].end_ns - steps[0].start_ns) / NS_PER_S
+        samples = sum(step.num_samples for step in steps)
+        samples_per_s += samples / wall_s
+        images_per_s += sum(step.num_images for step in steps) / wall_s
+        demand += samples / (sum(step.device_busy_ns for step in steps) / NS_PER_S)
+    gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
+    return Throughput(
+        samples_per_s=samples_per_s,
+        images_per_s=images_per_s,
+        demand_samples_per_s=demand,
+        gpu_hours_per_million_samples=gpu_hours,
+        cost_per_million_samples=None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour,
+    )
+
+
+def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) -> list[StageFigures]:
+    """Differences of the stage clocks over the window; none if a rank was cut off before its second snapshot."""
+    if not all(len(rank) == 2 for rank in snapshots):
+        return []
+    figures = []
+    for columns in zip(*(zip(first.stages, last.stages, strict=True) for first, last in snapshots), strict=True):
+
+        def gain(name: str, columns: tuple[tuple[Stage, Stage], ...] = columns) -> float:
+            return float(sum(getattr(last, name) - getattr(first, name) for first, last in columns))
+
+        thread_s = sum(gain(name) for name in ("busy_s", "starved_s", "blocked_s")) or 1.0
+        figures.append(
+            StageFigures(
+                name=columns[0][0].name,
+                num_threads=sum(first.num_threads for first, _ in columns),
+                items_per_s=gain("items") / wall_s,
+                busy=gain("busy_s") / thread_s,
+                starved=gain("starved_s") / thread_s,
+                blocked=gain("blocked_s") / thread_s,
+            )
+        )
+    return figures
+
+
+def _warnings(settings: TrainSettings, logs: Sequence[RankLog], window: Window, figures: Figures | None) -> list[str]:
+    warnings = []
+    if figures is not None and figures.overrun_share > 0.01:
+        warnings.append(
+            f"The stand-in model's real work on the host outlasted the emulated phases by {figures.overrun_share:.1%} "
+            "of the wall time. It isn't counted as busy, so occupancy is a lower bound: a real accelerator would have "
+            "been occupied more. Use a smaller stand-in, a slower profile, or more CPU cores a rank."
+        )
+    if figures is not None and figures.overshoot_share > 0.01:
+        warnings.append(
+            f"The host woke late from emulated phases, by {figures.overshoot_share:.1%} of the wall time in all: its "
+            "CPUs are overloaded. Occupancy is a lower bound."
+        )
+    first_input = next((log.input for log in logs if log.input), None)
+    if settings.profile is not None and first_input is not None:
+        reference = settings.profile.reference_input
+        want = (reference.cameras, reference.width, reference.height)
+        got = (first_input.num_cameras, first_input.width, first_input.height)
+        if want != got:
+            warnings.append(
+                f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the batches had "
+                f"{got[0]} x {got[1]}x{got[2]}: the emulated step is not this input's."
+            )
+    if first_input is not None and not first_input.labelled:
+        warnings.append("The first batch had no boxes: times are as they are, the loss means little.")
+    digests = {log.end.parameters_xxh3 for log in logs if log.end}
+    if len(digests) > 1:
+        warnings.append(
+            "The ranks ended with different weights: their gradients were not the same. Don't trust this run."
+        )
+    share = _prefetched_share(logs, window, settings.accumulation)
+    if figures is not None and share > 0.02:
+        warnings.append(
+            f"Batches that lay ready when the window opened fed {share:.0%} of its steps; a longer run has to load "
+            "them in time, and its occupancy may be lower by up to that share."
+        )
+    return warnings
+
+
+def _prefetched_share(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
+    """Largest share of a rank's measured steps that was fed from stock: results that waited before and not after."""
+    shares = [
+        (first.stages[-1].waiting - last.stages[-1].waiting) / accumulation / window.num_measured_steps
+        for log in logs
+        if window.num_measured_steps and len(log.snapshots) == 2
+        for first, last in [log.snapshots]
+        if first.stages and last.stages
+    ]
+    return max(shares, default=0.0)
+
+
+def _rank_facts(rank: int, log: RankLog) -> RankFacts:
+    return RankFacts(
+        rank=rank,
+        device=log.header.device if log.header else "unknown",
+        backend=log.header.backend if log.header else None,
+        num_steps=len(log.steps),
+        completed=log.end is not None,
+        peak_rss_bytes=log.end.peak_rss_bytes if log.end else None,
+        peak_device_bytes=log.end.peak_device_bytes if log.end else None,
+    )
+
+
+def _series(rank: int, steps: Sequence[StepRecord], start_ns: int) -> Series:
+    return Series(
+        rank=rank,
+        end_s=[(step.end_ns - start_ns) / NS_PER_S for step in steps],
+        occupancy=rolling_occupancy(steps, ROLLING_STEPS),
+        loss=[step.loss for step in steps],
+        wall_ms=[step.wall_ns / NS_PER_MS for step in steps],
+        phases_ms={phase: [step.phase_ns(phase) / NS_PER_MS for step in steps] for phase in PHASES},
+    )

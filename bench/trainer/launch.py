@@ -1,0 +1,100 @@
+"""Starts the ranks of a run on this host and waits for them; nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+import fuelrail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FrameType
+
+_POLL_S = 0.2
+# Torch elastic itself gives its ranks 30 s to end before it kills them.
+_GRACE_S = 40
+
+
+class RankExit(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that failed. ``exit_code`` is minus the signal's number when a signal ended it, as in `subprocess`."""
+
+    rank: int
+    exit_code: int
+
+
+class Outcome(NamedTuple):
+    """How the ranks ended: the launcher's exit code, whether we were asked to stop, and who failed."""
+
+    exit_code: int
+    interrupted: bool
+    failed: list[RankExit]
+
+
+def run_ranks(program: Sequence[str], num_ranks: int, log: Path, on_wait: Callable[[], None]) -> Outcome:
+    """Run ``python -m PROGRAM PID`` as ``num_ranks`` ranks of one world; their output goes to ``log``.
+
+    PID is the process that the ranks must not outlive. ``on_wait`` is called several times a second. SIGINT and
+    SIGTERM stop the ranks and are reported, not raised: what was measured until then is worth a report. To be called
+    on the main thread, which alone gets signals.
+    """
+    exits = log.with_name("exits.json")
+    command = [
+        *(sys.executable, "-m", "fuelrail.bench.trainer.elastic"),
+        *(str(os.getpid()), str(num_ranks), str(exits)),
+        *program,
+    ]
+    with log.open("wb") as output:
+        # A session of its own: Ctrl-C in a terminal must reach this process alone, which then ends the ranks in order.
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+        )
+        interrupted = False
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            while True:
+                try:
+                    process.wait(_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    on_wait()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            _stop(process)
+            signal.signal(signal.SIGTERM, previous)
+    failed = msgspec.json.decode(exits.read_bytes(), type=list[RankExit]) if exits.exists() else []
+    return Outcome(process.returncode, interrupted, failed)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher, which ends its ranks; a second Ctrl-C kills it, and the kernel its ranks."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Our environment; the ranks import the same `fuelrail` as this process, wherever it came from."""
+    package_root = str(Path(fuelrail.__file__).parents[1])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    defaults = {"OMP_NUM_THREADS": "1"}
+    if sys.platform.startswith("linux"):
+        # All ranks are on this host: gloo need not find out which of its interfaces reaches the others.
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,117 @@
+"""The training loop: one function, from top to bottom, with a clock reading between any two things it does."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fuelrail.bench.records import StepRecord
+from fuelrail.bench.trainer.model import model_inputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import nn
+
+    from fuelrail.bench.accelerator import Accelerator
+    from fuelrail.bench.clock import Clock
+    from fuelrail.bench.trainer.settings import ModelSettings
+
+
+def train(
+    model: nn.Module,
+    model_settings: ModelSettings,
+    batches: Iterable[Mapping[str, Any]],
+    accelerator: Accelerator,
+    clock: Clock,
+    *,
+    num_steps: int | None = None,
+    accumulation: int = 1,
+    learning_rate: float = 1e-3,
+    bf16: bool = False,
+) -> Iterator[StepRecord]:
+    """Train on ``batches`` and yield a record after each optimiser step.
+
+    ``model`` lies on the accelerator's device, wrapped by :func:`fuelrail.bench.trainer.gradients.data_parallel` when
+    there are several ranks. ``batches`` is any iterable of the loader's batches, over as many epochs as there shall
+    be; the run ends with it, or after ``num_steps`` optimiser steps. Micro-batches that no longer fill a step are
+    left out. Images that count are those of real rows (``valid``) and present cameras (``cam_valid``).
+    """
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    autocast = torch.autocast(torch.device(accelerator.torch_device).type, torch.bfloat16, enabled=bf16)
+    source = iter(batches)
+    step = 0
+    step_start_ns = clock.now_ns()
+    while num_steps is None or step < num_steps:
+        data_wait_ns = epoch = 0
+        losses = []
+        presences = []
+        for micro in range(accumulation):
+            asked_ns = clock.now_ns()
+            batch = next(source, None)
+            if batch is None:
+                return
+            data_wait_ns += clock.now_ns() - asked_ns
+            epoch = int(batch["epoch"])
+
+            inputs = model_inputs(batch, model_settings)
+            with accelerator.host_to_device():
+                inputs = tuple(tensor.to(accelerator.torch_device, non_blocking=True) for tensor in inputs)
+
+            # Gradients are reduced once a step, in the backward pass of its last micro-batch.
+            reduces = micro == accumulation - 1
+            skip = model.no_sync() if isinstance(model, DistributedDataParallel) and not reduces else nullcontext()
+            rows, cameras = batch["img"].shape[:2]
+            with skip:
+                with accelerator.forward(rows, rows * cameras), autocast:
+                    loss = model(*inputs) / accumulation
+                with accelerator.backward():
+                    loss.backward()
+            losses.append(loss.detach())
+            presences.append((batch["valid"], batch["cam_valid"]))
+
+        with accelerator.optimiser():
+            optimiser.step()
+            optimiser.zero_grad()
+
+        device = accelerator.finish_step()
+        # From here on nothing is queued on the device, so reading its tensors waits for no work.
+        total_loss = float(torch.stack(losses).sum())
+        num_samples = sum(int(valid.sum()) for valid, _ in presences)
+        num_images = sum(int((present != 0)[valid].sum()) for valid, present in presences)
+        step_end_ns = clock.now_ns()
+        accounted_ns = (
+            data_wait_ns
+            + device.host_to_device_ns
+            + device.forward_ns
+            + device.backward_ns
+            + device.all_reduce_ns
+            + device.optimiser_ns
+        )
+        yield StepRecord(
+            step=step,
+            epoch=epoch,
+            num_samples=num_samples,
+            num_images=num_images,
+            loss=total_loss,
+            start_ns=step_start_ns,
+            end_ns=step_end_ns,
+            data_wait_ns=data_wait_ns,
+            host_to_device_ns=device.host_to_device_ns,
+            forward_ns=device.forward_ns,
+            backward_ns=device.backward_ns,
+            all_reduce_ns=device.all_reduce_ns,
+            optimiser_ns=device.optimiser_ns,
+            other_ns=step_end_ns - step_start_ns - accounted_ns,
+            all_reduce_total_ns=device.all_reduce_total_ns,
+            device_busy_ns=device.device_busy_ns,
+            overrun_ns=device.overrun_ns,
+            overshoot_ns=device.overshoot_ns,
+            stand_in_ns=device.stand_in_ns,
+        )
+        # What the caller did with the record belongs to the next step: no gap in the wall time.
+        step_start_ns = step_end_ns
+        step += 1

@@ -1,0 +1,213 @@
+"""One rank: process group, loader, model, loop, and its file of records. Run by torchrun with the settings' file."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+
+from fuelrail.bench.accelerator import Accelerator, EmulatedAccelerator
+from fuelrail.bench.clock import MonotonicClock
+from fuelrail.bench.cuda import CudaAccelerator
+from fuelrail.bench.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.trainer.elastic import end_with
+from fuelrail.bench.trainer.gradients import data_parallel
+from fuelrail.bench.trainer.loop import train
+from fuelrail.bench.trainer.model import BevOccupancy
+from fuelrail.bench.trainer.settings import MODELS, TrainSettings
+from fuelrail.loaders import DataLoader
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from fuelrail.pipeline.stages import StageClock
+
+
+# A rank that is alive but stuck must not hold the others for ever.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+
+
+def run_rank(
+    settings: TrainSettings,
+    batches: Iterable[Mapping[str, Any]],
+    writer: RankWriter,
+    stage_clocks: Callable[[], Sequence[StageClock]],
+) -> None:
+    """Train this rank on ``batches`` and write its records; the process group is up if there are several ranks."""
+    clock = MonotonicClock()
+    accelerator: Accelerator
+    if settings.profile is None:
+        accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        accelerator = EmulatedAccelerator(settings.profile, clock)
+    distributed = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
+    # Every rank starts from the same weights: DDP sends rank 0's around, and the seed makes runs repeatable.
+    torch.manual_seed(settings.seed)
+    model_settings = MODELS[settings.model_name]
+    model: nn.Module = BevOccupancy(model_settings).to(accelerator.torch_device)
+    writer.write(
+        RankHeader(
+            rank=rank,
+            world_size=world_size,
+            device=torch.cuda.get_device_name() if settings.profile is None else settings.profile.device,
+            backend=dist.get_backend() if distributed else None,
+            model=settings.model_name,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
+    )
+    trained = data_parallel(model, accelerator) if distributed else model
+
+    num_steps = 0
+    steps = train(
+        trained,
+        model_settings,
+        _noting_input(batches, writer),
+        accelerator,
+        clock,
+        num_steps=settings.num_steps,
+        accumulation=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        bf16=settings.precision == "bf16",
+    )
+    for record in steps:
+        writer.write(record)
+        num_steps += 1
+        if num_steps == settings.num_warmup_steps:
+            writer.write(snapshot(num_steps, stage_clocks()))
+    writer.write(snapshot(num_steps, stage_clocks()))
+    writer.write(
+        RankEnd(
+            num_steps=num_steps,
+            parameters_xxh3=parameters_digest(model),
+            peak_rss_bytes=_peak_rss_bytes(),
+            peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
+        )
+    )
+
+
+def parameters_digest(model: nn.Module) -> str:
+    """xxh3 (hex) over the bytes of all parameters, in order."""
+    digest = xxhash.xxh3_64()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _noting_input(batches: Iterable[Mapping[str, Any]], writer: RankWriter) -> Iterator[Mapping[str, Any]]:
+    for number, batch in enumerate(batches):
+        if number == 0:
+            _, num_cameras, _, height, width = batch["img"].shape
+            labelled = any(len(boxes) for boxes in batch.get("gt_boxes_3d", ()))
+            writer.write(InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled))
+        yield batch
+
+
+def _peak_rss_bytes() -> int:
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Epochs:
+    """A loader's batches over epoch after epoch, and its stage clocks summed over them (a loader's own start anew).
+
+    Without end if ``num_epochs`` is None.
+    """
+
+    def __init__(self, loader: DataLoader, num_epochs: int | None) -> None:
+        if len(loader) == 0:
+            raise ConfigError(
+                f"the split holds fewer samples than one global batch of {loader.batch_size} x {loader.world.size} "
+                "ranks: use fewer ranks or a smaller batch size"
+            )
+        self._loader, self._num_epochs = loader, num_epochs
+        self._finished: list[StageClock] = []
+        self._running = False
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        for epoch in range(self._num_epochs) if self._num_epochs is not None else itertools.count():
+            self._loader.set_epoch(epoch)
+            self._running = True
+            yield from self._loader
+            self._finished = self.stage_clocks()
+            self._running = False
+
+    def stage_clocks(self) -> list[StageClock]:
+        """The stages' clocks since the first epoch began."""
+        if not self._running:
+            return self._finished
+        running = self._loader.stats().stages
+        if not self._finished:
+            return list(running)
+        return [
+            now._replace(
+                items=before.items + now.items,
+                busy_s=before.busy_s + now.busy_s,
+                starved_s=before.starved_s + now.starved_s,
+                blocked_s=before.blocked_s + now.blocked_s,
+            )
+            for before, now in zip(self._finished, running, strict=True)
+        ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS LAUNCHER_PID``."""
+    path, launcher = arguments
+    end_with(int(launcher), signal.SIGKILL)
+    settings = msgspec.json.decode(Path(path).read_bytes(), type=TrainSettings)
+    if settings.profile is not None:
+        # One thread: the host's cores belong to the loader, and the stand-in is small.
+        torch.set_num_threads(1)
+    with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
+        try:
+            _run_from_environment(settings, writer)
+        except FuelrailError as error:
+            writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
+            return 2
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            message = f"{type(error).__name__}: {first_line}"
+            writer.write(RankFailure(kind="crashed", message=message, at_ns=time.monotonic_ns()))
+            raise
+    return 0
+
+
+def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
+    on_gpu = settings.profile is None
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_COLLECTIVE_TIMEOUT)
+    with DataLoader(
+        settings.dataset,
+        settings.batch_size,
+        split=settings.split,
+        seed=settings.seed,
+        num_workers=settings.num_workers,
+        device=device,
+    ) as loader:
+        epochs = Epochs(loader, settings.num_epochs)
+        run_rank(settings, epochs, writer, epochs.stage_clocks)
+    # Not after a failure: leaving the group waits for ranks that may be gone.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
