@@ -113,7 +113,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check ``dataset.json``; ``where`` names it in errors. Raises ManifestError."""
     try:
         head = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}' is not JSON: {error}") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ManifestError(f"'{where}' is not a Fuelrail manifest: its format is not {FORMAT!r}")

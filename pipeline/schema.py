@@ -179,7 +179,7 @@ def decode_meta(data: Buffer) -> Meta:
     """Parse ``meta.json``; raises SchemaError with the path of what is wrong."""
     try:
         meta = _meta_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SchemaError(str(error)) from error
     if meta.schema != SCHEMA:
         raise SchemaError(f"schema {meta.schema!r}; this version reads {SCHEMA!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import io
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import numpy as np
@@ -33,13 +33,17 @@ _DTYPES: Final = {
     }.items()
 }  # fmt: skip
 _MAX_HEADER_BYTES: Final = 1 << 20
+_MAX_NPY_HEADER_BYTES: Final = 10_000  # numpy's own bound on what it evaluates as a literal
 _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
 
 
 _header_decoder = msgspec.json.Decoder(dict[str, _Entry])
@@ -47,7 +51,7 @@ _header_decoder = msgspec.json.Decoder(dict[str, _Entry])
 
 def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     """Serialise named arrays as safetensors (little-endian, C order); the same arrays give the same bytes."""
-    return bytes(_save({name: np.ascontiguousarray(array) for name, array in tensors.items()}))
+    return bytes(_save({name: np.asarray(array, order="C") for name, array in tensors.items()}))
 
 
 def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
@@ -65,8 +69,15 @@ def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
         raise SchemaError(f"safetensors header of {header_bytes} bytes in a buffer of {len(view)}")
     try:
         entries = _header_decoder.decode(view[8:start])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SchemaError(f"safetensors header: {error}") from error
+    position = 0
+    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+        if begin != position:
+            raise SchemaError(f"a tensor at byte {begin} where byte {position} is the next: a hole or an overlap")
+        position = end
+    if start + position != len(view):
+        raise SchemaError(f"tensors end at byte {position} of {len(view) - start}")
     tensors: dict[str, NDArray[np.generic]] = {}
     for name, entry in entries.items():
         dtype = _DTYPES.get(entry.dtype)
@@ -74,14 +85,12 @@ def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
         if dtype is None:
             raise SchemaError(f"tensor '{name}' has dtype {entry.dtype!r}; known: {', '.join(_DTYPES)}")
         count = math.prod(entry.shape)
-        if (
-            min(entry.shape, default=0) < 0
-            or begin < 0
-            or end - begin != count * dtype.itemsize
-            or start + end > len(view)
-        ):
+        if end - begin != count * dtype.itemsize:
             raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes {begin} to {end}")
-        array = np.frombuffer(view, dtype, count, start + begin).reshape(entry.shape)
+        try:
+            array = np.frombuffer(view, dtype, count, start + begin).reshape(entry.shape)
+        except (ValueError, OverflowError) as error:  # a shape beyond numpy's limits that holds nothing
+            raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)}: {error}") from error
         array.flags.writeable = False
         tensors[name] = array
     return tensors
@@ -90,7 +99,7 @@ def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
 def write_npy(array: NDArray[np.generic]) -> bytes:
     """Serialise one array as ``.npy`` version 1.0, C order; never pickles."""
     buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+    np.lib.format.write_array(buffer, np.asarray(array, order="C"), version=(1, 0), allow_pickle=False)
     return buffer.getvalue()
 
 
@@ -100,13 +109,22 @@ def read_npy(data: Buffer) -> NDArray[np.generic]:
     if bytes(view[:8]) != _NPY_MAGIC or len(view) < 10:
         raise SchemaError("not a .npy file of version 1.0")
     start = 10 + int.from_bytes(view[8:10], "little")
+    if start > min(len(view), _MAX_NPY_HEADER_BYTES):
+        raise SchemaError(f".npy header of {start} bytes in a buffer of {len(view)}")
     try:
         header = ast.literal_eval(bytes(view[10:start]).decode("latin-1"))
-        dtype, shape = np.dtype(header["descr"]), tuple(header["shape"])
-        if dtype.hasobject or header["fortran_order"] or not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError("object arrays and Fortran order are refused")
+        if header.keys() != {"descr", "fortran_order", "shape"}:
+            raise ValueError("its keys are not descr, fortran_order and shape")
+        descr, shape = header["descr"], header["shape"]
+        if not isinstance(descr, str | list) or not isinstance(shape, tuple) or header["fortran_order"] is not False:
+            raise ValueError("Fortran order and odd types are refused")
+        dtype = np.dtype(descr)
+        if dtype.hasobject or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError("object arrays and odd shapes are refused")
         array = np.frombuffer(view, dtype, math.prod(shape), start).reshape(shape)
-    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
+    except (
+        ValueError, SyntaxError, AttributeError, TypeError, OverflowError, MemoryError, RecursionError,
+    ) as error:  # fmt: skip
         raise SchemaError(f".npy header: {error}") from error
     if start + array.nbytes != len(view):
         raise SchemaError(f".npy of {array.dtype}{list(array.shape)} in {len(view)} bytes")
