@@ -101,7 +101,11 @@ class ImageMap:
         """Turn the content counter-clockwise (as seen, y down) about the canvas centre; the canvas keeps its size."""
         if degrees == 0.0:
             return self
-        cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+        quarters, rest = divmod(degrees, 90.0)
+        # Exact for quarter turns, so that half a turn keeps rows rows: cos(radians(90)) is 6e-17.
+        cos, sin = (math.cos(math.radians(rest)), math.sin(math.radians(rest))) if rest else (1.0, 0.0)
+        for _ in range(int(quarters) % 4):
+            cos, sin = -sin, cos
         cx, cy = self.out_wh[0] / 2, self.out_wh[1] / 2
         a, b, tx, c, d, ty = self.coefficients
         tx, ty = tx - cx, ty - cy

@@ -45,7 +45,7 @@ class ImageDecoder(Protocol):
             interpolation: one of `INTERPOLATIONS`.
 
         Raises:
-            ImageError: bytes that are not a decodable image of the promised size. ``out`` is undefined then.
+            ImageError: bytes that are not a decodable image of the promised size. ``out`` is untouched then.
             ConfigError: ``out`` or ``interpolation`` is not as described.
 
         """

@@ -137,6 +137,8 @@ class TurboDecoder:
             if columns is None or rows is None:
                 return False
             region = image[rows[0] : rows[1], columns[0] : columns[1]]
+            if region.shape[:2] == (rows[3], columns[3]) and (a, d) != (1.0, 1.0):
+                return False  # where the rounded size is the same, OpenCV copies, whatever the factors are
             resized: Picture = self._scratch.take("resized", rows[3], columns[3], 3)
             resized = cv2.resize(region, None, resized, a, d, _FILTERS[interpolation])
             resized = resized[y0 - rows[2] : y1 - rows[2], x0 - columns[2] : x1 - columns[2]]

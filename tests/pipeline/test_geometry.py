@@ -225,6 +225,8 @@ def test_flips_and_alignment_are_told() -> None:
     assert start.flip().flips == (True, False)
     assert start.rotate(180.0).flips == (True, True)
     assert start.is_axis_aligned
+    assert start.rotate(180.0).is_axis_aligned
+    assert start.rotate(-540.0).is_axis_aligned
     assert not start.rotate(1e-3).is_axis_aligned
 
 

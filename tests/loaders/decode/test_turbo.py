@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from support.decoder_suite import DecoderSuite
+
+
+class TestTurbo(DecoderSuite):
+    backend = "turbo"
