@@ -1,0 +1,167 @@
+"""`fuelrail synth`, `shard`, `verify` and `inspect`. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from fuelrail.pipeline.command import Command
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def _configure_synth(parser: argparse.ArgumentParser) -> None:
+    from fuelrail.sharding.synth.command import configure_synth
+
+    configure_synth(parser)
+
+
+def _run_synth(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.synth.command import run_synth
+
+    return run_synth(args)
+
+
+def _configure_shard(parser: argparse.ArgumentParser) -> None:
+    from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
+    from fuelrail.sharding.recipe import DEFAULT_SHARD_BYTES, LAYOUTS, ORDERS
+
+    parser.add_argument("source", metavar="KIND:PATH", help="what to read, such as nuscenes:/data/nuscenes")
+    parser.add_argument("out", metavar="OUT", help="folder for the dataset: new, empty, or with a run to go on with")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of samples in the shards (default 0)")
+    parser.add_argument(
+        "--order", default="frame", help=f"what stays together when samples are shuffled: {ORDERS} (default frame)"
+    )
+    parser.add_argument(
+        "--shard-size",
+        metavar="SIZE",
+        default=f"{DEFAULT_SHARD_BYTES >> 20}MiB",
+        help="size of a shard, roughly (default %(default)s)",
+    )
+    parser.add_argument(
+        "--splits",
+        metavar="SPLITS",
+        help="shares of the clips (train=0.8,val=0.2), or a JSON or YAML file: split to list of clips; "
+        "default: the source's own, else all is train",
+    )
+    parser.add_argument("--split-seed", type=int, default=0, help="which clips go to which share (default 0)")
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="member: compress metadata and points, each by itself; none: compress nothing (default %(default)s)",
+    )
+    parser.add_argument(
+        "--compression", metavar="LEVEL", type=int, default=DEFAULT_ZSTD_LEVEL, help="zstd level (default %(default)s)"
+    )
+    parser.add_argument("--name", help="the dataset's name (default: from the source)")
+    parser.add_argument("--license", help="the data's license, noted in the manifest and in every sample")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
+    parser.add_argument("--json", action="store_true", help="report progress and result as JSON lines on stdout")
+    nuscenes = parser.add_argument_group("nuscenes")
+    nuscenes.add_argument("--version", metavar="FOLDER", help="folder of the tables, such as v1.0-mini")
+    nuscenes.add_argument(
+        "--missing-camera",
+        choices=("error", "mask"),
+        default="error",
+        help="a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
+    )
+    nuscenes.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
+
+
+def _run_shard(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.progress import JsonLines, make_progress
+    from fuelrail.sharding.recipe import make_recipe, parse_size, parse_splits
+    from fuelrail.sharding.run import shard
+    from fuelrail.sharding.source import parse_source
+
+    options: dict[str, Any] = {"missing_camera": args.missing_camera, "points": not args.no_points}
+    if args.version is not None:
+        options["version"] = args.version
+    spec = parse_source(args.source, options)
+    recipe = make_recipe(
+        source=spec.kind,
+        source_options=options,
+        name=args.name,
+        license=args.license,
+        seed=args.seed,
+        order=args.order,
+        splits=None if args.splits is None else parse_splits(args.splits),
+        split_seed=args.split_seed,
+        shard_size_bytes=parse_size(args.shard_size),
+        layout=args.layout,
+        compression_level=args.compression,
+    )
+    begun = time.monotonic()
+    with make_progress(as_json=args.json) as progress:
+        try:
+            outcome = shard(spec, args.out, recipe, args.workers or len(os.sched_getaffinity(0)), progress)
+        except KeyboardInterrupt:
+            sys.stderr.write("fuelrail: finished shards are kept; run the same command to go on\n")
+            raise
+    seconds = time.monotonic() - begun
+    manifest = outcome.manifest
+    num_bytes = sum(entry.bytes for entry in manifest.shards)
+    if isinstance(progress, JsonLines):
+        progress.emit(
+            "finished",
+            samples=manifest.num_samples,
+            shards=len(manifest.shards),
+            written=outcome.num_written,
+            kept=outcome.num_kept,
+            bytes=num_bytes,
+            seconds=round(seconds, 3),
+            fingerprint=manifest.fingerprint,
+        )
+        return 0
+    splits = ", ".join(f"{name} {entry.num_samples:,}" for name, entry in manifest.splits.items())
+    kept = f" ({outcome.num_kept} were there already)" if outcome.num_kept else ""
+    sys.stdout.write(
+        f"{manifest.num_samples:,} samples ({splits}) of {manifest.num_clips:,} clips in {len(manifest.shards):,} "
+        f"shards{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {args.out}\n"
+    )
+    return 0
+
+
+def _configure_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
+    parser.add_argument("--deep", action="store_true", help="decode every member and every image too")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads (default: one for each core)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _run_verify(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.verify import verify
+
+    report = verify(args.dataset, deep=args.deep, num_threads=args.workers or len(os.sched_getaffinity(0)))
+    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    return 1 if report.faults else 0
+
+
+def _configure_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
+    parser.add_argument("key", nargs="?", help="sample key; left out: the dataset as a whole")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run_inspect(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.inspection import describe_dataset, describe_sample
+
+    text = (
+        describe_dataset(args.dataset, as_json=args.json)
+        if args.key is None
+        else describe_sample(args.dataset, args.key, as_json=args.json)
+    )
+    sys.stdout.write(text)
+    return 0
+
+
+COMMANDS = {
+    "synth": Command("render a synthetic multi-camera world as nuScenes v1.0 tables", _configure_synth, _run_synth),
+    "shard": Command("reshard a source into a Fuelrail dataset", _configure_shard, _run_shard),
+    "verify": Command("check every byte of a dataset", _configure_verify, _run_verify),
+    "inspect": Command("show a dataset's manifest or one sample's members", _configure_inspect, _run_inspect),
+}

@@ -1,0 +1,106 @@
+"""Shards made on this machine: in this process for one worker, in processes for more.
+
+The bytes are the same; so is what is on disk after any of them is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.sharding.writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_POLL_S: Final = 0.1
+_TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
+
+
+def make_shards(
+    job: WriteJob, numbers: Sequence[int], num_workers: int, advance: Callable[[int], None]
+) -> Iterator[ShardDone]:
+    """Make these shards of the plan; yields them as they are done, in any order.
+
+    ``advance`` gets the bytes written since it was last called. Raises what a worker raised first; the others are
+    stopped between two samples.
+    """
+    num_workers = min(num_workers, len(numbers))
+    if num_workers <= 1:
+        writer = ShardWriter(job)
+        for number in numbers:
+            yield writer.make(number, advance)
+    else:
+        yield from _in_processes(job, iter(numbers), num_workers, advance)
+
+
+def _in_processes(
+    job: WriteJob, numbers: Iterator[int], num_workers: int, advance: Callable[[int], None]
+) -> Iterator[ShardDone]:
+    # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must stay with this process.
+    context = multiprocessing.get_context("spawn")
+    written, stop = context.Value("q", 0), context.Event()
+    seen = 0
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (job, written, stop)) as pool:
+        pending: set[Future[ShardDone]] = set()
+        try:
+            while True:
+                for number in numbers:
+                    pending.add(pool.submit(_make, number))
+                    if len(pending) >= num_workers * _TASKS_AHEAD:
+                        break
+                if not pending:
+                    return
+                done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
+                advance(written.value - seen)
+                seen = written.value
+                for future in done:
+                    yield future.result()
+        except BrokenProcessPool as error:
+            raise FuelrailError(
+                "a worker process died (killed, perhaps for want of memory); the same command goes on with the "
+                "shards that are not finished, fewer --workers need less memory"
+            ) from error
+        finally:
+            stop.set()
+            for future in pending:
+                future.cancel()
+
+
+_writer: ShardWriter
+_pulse: Callable[[int], None]
+
+
+def _start_worker(job: WriteJob, written: Any, stop: Any) -> None:  # noqa: ANN401 - multiprocessing's are unnamed
+    """Set up a worker process: Ctrl-C is the parent's business, and a worker doesn't outlive its parent."""
+    global _writer, _pulse
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    _writer = ShardWriter(job)
+
+    def pulse(num_bytes: int) -> None:
+        with written.get_lock():
+            written.value += num_bytes
+        if stop.is_set():
+            raise RunStoppedError("stopped")
+
+    _pulse = pulse
+
+
+def _make(number: int) -> ShardDone:
+    return _writer.make(number, _pulse)
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with contextlib.suppress(OSError):
+            parent.join()
+        os._exit(1)

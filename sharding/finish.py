@@ -1,0 +1,162 @@
+"""The end of a run: index, attributes and, last, the manifest, from the records of the shards."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuelrail.pipeline.errors import DatasetError
+from fuelrail.pipeline.index import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    CameraEntry,
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    encode_manifest,
+)
+from fuelrail.sharding.recipe import codec_of
+from fuelrail.sharding.workspace import publish, publish_file
+from fuelrail.sharding.writer import load_record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from fuelrail.sharding.plan import Plan
+    from fuelrail.sharding.source import ScanInfo
+    from fuelrail.sharding.table import ScanTable
+    from fuelrail.sharding.workspace import Workspace
+    from fuelrail.sharding.writer import WriteJob
+
+ATTRIBUTES_FILE: Final = "attributes.parquet"
+ROWS_PER_GROUP: Final = 1 << 16
+
+
+def finish(
+    work: Workspace, job: WriteJob, plan: Plan, info: ScanInfo, table: ScanTable, dealt: Mapping[str, Sequence[int]]
+) -> Manifest:
+    """Write what makes the shards a dataset; every file appears under its name whole, the manifest last."""
+    codec_names = [codec_of(name, job.recipe, job.lidars) for name in info.names]
+    shards: list[ShardEntry] = []
+    listings: list[FileEntry] = []
+    sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
+    index = work.temporary / INDEX_FILE
+    with IndexWriter(index, info.names, sorted(set(codec_names))) as rows:
+        for planned in plan.shards:
+            record = load_record(work.records, planned.stem)
+            if record is None:
+                raise DatasetError(
+                    f"the record of shard {planned.stem} is gone from '{work.folder}': run the same command"
+                )
+            for row in record.rows:
+                rows.append(row)
+            for channel, found in record.image_sizes.items():
+                sizes[channel].update(found)
+            shards.append(
+                ShardEntry(
+                    name=f"{planned.stem}.tar",
+                    split=planned.split,
+                    first_sample=planned.first_sample,
+                    num_samples=planned.num_samples,
+                    bytes=record.bytes,
+                    sha256=record.sha256,
+                )
+            )
+            listings.append(FileEntry(name=f"{planned.stem}.idx", bytes=record.idx_bytes, sha256=record.idx_sha256))
+    attributes = work.temporary / ATTRIBUTES_FILE
+    _write_attributes(attributes, plan, table, info, dealt)
+    files = [_entry(index), _entry(attributes), *listings]
+    for path in (index, attributes):
+        publish_file(work.out / path.name, path)
+    manifest = Manifest(
+        format=FORMAT,
+        version=FORMAT_VERSION,
+        name=job.dataset,
+        fingerprint="",
+        num_samples=len(plan.rows),
+        num_clips=sum(map(len, dealt.values())),
+        seed=job.recipe.seed,
+        order_unit=job.recipe.order,
+        cameras=tuple(
+            CameraEntry(
+                channel=camera.channel, source_name=camera.source_name, sizes=tuple(sorted(sizes[camera.channel]))
+            )
+            for camera in info.cameras
+        ),
+        lidars=tuple(info.lidars),
+        classes=tuple(info.classes),
+        attributes=tuple(info.attributes),
+        time_base=info.time_base,
+        ego_origin=info.ego_origin,
+        license=job.recipe.license,
+        compression={
+            "layout": job.recipe.layout,
+            "level": job.recipe.compression_level,
+            "codecs": dict(zip(info.names, codec_names, strict=True)),
+        },
+        splits=_splits(plan, dealt),
+        shards=tuple(shards),
+        files=tuple(files),
+        provenance={
+            "recipe": msgspec.to_builtins(job.recipe),
+            "facts": info.facts,
+            "num_clips_in_no_split": len(info.clips) - sum(map(len, dealt.values())),
+        },
+    )
+    encoded = encode_manifest(manifest)
+    with publish(work.out / MANIFEST_FILE, work.temporary / MANIFEST_FILE) as file:
+        file.write(encoded)
+    return manifest
+
+
+def _splits(plan: Plan, dealt: Mapping[str, Sequence[int]]) -> dict[str, SplitEntry]:
+    entries: dict[str, SplitEntry] = {}
+    for split, clips in dealt.items():
+        numbers = [number for number, shard in enumerate(plan.shards) if shard.split == split]
+        run = [plan.shards[number] for number in numbers]
+        entries[split] = SplitEntry(
+            first_sample=run[0].first_sample,
+            num_samples=sum(shard.num_samples for shard in run),
+            first_shard=numbers[0],
+            num_shards=len(run),
+            num_clips=len(clips),
+        )
+    return entries
+
+
+def _write_attributes(
+    path: Path, plan: Plan, table: ScanTable, info: ScanInfo, dealt: Mapping[str, Sequence[int]]
+) -> None:
+    """``attributes.parquet``: a row for each sample in the order of the index, with what the source knows of it."""
+    whole = table.attribute_table()
+    clip = table.numbers("clip")
+    clip_ids = pa.array([entry.clip_id for entry in info.clips])
+    split_of_clip = np.zeros(len(info.clips), np.int32)
+    for number, clips in enumerate(dealt.values()):
+        split_of_clip[list(clips)] = number
+    names = pa.array(list(dealt))
+    writer: Any = None
+    for first in range(0, len(plan.rows), ROWS_PER_GROUP):
+        rows = plan.rows[first : first + ROWS_PER_GROUP]
+        part = whole.take(pa.array(rows))
+        part = part.add_column(1, "clip_id", clip_ids.take(pa.array(clip[rows])))
+        part = part.add_column(2, "split", names.take(pa.array(split_of_clip[clip[rows]])))
+        if writer is None:
+            writer = pq.ParquetWriter(path, part.schema, compression="zstd")
+        writer.write_table(part)
+    writer.close()
+
+
+def _entry(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest)

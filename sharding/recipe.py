@@ -1,0 +1,168 @@
+"""What decides every byte of a dataset, apart from the source's own bytes: the recipe of one sharding run.
+
+It stands in the working folder while shards are made and in the manifest's provenance afterwards. A run into a folder
+that holds another recipe is refused, and :func:`differences` says what differs. Paths, times, hosts and the number
+of workers are no part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+import yaml
+import zstandard
+
+from fuelrail import __version__
+from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL, RAW, ZSTD, planes
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION
+from fuelrail.pipeline.settings import Settings, convert
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.manifest import LidarEntry
+
+DEFAULT_SHARD_BYTES: Final = 256 << 20
+MIN_SHARD_BYTES: Final = 1 << 10
+LAYOUTS: Final = ("member", "none")
+ORDERS: Final = "frame, clip, window:N"
+
+_LABELS: Final = {"scan_sha256": "the source's content (SHA-256 of its scan)", "shard_size_bytes": "shard size"}
+_POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
+_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
+
+Splits = dict[str, float | list[str]]
+"""Split name to its share of the clips, or to the names of its clips."""
+
+
+class Recipe(Settings, frozen=True):
+    """Everything that the bytes of a dataset depend on.
+
+    ``order``: what stays together when samples are shuffled into shards: ``frame``, ``clip`` or ``window:N``.
+    ``splits``: None for the source's own. ``layout``: ``member`` (compress what shrinks) or ``none``. ``scan_sha256``
+    is the digest of the scan table: which samples there are, their metadata, and the names and sizes of their files.
+    """
+
+    source: str
+    source_options: dict[str, Any]
+    scan_sha256: str = ""
+    name: str | None = None
+    license: str | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    order: str = "frame"
+    splits: Splits | None = None
+    split_seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    shard_size_bytes: Annotated[int, msgspec.Meta(ge=MIN_SHARD_BYTES)] = DEFAULT_SHARD_BYTES
+    layout: Literal["member", "none"] = "member"
+    compression_level: Annotated[int, msgspec.Meta(ge=1, le=19)] = DEFAULT_ZSTD_LEVEL
+    tool: str = f"fuelrail {__version__}"
+    zstd: str = ".".join(map(str, zstandard.ZSTD_VERSION))
+
+
+def make_recipe(**values: Any) -> Recipe:  # noqa: ANN401 - checked by the conversion
+    """A recipe from plain values; raises ConfigError naming the one that is out of range."""
+    recipe = convert(values, Recipe, "options")
+    unit_frames(recipe.order)
+    _check_splits(recipe.splits)
+    return recipe
+
+
+def differences(there: Recipe, here: Recipe) -> str:
+    """Both sides of every field that differs, as text; empty where the two are equal."""
+    sides = [
+        (_LABELS.get(field.name, field.name.replace("_", " ")), getattr(there, field.name), getattr(here, field.name))
+        for field in msgspec.structs.fields(Recipe)
+    ]
+    return "; ".join(
+        f"{name} is {_short(theirs)} there and {_short(ours)} here" for name, theirs, ours in sides if theirs != ours
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 72 else text[:69] + "..."
+
+
+def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...]) -> str:
+    """The codec that a member of this field name is stored with: what shrinks is compressed, media stay raw."""
+    if recipe.layout == "none":
+        return RAW
+    if field in (META, GEOMETRY, BOXES):
+        return ZSTD
+    channel, _, extension = field.partition(".")
+    if extension == POINTS_EXTENSION:
+        num_columns = next((len(lidar.columns) for lidar in lidars if lidar.channel == channel), 0)
+        return planes(num_columns * _POINT_BYTES) if num_columns else ZSTD
+    return RAW
+
+
+def unit_frames(order: str) -> int:
+    """Frames of a clip that stay together: 1 for ``frame``, N for ``window:N``, 0 for ``clip`` (all of them)."""
+    if order in ("frame", "clip"):
+        return 1 if order == "frame" else 0
+    match = re.fullmatch(r"window:([1-9][0-9]{0,8})", order)
+    if match is None:
+        raise ConfigError(f"order {order!r} is unknown; known: {ORDERS} (N frames, from 1)")
+    return int(match.group(1))
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``256MB``, ``1.5 GiB`` or a plain number; raises ConfigError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise ConfigError(f"size {text!r} is not a number with one of the units B, kB, MB, GB, KiB, MiB, GiB")
+    size = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    if size < MIN_SHARD_BYTES:
+        raise ConfigError(f"size {text!r} is under {MIN_SHARD_BYTES} bytes")
+    return size
+
+
+def parse_splits(text: str) -> Splits:
+    """``train=0.8,val=0.2``, or the name of a JSON or YAML file that maps split names to lists of clip names."""
+    if "=" not in text:
+        return _read_splits(Path(text))
+    splits: Splits = {}
+    for part in text.split(","):
+        name, _, share = part.partition("=")
+        name = name.strip()
+        if name in splits:
+            raise ConfigError(f"--splits {text!r} has '{name}' twice")
+        try:
+            splits[name] = float(share)
+        except ValueError as error:
+            raise ConfigError(f"--splits {text!r}: {share!r} is not a number; write train=0.8,val=0.2") from error
+    _check_splits(splits)
+    return splits
+
+
+def _read_splits(path: Path) -> Splits:
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        lists = msgspec.convert(value, dict[str, list[str]])
+    except OSError as error:
+        raise ConfigError(
+            f"--splits '{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be read: "
+            f"{error.strerror}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"--splits '{path}' does not map split names to lists of clip names: {text}") from error
+    splits: Splits = dict(lists)
+    _check_splits(splits)
+    return splits
+
+
+def _check_splits(splits: Splits | None) -> None:
+    if splits is None:
+        return
+    if not splits:
+        raise ConfigError("splits are empty: name one at least")
+    for name in splits:
+        if not _SPLIT_NAME.match(name):
+            raise ConfigError(f"split name {name!r} is not allowed: lower-case letters, digits and _, a letter first")
+    shares = [share for share in splits.values() if isinstance(share, float)]
+    if shares and (min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6):
+        raise ConfigError(f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, not {sum(shares)}")

@@ -1,0 +1,173 @@
+"""A whole sharding run, top to bottom: scan, plan, write, finish."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
+from fuelrail.pipeline.settings import convert
+from fuelrail.sharding.engines.local import make_shards
+from fuelrail.sharding.finish import finish
+from fuelrail.sharding.plan import deal_clips, make_plan
+from fuelrail.sharding.recipe import Recipe, differences
+from fuelrail.sharding.source import ScanInfo, SourceSpec, make_source
+from fuelrail.sharding.table import ScanTable, ScanWriter
+from fuelrail.sharding.workspace import Workspace, check_out, publish_file, writing_to
+from fuelrail.sharding.writer import ShardDone, WriteJob, file_is
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.plan import Plan
+
+
+class Progress(Protocol):
+    """Who wants to know how a run goes on."""
+
+    def scanned(self, info: ScanInfo) -> None:
+        """The source was scanned."""
+
+    def planned(self, plan: Plan, num_bytes: int) -> None:
+        """Shards are about to be made; ``num_bytes`` is what they will take, roughly."""
+
+    def advanced(self, num_bytes: int) -> None:
+        """So many more bytes are in shards."""
+
+    def shard_done(self, shard: ShardDone) -> None:
+        """A shard is there."""
+
+
+class Outcome(NamedTuple):
+    """What a run has made. ``num_kept`` shards were there already, whole, and were not written again."""
+
+    manifest: Manifest
+    num_written: int
+    num_kept: int
+
+
+def shard(
+    spec: SourceSpec, out: str | os.PathLike[str], recipe: Recipe, num_workers: int, progress: Progress
+) -> Outcome:
+    """Make a dataset from a source, or go on with one that was begun by the same recipe.
+
+    A dataset that is finished already is checked, and what is damaged in it is made again. Raises SourceError for the
+    source's faults, DatasetExistsError where OUT holds another dataset or other work, DatasetError where it can't be
+    written or another run is at it.
+    """
+    if num_workers < 1:
+        raise ConfigError(f"{num_workers} workers are too few: 1 at least")
+    folder = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow links
+    check_out(folder)
+    _refuse_other(folder, _finished_recipe(folder), recipe)
+    with writing_to(folder), Workspace(folder) as work:
+        _refuse_other(folder, work.recipe(), recipe)
+        info, recipe = _scan(work, spec, recipe)
+        progress.scanned(info)
+        _refuse_other(folder, work.recipe(), recipe)
+        _refuse_other(folder, _finished_recipe(folder), recipe)
+
+        table = ScanTable(work.scan_table)
+        dealt = deal_clips(info.clips, recipe, info.splits)
+        size_bytes = table.numbers("size_bytes")
+        plan = make_plan(table.numbers("clip"), table.numbers("frame"), size_bytes, dealt, recipe)
+        np.save(work.plan_rows, plan.rows)
+        progress.planned(plan, int(size_bytes[plan.rows].sum()))
+        job = WriteJob(
+            out=folder,
+            scan_table=work.scan_table,
+            plan_rows=work.plan_rows,
+            records=work.records,
+            temporary=work.temporary,
+            shards=tuple(plan.shards),
+            source=spec,
+            recipe=recipe,
+            dataset=recipe.name or info.name,
+            lidars=tuple(info.lidars),
+            clip_ids=tuple(clip.clip_id for clip in info.clips),
+        )
+
+        manifest = _whole_manifest(folder)
+        if manifest is None:
+            work.begin(recipe)
+            (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(folder, manifest, num_workers)
+        num_kept = len(plan.shards) - len(wanted)
+        for done in make_shards(job, wanted, num_workers, progress.advanced):
+            num_kept += done.kept
+            progress.shard_done(done)
+
+        if manifest is None:
+            manifest = finish(work, job, plan, info, table, dealt)
+        work.remove()
+    return Outcome(manifest, len(plan.shards) - num_kept, num_kept)
+
+
+def _scan(work: Workspace, spec: SourceSpec, recipe: Recipe) -> tuple[ScanInfo, Recipe]:
+    """Scan the source into the working folder; returns what it found and the recipe with the table's digest."""
+    source = make_source(spec)
+    path = work.temporary / work.scan_table.name
+    with ScanWriter(path, source.attribute_types) as out:
+        info = source.scan(out)
+    if not info.num_samples:
+        raise SourceError(f"source {spec.kind}:{spec.location} has no samples")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    publish_file(work.scan_table, path)
+    return info, msgspec.structs.replace(recipe, scan_sha256=digest)
+
+
+def _refuse_other(folder: Path, there: Recipe | None, here: Recipe) -> None:
+    """Refuse work by another recipe than that in OUT, showing both; before the scan its digest is left out."""
+    if there is None:
+        return
+    if not here.scan_sha256:
+        there = msgspec.structs.replace(there, scan_sha256="")
+    if there != here:
+        raise DatasetExistsError(
+            f"output folder '{folder}' holds another dataset: {differences(there, here)}; choose another folder"
+        )
+
+
+def _finished_recipe(folder: Path) -> Recipe | None:
+    """The recipe of a dataset that is finished in OUT; None where there is none."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    recipe = load_manifest(folder).provenance.get("recipe")
+    if recipe is None:
+        raise DatasetExistsError(f"output folder '{folder}' holds a dataset that was not made by `fuelrail shard`")
+    return convert(recipe, Recipe, f"recipe in the manifest of '{folder}'")
+
+
+def _listings(manifest: Manifest) -> dict[str, str]:
+    """Shard name to the name of its DALI index."""
+    return {shard.name: Path(shard.name).with_suffix(".idx").name for shard in manifest.shards}
+
+
+def _whole_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a dataset whose index and attributes are whole; None where there is none or they are not."""
+    if not (folder / MANIFEST_FILE).exists():
+        return None
+    manifest = load_manifest(folder)
+    listings = set(_listings(manifest).values())
+    files = [entry for entry in manifest.files if entry.name not in listings]
+    return manifest if all(file_is(folder / entry.name, entry.bytes, entry.sha256) for entry in files) else None
+
+
+def _damaged_shards(folder: Path, manifest: Manifest, num_threads: int) -> list[int]:
+    """Numbers of the shards that are not, with their DALI index, byte for byte what the manifest says."""
+    files, listings = {entry.name: entry for entry in manifest.files}, _listings(manifest)
+
+    def is_whole(shard: ShardEntry) -> bool:
+        idx = files[listings[shard.name]]
+        return file_is(folder / shard.name, shard.bytes, shard.sha256) and file_is(
+            folder / idx.name, idx.bytes, idx.sha256
+        )
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return [number for number, whole in enumerate(pool.map(is_whole, manifest.shards)) if not whole]

@@ -1,0 +1,1 @@
+"""Source adapters: one module (or a few) for each native dataset format."""

@@ -1,0 +1,278 @@
+"""nuScenes' thirteen JSON tables, read strictly and into columns.
+
+A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces of a few megabytes, checked against
+its record type, and only its columns stay (rows that nobody needs never do). Links between tables are resolved to row
+numbers; a token that leads nowhere is a SourceError naming table, row and token.
+
+Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from numpy.typing import NDArray
+
+TABLES: Final = (
+    "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
+    "sample_data", "scene", "sensor", "visibility",
+)  # fmt: skip
+LFS_MAGIC: Final = b"version https://git-lfs"
+_PIECE_BYTES: Final = 8 << 20
+
+Vector3 = tuple[float, float, float]
+Vector4 = tuple[float, float, float, float]
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """What every record has. Columns that are not named in a type are allowed and ignored."""
+
+    token: str
+
+
+class Log(Record, frozen=True, gc=False):
+    """Table ``log``."""
+
+    vehicle: str
+    location: str
+    logfile: str = ""
+
+
+class Scene(Record, frozen=True, gc=False):
+    """Table ``scene``; the test split has no descriptions."""
+
+    name: str
+    log_token: str
+    nbr_samples: int
+    description: str = ""
+
+
+class SampleRecord(Record, frozen=True, gc=False):
+    """Table ``sample``: annotated keyframes; time in microseconds."""
+
+    timestamp: int
+    scene_token: str
+    prev: str
+    next: str
+
+
+class Sensor(Record, frozen=True, gc=False):
+    """Table ``sensor``."""
+
+    channel: str
+    modality: str
+
+
+class CalibratedSensor(Record, frozen=True, gc=False):
+    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is no camera."""
+
+    sensor_token: str
+    translation: Vector3
+    rotation: Vector4
+    camera_intrinsic: tuple[Vector3, ...]
+
+
+class EgoPose(Record, frozen=True, gc=False):
+    """Table ``ego_pose``: ego to global."""
+
+    timestamp: int
+    translation: Vector3
+    rotation: Vector4
+
+
+class SampleData(Record, frozen=True, gc=False):
+    """Table ``sample_data``: one file; time in microseconds."""
+
+    sample_token: str
+    ego_pose_token: str
+    calibrated_sensor_token: str
+    filename: str
+    timestamp: int
+    is_key_frame: bool
+    width: int | None = 0
+    height: int | None = 0
+
+
+class Named(Record, frozen=True, gc=False):
+    """Tables ``category`` and ``attribute``."""
+
+    name: str
+
+
+class Visibility(Record, frozen=True, gc=False):
+    """Table ``visibility``."""
+
+    level: str
+
+
+class Instance(Record, frozen=True, gc=False):
+    """Table ``instance``: one track."""
+
+    category_token: str
+
+
+class Annotation(Record, frozen=True, gc=False):
+    """Table ``sample_annotation``: a box in global coordinates, size as width, length, height."""
+
+    sample_token: str
+    instance_token: str
+    translation: Vector3
+    size: Vector3
+    rotation: Vector4
+    prev: str
+    next: str
+    num_lidar_pts: int
+    num_radar_pts: int
+    visibility_token: str = ""
+    attribute_tokens: tuple[str, ...] = ()
+
+
+R = TypeVar("R", bound=Record)
+
+
+def check_tables(folder: Path) -> None:
+    """Raise SourceError unless all thirteen tables are there; names every one that is missing."""
+    if not folder.is_dir():
+        raise SourceError(f"nuScenes tables: '{folder}' is not a folder")
+    missing = [f"{table}.json" for table in TABLES if not (folder / f"{table}.json").is_file()]
+    if missing:
+        raise SourceError(
+            f"nuScenes tables in '{folder}': {', '.join(missing)} missing; a dataroot has all {len(TABLES)} tables"
+        )
+
+
+def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
+    """Yield a table's records in pieces, in order; raises SourceError where it is no JSON list of such records."""
+    path = folder / f"{table}.json"
+    decoder = msgspec.json.Decoder(list[of])  # type: ignore[valid-type]
+    count = 0
+    try:
+        with path.open("rb") as file:
+            for piece in _pieces(file, path):
+                try:
+                    records = decoder.decode(piece)
+                except msgspec.ValidationError as error:
+                    raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise SourceError(f"table '{path}' is not JSON: {error}") from error
+                count += len(records)
+                yield records
+    except OSError as error:
+        raise SourceError(f"table '{path}' cannot be read: {error.strerror}") from error
+
+
+def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
+    """All records of a small table."""
+    return [record for piece in read_table(folder, table, of) for record in piece]
+
+
+def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Cut a JSON list of objects into lists of whole objects.
+
+    A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a string that happens
+    to hold these characters leaves an unterminated string, is not valid JSON, and the piece grows instead.
+    """
+    start = file.read(_PIECE_BYTES)
+    if start.startswith(LFS_MAGIC):
+        raise SourceError(f"table '{path}' is a git-LFS pointer, not JSON; run `git lfs pull` in the source first")
+    body = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not body.startswith(b"["):
+        raise SourceError(f"table '{path}' is not a JSON list")
+    pending = body[1:]
+    while more := file.read(_PIECE_BYTES):
+        cut = _last_gap(pending)
+        if cut and _is_json(piece := b"[" + pending[:cut] + b"]"):
+            yield piece
+            pending = pending[cut:].lstrip()[1:]
+        pending += more
+    yield b"[" + pending
+
+
+def _last_gap(data: bytes) -> int:
+    """Position after the last ``}`` that is followed by a comma and the next record, 0 without one."""
+    end = len(data)
+    while (end := data.rfind(b"}", 0, end)) > 0:
+        rest = data[end + 1 : end + 64].lstrip()
+        if rest.startswith(b",") and rest[1:].lstrip().startswith(b"{"):
+            return end + 1
+    return 0
+
+
+def _is_json(piece: bytes) -> bool:
+    try:
+        msgspec.json.decode(piece, type=list[msgspec.Raw])
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+class Tokens:
+    """A table's tokens in row order; resolves other tables' links to row numbers."""
+
+    def __init__(self, table: str, tokens: pa.Array) -> None:
+        """Raises SourceError where a token stands twice."""
+        self.table, self.array = table, tokens
+        if len(pc.unique(tokens)) != len(tokens):
+            counts = pc.value_counts(tokens)
+            twice = next(entry["values"] for entry in counts.to_pylist() if entry["counts"] > 1)
+            raise SourceError(f"table '{table}' has the token '{twice}' twice")
+
+    @classmethod
+    def of(cls, table: str, records: list[R]) -> Tokens:
+        """From a table's records."""
+        return cls(table, pa.array([record.token for record in records], pa.string()))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def find(self, tokens: pa.Array) -> NDArray[np.int64]:
+        """Row number of each token, -1 where there is none."""
+        return np.asarray(pc.fill_null(pc.index_in(tokens, value_set=self.array), -1).to_numpy(), np.int64)
+
+    def resolve(self, tokens: pa.Array, *, table: str, column: str, owners: pa.Array) -> NDArray[np.int64]:
+        """Row number of each token; -1 for an empty one. ``owners`` are the tokens of the rows that link here.
+
+        Raises SourceError for a token that this table has not.
+        """
+        rows = self.find(tokens)
+        for at in np.flatnonzero(rows < 0):
+            if tokens[int(at)].as_py():
+                raise SourceError(
+                    f"table '{table}': row '{owners[int(at)]}' has {column} '{tokens[int(at)]}', "
+                    f"which table '{self.table}' has not"
+                )
+        return rows
+
+    def need(self, tokens: pa.Array, *, table: str, column: str, owners: pa.Array) -> NDArray[np.int64]:
+        """As :meth:`resolve`, and an empty token is a SourceError too."""
+        rows = self.resolve(tokens, table=table, column=column, owners=owners)
+        if (empty := np.flatnonzero(rows < 0)).size:
+            raise SourceError(f"table '{table}': row '{owners[int(empty[0])]}' has an empty {column}")
+        return rows
+
+
+def check_finite(values: NDArray[np.float64], owners: pa.Array, *, table: str, column: str) -> None:
+    """Raise SourceError naming the first row that holds NaN or infinity, or a rotation that is no unit quaternion."""
+    wrong = ~np.isfinite(values).all(axis=1)
+    if column == "rotation":
+        wrong |= np.abs(np.linalg.norm(values, axis=1) - 1) > 1e-3
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise SourceError(f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}")
+
+
+def strings(values: Iterable[str]) -> pa.Array:
+    """Strings as an Arrow array."""
+    return pa.array(list(values), pa.string())

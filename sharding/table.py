@@ -1,0 +1,233 @@
+"""The scan table: one Arrow row for each sample of a source; what planning and writing work on.
+
+Sensor members stand in it as references with their sizes, never as bytes; the small members (meta, geometry, boxes)
+are inline, so that a shard is written from the table and the sensor files alone. The file is written in batches
+of ``ROWS_PER_BATCH`` rows and read memory-mapped, so its size is bounded by the disk and not by memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, Meta, encode_meta
+from fuelrail.pipeline.shardfile import check_key
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+ROWS_PER_BATCH: Final = 1024
+
+_REFERENCE = pa.struct(
+    [
+        ("name", pa.string()),
+        ("ref", pa.string()),
+        ("bytes", pa.int64()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+    ]
+)
+_COLUMNS: Final = [
+    pa.field("key", pa.string(), nullable=False),
+    pa.field("clip", pa.int32(), nullable=False),
+    pa.field("frame", pa.int32(), nullable=False),
+    pa.field("timestamp_ns", pa.int64(), nullable=False),
+    pa.field("size_bytes", pa.int64(), nullable=False),
+    pa.field("meta", pa.binary(), nullable=False),
+    pa.field("geometry", pa.binary(), nullable=False),
+    pa.field("boxes", pa.binary()),
+    pa.field("members", pa.list_(_REFERENCE), nullable=False),
+]
+_ATTRIBUTE_TYPES: Final = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+_PREFIX: Final = "attribute."
+
+
+class Reference(NamedTuple):
+    """A sensor member that lies in the source.
+
+    ``name`` is the field name (``cam_front.jpg``), ``ref`` what the source's ``open`` takes, ``bytes`` the size there;
+    ``width`` and ``height`` [px] are what the source says of an image, 0 for other members.
+    """
+
+    name: str
+    ref: str
+    bytes: int
+    width: int = 0
+    height: int = 0
+
+
+class ClipInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One clip: id (part of the keys), the source's name and token for it, its run of rows in the scan table."""
+
+    clip_id: str
+    clip_name: str
+    clip_token: str
+    first_row: int
+    num_samples: int
+
+
+class ScanRow(NamedTuple):
+    """One row as it is read back for writing: small members as bytes, sensor members as references."""
+
+    key: str
+    clip: int
+    frame: int
+    timestamp_ns: int
+    meta: bytes
+    geometry: bytes
+    boxes: bytes | None
+    members: tuple[Reference, ...]
+
+
+def frame_key(clip_id: str, frame: int) -> str:
+    """The key of frame number ``frame`` of a clip: ``{clip_id}-{frame:06d}``."""
+    return f"{clip_id}-{frame:06d}"
+
+
+class ScanWriter:
+    """Writes a scan table; clips one after the other, frames in order, one batch in memory.
+
+    Keys are unique by construction: clip ids are unique, and frames count up within a clip. ``attributes`` are the
+    columns for ``attributes.parquet``: name to bool, int, float or str; a value may be None.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], attributes: Mapping[str, type]) -> None:
+        self._attributes = tuple(attributes)
+        columns = [pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()]
+        self._schema = pa.schema([*_COLUMNS, *columns])
+        self._sink = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._sink, self._schema)
+        self._pending: list[tuple[Any, ...]] = []
+        self._num_rows = 0
+        self._ids: set[str] = set()
+        self._names: set[str] = set()
+        self.clips: list[ClipInfo] = []
+
+    def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
+        """Start the next clip; raises SourceError for an id that already was or that is no legal key."""
+        check_key(clip_id)
+        if clip_id in self._ids:
+            raise SourceError(f"clip id '{clip_id}' stands twice in the source (clip '{clip_name}')")
+        self._ids.add(clip_id)
+        self.clips.append(
+            ClipInfo(
+                clip_id=clip_id, clip_name=clip_name, clip_token=clip_token, first_row=self._num_rows, num_samples=0
+            )
+        )
+
+    def append(
+        self,
+        meta: Meta,
+        geometry: bytes,
+        boxes: bytes | None,
+        members: Sequence[Reference],
+        attributes: Mapping[str, Any],
+    ) -> None:
+        """Add the clip's next frame; frame number, key and time are those of ``meta``.
+
+        ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
+        """
+        clip = self.clips[-1]
+        assert meta.clip_id == clip.clip_id, "append belongs to the clip of the last begin_clip"
+        assert meta.frame_idx == clip.num_samples, "frames count up from 0"
+        assert meta.key == frame_key(clip.clip_id, meta.frame_idx), "keys are made by frame_key"
+        blob = encode_meta(meta)
+        inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
+        size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)
+        number = len(self.clips) - 1
+        references = [member._asdict() for member in members]
+        row = (meta.key, number, meta.frame_idx, meta.timestamp_ns, size, blob, geometry, boxes, references)
+        self._pending.append((*row, *(attributes[name] for name in self._attributes)))
+        self._names.update(member.name for member in members)
+        if boxes is not None:
+            self._names.add(BOXES)
+        self.clips[-1] = msgspec.structs.replace(clip, num_samples=clip.num_samples + 1)
+        self._num_rows += 1
+        if len(self._pending) == ROWS_PER_BATCH:
+            self._flush()
+
+    def member_names(self, channels: Sequence[str]) -> list[str]:
+        """All field names that occurred: meta, geometry, boxes, then the channels in rig order, then others by name."""
+        rank = {channel: position for position, channel in enumerate(channels)}
+        rest = sorted(self._names - {BOXES}, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
+        return [META, GEOMETRY, *([BOXES] if BOXES in self._names else []), *rest]
+
+    def close(self) -> None:
+        """Write what is pending and the file's footer."""
+        if self._pending:
+            self._flush()
+        self._writer.close()
+        self._sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        columns = zip(*self._pending, strict=True)
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._pending = []
+
+
+def tar_bytes(data_bytes: int) -> int:
+    """What a member of ``data_bytes`` takes in a tar: header block and padded data."""
+    return 512 + -(-data_bytes // 512) * 512
+
+
+def stored_estimate(member: Reference) -> int:
+    """Stored size of a sensor member as planning takes it: arrays shrink to about half, encoded images do not."""
+    return member.bytes // 2 if member.name.endswith(f".{POINTS_EXTENSION}") else member.bytes
+
+
+class ScanTable:
+    """A scan table read back, memory-mapped: whole columns for the plan, single rows for the writer."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        self._batches: dict[int, Any] = {}
+        self._names = self._file.schema.names
+        batches = self._file.num_record_batches
+        last = int(self._file.get_batch(batches - 1).num_rows) if batches else 0
+        self._length: int = max(batches - 1, 0) * ROWS_PER_BATCH + last
+
+    def __len__(self) -> int:
+        return self._length
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """A whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
+        return np.concatenate([self._batch(n).column(name).to_numpy() for n in range(self._file.num_record_batches)])
+
+    def row(self, number: int) -> ScanRow:
+        """One row."""
+        batch, at = self._batch(number // ROWS_PER_BATCH), number % ROWS_PER_BATCH
+        key, clip, frame, timestamp_ns, _, meta, geometry, boxes, members = (
+            batch.column(i)[at].as_py() for i in range(len(_COLUMNS))
+        )
+        references = tuple(Reference(**member) for member in members)
+        return ScanRow(key, clip, frame, timestamp_ns, meta, geometry, boxes, references)
+
+    def attribute_table(self) -> pa.Table:
+        """Key, frame, time and all attributes of all rows, in memory (about 100 bytes a row)."""
+        wanted = ["key", "frame", "timestamp_ns", *(n for n in self._names if n.startswith(_PREFIX))]
+        parts = [self._batch(n).select(wanted) for n in range(self._file.num_record_batches)]
+        whole = pa.Table.from_batches(parts).combine_chunks()
+        return whole.rename_columns([name.removeprefix(_PREFIX) for name in wanted])
+
+    def _batch(self, number: int) -> Any:  # noqa: ANN401  (pyarrow has no types)
+        batch = self._batches.get(number)
+        if batch is None:
+            batch = self._batches[number] = self._file.get_batch(number)
+        return batch

@@ -1,0 +1,228 @@
+"""One shard from its plan: read, encode, digest, publish. A pure function of scan table, plan, recipe and number.
+
+A shard's record (where each sample lies, digests, image sizes) is kept beside the work until the dataset is finished;
+a shard whose record and bytes agree is not written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
+from fuelrail.pipeline.index import IndexRow, MemberEntry
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, META, Meta, encode_meta
+from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.sharding.dali import IndexText
+from fuelrail.sharding.images import image_size
+from fuelrail.sharding.recipe import Recipe, codec_of
+from fuelrail.sharding.source import SourceSpec, make_source
+from fuelrail.sharding.table import Reference, ScanRow, ScanTable
+from fuelrail.sharding.workspace import publish, writing_to
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fuelrail.pipeline.manifest import LidarEntry
+    from fuelrail.sharding.plan import PlannedShard
+
+_META_DECODER = msgspec.json.Decoder(Meta)
+
+
+class RunStoppedError(FuelrailError):
+    """The run was told to stop between two samples; nothing is half-written."""
+
+
+Pulse = Callable[[int], None]
+"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h)."""
+
+    stem: str
+    bytes: int
+    sha256: str
+    idx_bytes: int
+    idx_sha256: str
+    rows: list[IndexRow]
+    image_sizes: dict[str, list[tuple[int, int]]]
+
+
+class ShardDone(NamedTuple):
+    """What a finished shard tells the run: its number, name, size, and whether it was there already."""
+
+    number: int
+    stem: str
+    num_bytes: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """What a worker needs to write any shard of a run; small, and the same for all."""
+
+    out: Path
+    scan_table: Path
+    plan_rows: Path
+    records: Path
+    temporary: Path
+    shards: tuple[PlannedShard, ...]
+    source: SourceSpec
+    recipe: Recipe
+    dataset: str
+    lidars: tuple[LidarEntry, ...]
+    clip_ids: tuple[str, ...]
+
+
+class ShardWriter:
+    """Writes shards of one run; each process has its own."""
+
+    def __init__(self, job: WriteJob) -> None:
+        self._job = job
+        self._table = ScanTable(job.scan_table)
+        self._rows = np.load(job.plan_rows, mmap_mode="r")
+        self._source = make_source(job.source)
+
+    def make(self, number: int, pulse: Pulse) -> ShardDone:
+        """Write shard ``number`` of the plan, unless it is there already, whole.
+
+        Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be written.
+        """
+        shard = self._job.shards[number]
+        with writing_to(self._job.out):
+            record = load_record(self._job.records, shard.stem)
+            if record is not None and self._is_there(record):
+                pulse(record.bytes)
+                return ShardDone(number, shard.stem, record.bytes, kept=True)
+            record = self._write(number, shard, pulse)
+        return ShardDone(number, shard.stem, record.bytes, kept=False)
+
+    def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
+        job = self._job
+        digest, offset = hashlib.sha256(), 0
+        rows: list[IndexRow] = []
+        sizes: dict[str, set[tuple[int, int]]] = {}
+        listing = IndexText()
+        with publish(job.out / f"{shard.stem}.tar", job.temporary / f"{shard.stem}.tar") as file:
+            for row in self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist():
+                scanned = self._table.row(row)
+                members = self._members(scanned, shard.split, sizes)
+                stored = [
+                    StoredMember(name + codecs.suffix(codec), codecs.encode(codec, raw, level=self._level))
+                    for name, codec, raw in members
+                ]
+                packed = pack_sample(scanned.key, stored)
+                span = b"".join(packed.pieces)
+                file.write(span)
+                digest.update(span)
+                listing.add(scanned.key, offset, stored, packed.offsets)
+                entries = tuple(
+                    MemberEntry(name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec)
+                    for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
+                )
+                rows.append(
+                    IndexRow(
+                        scanned.key,
+                        job.clip_ids[scanned.clip],
+                        scanned.frame,
+                        scanned.timestamp_ns,
+                        number,
+                        offset,
+                        packed.length,
+                        xxhash.xxh3_64_intdigest(span),
+                        entries,
+                    )
+                )
+                offset += packed.length
+                pulse(packed.length)
+            file.write(END_OF_ARCHIVE)
+            digest.update(END_OF_ARCHIVE)
+            text = listing.encode()
+            with publish(job.out / f"{shard.stem}.idx", job.temporary / f"{shard.stem}.idx") as idx:
+                idx.write(text)
+            record = ShardRecord(
+                stem=shard.stem,
+                bytes=offset + len(END_OF_ARCHIVE),
+                sha256=digest.hexdigest(),
+                idx_bytes=len(text),
+                idx_sha256=hashlib.sha256(text).hexdigest(),
+                rows=rows,
+                image_sizes={channel: sorted(found) for channel, found in sizes.items()},
+            )
+            # The record comes before the shard's own name: a shard without a record cannot be told from a foreign file.
+            with publish(record_path(job.records, shard.stem), job.temporary / f"{shard.stem}.record") as out:
+                out.write(msgspec.msgpack.encode(record))
+        return record
+
+    @property
+    def _level(self) -> int:
+        return self._job.recipe.compression_level
+
+    def _members(self, row: ScanRow, split: str, sizes: dict[str, set[tuple[int, int]]]) -> list[tuple[str, str, Any]]:
+        """Field name, codec and raw bytes of each member, in the order in which they are stored."""
+        job = self._job
+        meta = msgspec.structs.replace(
+            _META_DECODER.decode(row.meta), dataset=job.dataset, split=split, license=job.recipe.license
+        )
+        raw: dict[str, Any] = {META: encode_meta(meta), GEOMETRY: row.geometry}
+        if row.boxes is not None:
+            raw[BOXES] = row.boxes
+        for member in row.members:
+            data = self._source.open(member.ref)
+            channel, _, extension = member.name.partition(".")
+            if extension in IMAGE_EXTENSIONS:
+                sizes.setdefault(channel, set()).add(self._check_image(row, member, data, extension))
+            raw[member.name] = data
+        return [(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
+
+    def _check_image(self, row: ScanRow, member: Reference, data: Any, extension: str) -> tuple[int, int]:  # noqa: ANN401
+        where = f"image '{member.ref}' of {self._job.source.kind}:{self._job.source.location} (sample {row.key})"
+        if len(data) != member.bytes:
+            raise SourceError(f"{where} had {member.bytes} bytes when the run began and has {len(data)} now")
+        try:
+            size = image_size(data, extension)
+        except ImageError as error:
+            raise SourceError(f"{where}: {error}") from error
+        if size != (member.width, member.height):
+            raise SourceError(
+                f"{where} is {size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}"
+            )
+        return size
+
+    def _is_there(self, record: ShardRecord) -> bool:
+        out = self._job.out
+        return file_is(out / f"{record.stem}.idx", record.idx_bytes, record.idx_sha256) and file_is(
+            out / f"{record.stem}.tar", record.bytes, record.sha256
+        )
+
+
+def record_path(records: Path, stem: str) -> Path:
+    """File of a shard's record."""
+    return records / f"{stem}.msgpack"
+
+
+def load_record(records: Path, stem: str) -> ShardRecord | None:
+    """A shard's record; None where there is none, or none that can be read."""
+    try:
+        return msgspec.msgpack.decode(record_path(records, stem).read_bytes(), type=ShardRecord)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
+    """Whether a file is there with this size and SHA-256."""
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size != num_bytes:
+                return False
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
