@@ -107,6 +107,11 @@ class TurboDecoder:
                 buffer=self._scratch.take("decoded", height, width, channels),
             )
         except ValueError as error:
+            if "subsampling" in str(error):
+                raise ImageError(
+                    "JPEG of unusual sampling factors is not supported by decoder='turbo': "
+                    "decoder='pillow' takes it, or re-encode it as 4:2:0, 4:2:2 or 4:4:4"
+                ) from error
             raise ImageError(f"JPEG cannot be decoded: {error}") from error
         if image.shape != (height, width, channels):
             raise ImageError(f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}")

@@ -1,7 +1,71 @@
 from __future__ import annotations
 
+import gc
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline.geometry import ImageMap
 from support.decoder_suite import DecoderSuite
+from support.pictures import encode, natural, psnr_db, shift_px
 
 
 class TestTurbo(DecoderSuite):
     backend = "turbo"
+
+
+def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after() -> None:
+    before = cv2.getNumThreads()
+    cv2.setNumThreads(2)
+    try:
+        chosen = cv2.getNumThreads()
+        first, second = make_decoder("turbo"), make_decoder("turbo")
+        assert cv2.getNumThreads() == 1
+        del first
+        gc.collect()
+        assert cv2.getNumThreads() == 1
+        del second
+        gc.collect()
+        assert cv2.getNumThreads() == chosen
+    finally:
+        cv2.setNumThreads(before)
+
+
+@pytest.mark.parametrize("scale", [0.5 - 1 / 1600, 0.25 + 1 / 1600, 0.9999, 1 / 3, 0.44])
+def test_the_fast_path_equals_the_general_one(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = make_decoder("turbo")
+    encoded = encode(natural(1600, 900), subsampling="4:2:0", quality=92)
+    image_map = ImageMap.identity((1600, 900)).resize(round(1600 * scale), round(900 * scale)).crop(37, 21, 300, 170)
+    fast, general = np.empty((3, 170, 300), np.uint8), np.empty((3, 170, 300), np.uint8)
+    decoder.decode_into(encoded, image_map, fast)
+    monkeypatch.setattr(TurboDecoder, "_resize", lambda *arguments: False)
+    decoder.decode_into(encoded, image_map, general)
+    # The warp has steps of 1/32 pixel, the resize may be off by 1/50.
+    assert psnr_db(fast, general) > 40.0
+    assert max(map(abs, shift_px(fast, general, np.ones((170, 300), bool)))) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor"), [(1.2, 1), (0.51, 1), (0.5, 2), (0.26, 2), (0.25, 4), (0.125, 8), (0.05, 8)]
+)
+def test_the_decoder_never_goes_below_the_resolution_asked_for(
+    scale: float, factor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    true_decode = simplejpeg.decode_jpeg
+
+    def spy(*arguments, **options):
+        picture = true_decode(*arguments, **options)
+        sizes.append(picture.shape[:2])
+        return picture
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", spy)
+    wh = (801, 451)
+    image_map = ImageMap.identity(wh).resize(max(1, int(801 * scale)), max(1, int(451 * scale)))
+    width, height = image_map.out_wh
+    make_decoder("turbo").decode_into(encode(natural(*wh)), image_map, np.empty((3, height, width), np.uint8))
+    assert sizes == [(-(-451 // factor), -(-801 // factor))]

@@ -1,0 +1,170 @@
+"""Public corpora of odd and broken files: each is decoded right or refused with an ImageError, by every backend."""
+
+from __future__ import annotations
+
+import random
+import resource
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fuelrail.loaders.decode import make_decoder, probe
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.geometry import ImageMap
+from support.pictures import encode, natural, psnr_db
+from support.shared_data import shared_data
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fuelrail.loaders.decode import ImageDecoder
+
+CORPORA = ("jpeg-afl", "jpeg-image-rs", "jpeg-pillow", "jpeg-libjpeg-turbo")
+BACKENDS = ("turbo", "pillow")
+
+
+def pictures(corpus: str, *suffixes: str) -> list[Path]:
+    files = sorted(p for p in shared_data(corpus).rglob("*") if p.suffix in (suffixes or (".jpg", ".png", ".mpo")))
+    assert files
+    return files
+
+
+def decode_or_refuse(decoder: ImageDecoder, encoded: bytes) -> np.ndarray | str:
+    """The picture as stored, or why not; nothing else may happen."""
+    try:
+        info = probe(encoded)
+    except ImageError as error:
+        return str(error)
+    out = np.full((3, info.height, info.width), 77, np.uint8)
+    try:
+        decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)), out)
+    except ImageError as error:
+        assert (out == 77).all()
+        assert len(str(error)) > 20
+        return str(error)
+    small = np.empty((3, 24, 32), np.uint8)
+    decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)).resize(32, 24), small)
+    return out
+
+
+@pytest.mark.parametrize("corpus", CORPORA)
+def test_backends_agree_on_what_both_take(corpus: str) -> None:
+    turbo, pillow = make_decoder("turbo"), make_decoder("pillow")
+    taken = 0
+    for file in pictures(corpus):
+        encoded = file.read_bytes()
+        a, b = decode_or_refuse(turbo, encoded), decode_or_refuse(pillow, encoded)
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+            taken += 1
+            assert np.abs(a.astype(int) - b).max() <= 3, file.name
+        # What the strict backend takes, the lenient one takes too.
+        assert not (isinstance(a, np.ndarray) and isinstance(b, str)), f"{file.name}: only pillow refuses: {b}"
+    assert taken >= 2
+
+
+TURBO_REFUSES = {
+    "jpg-cmyk-2.jpg": "sampling factors",
+    "mjpeg.jpg": "extraneous bytes",
+    "partial_progressive.jpg": "premature end",
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reference_pictures_are_met(backend: str) -> None:
+    # JPEGs with the expected picture beside them as PNG.
+    decoder = make_decoder(backend)
+    met = []
+    for file in pictures("jpeg-image-rs", ".jpg"):
+        expected = file.with_suffix(".png")
+        if not expected.exists():
+            continue
+        got = decode_or_refuse(decoder, file.read_bytes())
+        if isinstance(got, str):
+            assert backend == "turbo", f"{file.name}: {got}"
+            assert TURBO_REFUSES[file.name] in got
+            continue
+        with Image.open(expected) as image:
+            # 16-bit gray is scaled down by the high byte.
+            wide = image.mode.startswith("I")
+            pixels = np.asarray(image) // 257 if wide else np.asarray(image.convert("RGB"))
+        pixels = np.atleast_3d(pixels).astype(np.uint8)
+        pixels = np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels
+        # CMYK to RGB has no standard without a colour profile.
+        floor = 20.0 if "cmyk" in file.name else 33.0
+        assert psnr_db(got, pixels.transpose(2, 0, 1)) > floor, file.name
+        met.append(file.name)
+    assert len(met) >= 18
+
+
+def test_libjpeg_turbos_own_test_picture() -> None:
+    folder = shared_data("jpeg-libjpeg-turbo")
+    with Image.open(folder / "testorig.ppm") as image:
+        expected = np.asarray(image).transpose(2, 0, 1)
+    for backend in BACKENDS:
+        got = decode_or_refuse(make_decoder(backend), (folder / "testorig.jpg").read_bytes())
+        assert psnr_db(got, expected) > 30.0
+    assert "12-bit" in decode_or_refuse(make_decoder("turbo"), (folder / "monkey12.jpg").read_bytes())
+    assert "arithmetic" in decode_or_refuse(make_decoder("turbo"), (folder / "testimgari.jpg").read_bytes())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_git_lfs_pointers_are_named(backend: str) -> None:
+    for file in pictures("lfs-pointers", ".jpg")[:5]:
+        assert "git lfs pull" in decode_or_refuse(make_decoder(backend), file.read_bytes())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_real_png_cameras(backend: str) -> None:
+    for file in pictures("kitti-tracking", ".png")[:2]:
+        got = decode_or_refuse(make_decoder(backend), file.read_bytes())
+        with Image.open(file) as image:
+            assert np.array_equal(got, np.asarray(image.convert("RGB")).transpose(2, 0, 1))
+
+
+def mutate(encoded: bytes, rng: random.Random) -> bytes:
+    """Flip, cut, splice, repeat or lie about the size; what disks, networks and fuzzers do to files."""
+    data = bytearray(encoded)
+    kind = rng.randrange(6)
+    if kind == 0:
+        for _ in range(rng.choice((1, 1, 4, 40))):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del data[rng.randrange(len(data)) :]
+    elif kind == 2:
+        a, b = sorted((rng.randrange(len(data)), rng.randrange(len(data))))
+        del data[a : min(b, a + 5000)]
+    elif kind == 3:
+        a = rng.randrange(len(data))
+        data[a:a] = data[a : a + rng.randrange(1, 3000)]
+    elif kind == 4:
+        a = rng.randrange(len(data))
+        length = min(len(data) - a, rng.randrange(1, 600))
+        data[a : a + length] = rng.randbytes(length)
+    else:
+        at = data.find(b"\xff\xc0")
+        at = data.find(b"\xff\xc2") if at < 0 else at
+        if at >= 0:
+            data[at + 5 : at + 9] = rng.randbytes(4)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mutated_files_never_hurt(backend: str) -> None:
+    # More of the same, by hand: raise the range. 20,000 were run on real 1600x900 images when this was written.
+    decoder = make_decoder(backend)
+    rng = random.Random(20)
+    picture = natural(320, 180)
+    originals = [
+        encode(picture, subsampling="4:2:0", quality=90),
+        encode(picture, progressive=True),
+        encode(picture, restart_marker_rows=1),
+        encode(picture[..., 0]),
+        encode(picture[:60, :80], "png"),
+    ]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = sum(isinstance(decode_or_refuse(decoder, mutate(rng.choice(originals), rng)), str) for _ in range(400))
+    assert 200 < refused < 400
+    grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert grown_mib < 1024, "a lie about the size may cost one picture of the limit, not more"
