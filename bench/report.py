@@ -115,7 +115,11 @@ class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole report. ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early."""
+    """A whole report.
+
+    ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
+    ended with different weights, so the gradients were not the same on all of them.
+    """
 
     schema: str
     version: int
@@ -130,6 +134,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     window: Window
     figures: Figures | None
     warnings: list[str]
+    ranks_disagree: bool
     ranks: list[RankFacts]
     series: list[Series]
 
@@ -166,6 +171,7 @@ def build_report(
         window=window,
         figures=figures,
         warnings=_warnings(settings, logs, window, figures),
+        ranks_disagree=_ranks_disagree(logs),
         ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
         series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
     )
@@ -291,8 +297,7 @@ def _warnings(settings: TrainSettings, logs: Sequence[RankLog], window: Window, 
             )
     if first_input is not None and not first_input.labelled:
         warnings.append("The first batch had no boxes: times are as they are, the loss means little.")
-    digests = {log.end.parameters_xxh3 for log in logs if log.end}
-    if len(digests) > 1:
+    if _ranks_disagree(logs):
         warnings.append(
             "The ranks ended with different weights: their gradients were not the same. Don't trust this run."
         )
@@ -303,6 +308,10 @@ def _warnings(settings: TrainSettings, logs: Sequence[RankLog], window: Window, 
             "them in time, and its occupancy may be lower by up to that share."
         )
     return warnings
+
+
+def _ranks_disagree(logs: Sequence[RankLog]) -> bool:
+    return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
 
 
 def _prefetched_share(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:

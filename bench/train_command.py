@@ -104,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         price_per_gpu_hour=arguments.price_per_gpu_hour,
     )
     _save(report, arguments)
+    if cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
     if outcome.interrupted:
         return _INTERRUPTED
     return _FAILED if cut_off else 0
@@ -184,7 +186,7 @@ def _prepare(out: Path, records: Path) -> None:
         for name in ("report.json", "report.html"):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out '{out}' cannot be written: {error}") from error
+        raise ConfigError(f"--out '{out}' cannot be written: {error.strerror}") from error
 
 
 def _launch(arguments: argparse.Namespace, settings: TrainSettings, records: Path) -> Outcome:

@@ -192,8 +192,11 @@ def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
     device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else None
     if device is not None:
         torch.cuda.set_device(device)
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=_COLLECTIVE_TIMEOUT,
+        device_id=None if device is None else torch.device(device),
+    )
     with DataLoader(
         settings.dataset,
         settings.batch_size,
@@ -205,8 +208,7 @@ def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
         epochs = Epochs(loader, settings.num_epochs)
         run_rank(settings, epochs, writer, epochs.stage_clocks)
     # Not after a failure: leaving the group waits for ranks that may be gone.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
