@@ -72,7 +72,7 @@ class DecodedSample(NamedTuple):
     maps: Sequence[ImageMap]
 
 
-def assemble(decoded: Sequence[DecodedSample]) -> dict[str, Any]:
+def assemble(decoded: Sequence[DecodedSample], *, points: bool = False) -> dict[str, Any]:
     """Build the batch of samples that share a slot; see the module's table.
 
     Raises SchemaError where some samples are labelled and some aren't, or rigs differ.
@@ -113,7 +113,7 @@ def assemble(decoded: Sequence[DecodedSample]) -> dict[str, Any]:
         lidar2ego = np.stack([g.lidar2keyego() for g in geometry])
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[:, None])
-    if any(sample.points for sample in samples):
+    if points:
         batch["points"] = [torch.from_numpy(_first_sweep(sample).copy()) for sample in samples]
     if any(sample.boxes is not None for sample in samples):
         batch.update(_labels([_boxes(sample) for sample in samples]))

@@ -145,6 +145,7 @@ class DataLoader:
             drop_last=drop_last,
         )
         self._reader = SampleReader(self.dataset, verify=verify, points=points, extra=False)
+        self._points = points
         self._decoder: ImageDecoder = make_decoder(decoder)
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
         target = torch.device(device) if device is not None else torch.device("cpu")
@@ -221,10 +222,6 @@ class DataLoader:
         clocks = self._pipeline.clocks() if self._pipeline is not None else ()
         return LoaderStats(clocks, self._batches, samples, samples * len(self._cameras))
 
-    def sample(self, index: int) -> Sample:
-        """One whole sample of the split by its number in storage, decoded but for its images."""
-        return self._reader.sample(self._first_row + index)
-
     def close(self) -> None:
         """Stop the threads of the iteration under way, if any. The loader can be iterated again."""
         if self._pipeline is not None:
@@ -260,7 +257,7 @@ class DataLoader:
             Stage("fetch", partial(_fetch, self._reader), 1, 2 * self.num_workers),
             Stage("parse", partial(_parse, self._reader, self.image, self.seed), 1, 2 * self.num_workers),
             Stage("decode", partial(_decode, self._decoder, self._cameras), self.num_workers, self._decode_ahead),
-            Stage("collate", assemble, 1, self.prefetch_factor, group=self.batch_size),
+            Stage("collate", partial(assemble, points=self._points), 1, self.prefetch_factor, group=self.batch_size),
         ]
         if self._transfer is not None:
             stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
