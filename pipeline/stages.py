@@ -4,27 +4,32 @@
 
     source --> [stage: n threads] --link--> [stage: m threads] --link--> consumer
 
-Every item has a sequence number. A link admits number s only while ``s < next_out + capacity``, so it is bounded,
-and the oldest item in flight can always move on: no deadlock, whatever the thread counts. An exception travels as an
-item in its place and is raised at the consumer, so the outcome does not depend on timing. Each thread keeps its
-clock: *busy* in the stage's work, *starved* waiting for input, *blocked* waiting for room. The harness reads these.
+Every item has a sequence number, and links restore the order of the numbers (:mod:`fuelrail.pipeline.links`), so what
+comes out does not depend on timing or thread counts; those may change while the pipeline runs. An exception travels as
+an item in its place and is raised at the consumer. Each thread keeps its clock: *busy* in the stage's work, *starved*
+waiting for input, *blocked* waiting for room. The harness, the metrics and the autotuner read these.
 """
 
 from __future__ import annotations
 
+import _thread
+import logging
+import os
 import threading
 import time
+import traceback
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from fuelrail.pipeline.errors import FuelrailError, StageError
+from fuelrail.pipeline.links import END, Failure, Link, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_END: Final = object()
 _JOIN_TIMEOUT_S: Final = 10.0
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Stage:
 
 
 class StageClock(NamedTuple):
-    """What a stage did so far, summed over its threads; times in seconds of wall clock.
+    """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this moment.
 
     ``items`` counts finished work calls, ``waiting`` the results that stand behind the stage at this moment.
     """
@@ -63,202 +68,237 @@ class StageClock(NamedTuple):
     capacity: int
 
 
-class _Failure(NamedTuple):
-    """An exception on its way to the consumer."""
+class Observer(Protocol):
+    """Told of every finished piece of work, on the thread that did it; times of ``time.perf_counter``.
 
-    error: BaseException
+    ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0. The consumer's waits are
+    told too, with the stage name ``wait``.
+    """
 
-
-class _Link:
-    """A bounded, order-restoring link between two stages; see the module's docstring for its rule."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._filled = threading.Condition(self._lock)
-        self._freed = threading.Condition(self._lock)
-        self._items: dict[int, Any] = {}
-        self._next_out = 0
-        self._total: int | None = None
-        self._stopped = False
-
-    def put(self, number: int, item: Any) -> bool:  # noqa: ANN401
-        """Hand in item ``number``, waiting for room; False if the pipeline was stopped meanwhile."""
-        with self._lock:
-            while not self._stopped and number >= self._next_out + self._capacity:
-                self._freed.wait()
-            if self._stopped:
-                return False
-            self._items[number] = item
-            if number == self._next_out:
-                self._filled.notify()
-            return True
-
-    def get(self) -> tuple[int, Any]:
-        """Take the next item in order, waiting for it; (total, _END) after the last one or when stopped."""
-        with self._lock:
-            while not self._stopped and self._next_out not in self._items and self._next_out != self._total:
-                self._filled.wait()
-            if self._stopped or self._next_out == self._total:
-                return self._next_out, _END
-            number = self._next_out
-            self._next_out += 1
-            if self._next_out in self._items:
-                # put() wakes one taker, for the item that was due then; the follower may lie here already.
-                self._filled.notify()
-            self._freed.notify_all()
-            return number, self._items.pop(number)
-
-    def finish(self, total: int) -> None:
-        """Say that there are ``total`` items in all; may be said more than once."""
-        with self._lock:
-            self._total = total
-            self._filled.notify_all()
-
-    def stop(self) -> None:
-        """Let go everyone who waits, drop what is here."""
-        with self._lock:
-            self._stopped = True
-            self._items.clear()
-            self._filled.notify_all()
-            self._freed.notify_all()
-
-    def waiting(self) -> int:
-        """Number of items that lie here now."""
-        return len(self._items)
+    def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+        """One item went through one stage."""
 
 
-class _Source:
-    """The iterator at the head, numbered; pulled by whichever thread of the first stage is free."""
+class _Times(NamedTuple):
+    """A thread's sums, and what it has been doing since when; replaced as one, so that readers see one moment."""
 
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-        self._lock = threading.Lock()
-        self._next = 0
-        self._ended = False
+    items: int
+    busy_s: float
+    starved_s: float
+    blocked_s: float
+    doing: str
+    since_s: float
 
-    def get(self) -> tuple[int, Any]:
-        with self._lock:
-            if self._ended:
-                return self._next, _END
-            number = self._next
-            try:
-                item = next(self._items)
-            except StopIteration:
-                self._ended = True
-                return number, _END
-            except BaseException as error:  # noqa: BLE001 - carried to the consumer, who raises it
-                self._ended = True
-                item = _Failure(error)
-            self._next += 1
-            return number, item
-
-    def stop(self) -> None:
-        """Make the next pull the end; an iterator that is being pulled finishes that pull."""
-        self._ended = True
+    def until(self, now_s: float) -> _Times:
+        """With what is under way counted up to now."""
+        name = f"{self.doing}_s"
+        if not self.doing:
+            return self
+        return self._replace(**{name: getattr(self, name) + max(0.0, now_s - self.since_s)}, since_s=now_s)
 
 
 class _Clock:
     """One thread's times; written by that thread alone."""
 
-    __slots__ = ("blocked_s", "busy_s", "items", "starved_s")
+    __slots__ = ("times",)
 
     def __init__(self) -> None:
-        self.items = 0
-        self.busy_s = self.starved_s = self.blocked_s = 0.0
+        self.times = _Times(0, 0.0, 0.0, 0.0, "", 0.0)
+
+
+class _Crew:
+    """A stage's threads and what they share: its links, its clocks, and how many threads it should have.
+
+    Thread k serves while k < ``target``; a larger target starts the missing ones.
+    """
+
+    def __init__(
+        self, name: str, stage: Stage, inbox: Source | Link, outbox: Link, per_batch: int, observer: Observer | None
+    ) -> None:
+        self.stage, self.inbox, self.outbox, self.per_batch, self.observer = stage, inbox, outbox, per_batch, observer
+        self.target = 0
+        self.clocks: list[_Clock] = []
+        self.threads: dict[int, threading.Thread] = {}
+        self._name = f"{name}-{stage.name}"
+        self._lock = threading.Lock()
+
+    def resize(self, num_threads: int) -> list[threading.Thread]:
+        """Set the number of threads and return those that must be started."""
+        with self._lock:
+            self.target = num_threads
+            missing = [number for number in range(num_threads) if number not in self.threads]
+            for number in missing:
+                while len(self.clocks) <= number:
+                    self.clocks.append(_Clock())
+                self.threads[number] = threading.Thread(
+                    target=_run, args=(self, number), name=f"{self._name}-{number}", daemon=True
+                )
+            return [self.threads[number] for number in missing]
+
+    def dismissed(self, number: int) -> bool:
+        """Whether thread ``number`` is one too many and must end now."""
+        if number < self.target:
+            return False
+        with self._lock:
+            if number < self.target:  # wanted again meanwhile
+                return False
+            del self.threads[number]
+            return True
+
+    def clock(self, now_s: float) -> StageClock:
+        times = [clock.times.until(now_s) for clock in self.clocks]
+        return StageClock(
+            self.stage.name,
+            self.target,
+            sum(t.items for t in times),
+            sum(t.busy_s for t in times),
+            sum(t.starved_s for t in times),
+            sum(t.blocked_s for t in times),
+            self.outbox.waiting(),
+            self.outbox.capacity,
+        )
 
 
 class Pipeline:
-    """A running chain of stages; iterate it for the results. Close it, or let it be collected, to end its threads."""
+    """A running chain of stages; iterate it for the results. Close it, or let it be collected, to end its threads.
 
-    def __init__(self, source: Iterator[Any], stages: Sequence[Stage], *, name: str = "fuelrail") -> None:
-        self._stages = tuple(stages)
-        self._clocks = [[_Clock() for _ in range(stage.num_threads)] for stage in self._stages]
-        self._links = [_Link(stage.capacity) for stage in self._stages]
-        head = _Source(source)
-        inboxes: list[_Source | _Link] = [head, *self._links[:-1]]
-        threads = [
-            threading.Thread(
-                target=_run, args=(stage, inbox, link, clock), name=f"{name}-{stage.name}-{number}", daemon=True
-            )
-            for stage, inbox, link, clocks in zip(self._stages, inboxes, self._links, self._clocks, strict=True)
-            for number, clock in enumerate(clocks)
+    A process that was forked off by someone else has no copy of the threads; iterating there raises a StageError.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        stages: Sequence[Stage],
+        *,
+        name: str = "fuelrail",
+        observer: Observer | None = None,
+    ) -> None:
+        self._links = [Link(stage.capacity) for stage in stages]
+        head = Source(source)
+        inboxes: list[Source | Link] = [head, *self._links[:-1]]
+        # Threads know their crew, never this object: dropping the last reference to it stops them.
+        self._crews = [
+            _Crew(name, stage, inbox, outbox, _per_batch(stages[number:]), observer)
+            for number, (stage, inbox, outbox) in enumerate(zip(stages, inboxes, self._links, strict=True))
         ]
-        # The threads know links, stages and clocks, never this object: dropping the last reference to it stops them.
-        self._finalizer = weakref.finalize(self, _shut_down, [head, *self._links], threads)
-        for thread in threads:
-            thread.start()
+        self._observer = observer
+        self._pid = os.getpid()
+        self._taken = 0
+        self._waited_s = 0.0
+        self._finalizer = weakref.finalize(self, _shut_down, self._pid, [head, *self._links], self._crews)
+        for crew in self._crews:
+            for thread in crew.resize(crew.stage.num_threads):
+                thread.start()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401
         """The next result in order; raises what a stage raised for it, and ends the pipeline then."""
+        if os.getpid() != self._pid:
+            raise StageError(
+                f"this iteration was started in process {self._pid} and cannot go on in process {os.getpid()}, which "
+                "was forked from it without its threads: start iterating in the child, or use the spawn start method"
+            )
+        started = time.perf_counter()
         _, item = self._links[-1].get()
-        if item is _END:
+        done = time.perf_counter()
+        self._waited_s += done - started
+        if item is END:
             self.close()
             raise StopIteration
-        if isinstance(item, _Failure):
+        if self._observer is not None:
+            self._observer("wait", self._taken, self._taken, started, done)
+        self._taken += 1
+        if isinstance(item, Failure):
             self.close()
             raise item.error
         return item
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the consumer has waited for results so far."""
+        return self._waited_s
 
     def close(self) -> None:
         """Stop all threads and wait until they are gone; may be called twice."""
         self._finalizer()
 
+    def set_num_threads(self, stage: str, num_threads: int) -> None:
+        """Let ``num_threads`` threads serve a stage from now on; ones too many end after the item they are at."""
+        crew = self._crew(stage)
+        assert num_threads >= 1, "a stage needs a thread"
+        assert crew.stage.group is None or num_threads == 1, "a grouping stage has one thread"
+        if self._finalizer.alive:
+            for thread in crew.resize(num_threads):
+                thread.start()
+
+    def set_capacity(self, stage: str, capacity: int) -> None:
+        """Let ``capacity`` items wait behind a stage from now on."""
+        self._crew(stage).outbox.set_capacity(capacity)
+
     def clocks(self) -> tuple[StageClock, ...]:
         """The stages' clocks as of now, in flow order."""
-        return tuple(
-            StageClock(
-                stage.name,
-                stage.num_threads,
-                sum(clock.items for clock in clocks),
-                sum(clock.busy_s for clock in clocks),
-                sum(clock.starved_s for clock in clocks),
-                sum(clock.blocked_s for clock in clocks),
-                link.waiting(),
-                stage.capacity,
-            )
-            for stage, clocks, link in zip(self._stages, self._clocks, self._links, strict=True)
-        )
+        now_s = time.perf_counter()
+        return tuple(crew.clock(now_s) for crew in self._crews)
+
+    def _crew(self, stage: str) -> _Crew:
+        return next(crew for crew in self._crews if crew.stage.name == stage)
 
 
-def _run(stage: Stage, inbox: _Source | _Link, outbox: _Link, clock: _Clock) -> None:
+def _per_batch(stages: Sequence[Stage]) -> int:
+    """How many outputs of the first of these stages become one result of the last; its own group is behind it."""
+    product = 1
+    for stage in stages[1:]:
+        product *= stage.group or 1
+    return product
+
+
+def _run(crew: _Crew, number: int) -> None:
     """One thread of one stage."""
     now = time.perf_counter
-    while True:
-        started = now()
-        number, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group)
-        taken = now()
-        clock.starved_s += taken - started
-        if item is _END:
-            outbox.finish(number)
+    stage, inbox, outbox, clock = crew.stage, crew.inbox, crew.outbox, crew.clocks[number]
+    items, busy_s, starved_s, blocked_s = clock.times[:4]
+    free_s = now()
+    while not crew.dismissed(number):
+        clock.times = _Times(items, busy_s, starved_s, blocked_s, "starved", free_s)
+        at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group)
+        taken_s = now()
+        starved_s += taken_s - free_s
+        if item is END:
+            clock.times = _Times(items, busy_s, starved_s, blocked_s, "", taken_s)
+            outbox.finish(at)
             return
-        if not isinstance(item, _Failure):
+        clock.times = _Times(items, busy_s, starved_s, blocked_s, "busy", taken_s)
+        if not isinstance(item, Failure):
             item = _attempt(stage, item)
-        done = now()
-        clock.busy_s += done - taken
-        clock.items += 1
-        admitted = outbox.put(number, item)
-        clock.blocked_s += now() - done
+        done_s = now()
+        busy_s += done_s - taken_s
+        items += 1
+        clock.times = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
+        if crew.observer is not None:
+            crew.observer(stage.name, at, at // crew.per_batch, taken_s, done_s)
+        admitted = outbox.put(at, item)
+        free_s = now()
+        blocked_s += free_s - done_s
         if not admitted:
-            return
+            break
         del item  # a result must not live on in a waiting thread's frame
+    clock.times = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
 
 
-def _take_group(inbox: _Source | _Link, size: int) -> tuple[int, Any]:
+def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
     """Take up to ``size`` items; the group's number counts groups. A failure among them stands for the whole group."""
     items: list[Any] = []
-    failure: _Failure | None = None
+    failure: Failure | None = None
     for _ in range(size):
         number, item = inbox.get()
-        if item is _END:
+        if item is END:
             if items or failure:
                 break
-            return -(-number // size), _END
+            return -(-number // size), END
         # The group is taken to its end all the same, or what is left of it would count as one more of this number.
-        if isinstance(item, _Failure):
+        if isinstance(item, Failure):
             failure = failure or item
         else:
             items.append(item)
@@ -269,17 +309,36 @@ def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
     try:
         return stage.work(item)
     except FuelrailError as error:  # says itself what and where
-        return _Failure(error)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the consumer must see it
-        wrapped = StageError(f"stage '{stage.name}' failed on {item!r:.200}: {type(error).__name__}: {error}")
+        return Failure(error)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, sys.exit() too, the consumer must see it
+        subject = f"{item[0]} .. {item[-1]}" if stage.group is not None else str(item)
+        origin = traceback.extract_tb(error.__traceback__)[-1]
+        wrapped = StageError(
+            f"stage '{stage.name}' failed on {subject:.300}: {type(error).__name__}: {error} "
+            f"({origin.filename}:{origin.lineno} in {origin.name})"
+        )
         wrapped.__cause__ = error
-        return _Failure(wrapped)
+        return Failure(wrapped)
 
 
-def _shut_down(parts: Sequence[_Source | _Link], threads: Sequence[threading.Thread]) -> None:
+def _shut_down(pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:
+    if os.getpid() != pid:
+        return  # in a fork the threads do not exist, and locks may be held for ever by those that held them
+    threads = [thread for crew in crews for thread in list(crew.threads.values())]
+    if threading.current_thread() in threads:
+        # Garbage collection ran this inside one of the threads, which may hold a link's lock at this moment.
+        _thread.start_new_thread(_stop, (parts,))
+        return
+    _stop(parts)
+    deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        _LOG.warning("threads still at work %g s after the pipeline was closed: %s", _JOIN_TIMEOUT_S, ", ".join(stuck))
+
+
+def _stop(parts: Sequence[Source | Link]) -> None:
     for part in parts:
         part.stop()
-    for thread in threads:
-        # Garbage collection may run this inside one of the threads themselves.
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_JOIN_TIMEOUT_S)

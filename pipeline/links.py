@@ -1,0 +1,127 @@
+"""What lies between stages: the bounded, order-restoring link, the numbered source at the head, and what travels."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+END: Final = object()
+"""Comes out of a source or link when no more items will."""
+
+
+class Failure(NamedTuple):
+    """An exception on its way to the consumer, in its item's place."""
+
+    error: BaseException
+
+
+class Link:
+    """A bounded, order-restoring link between two stages.
+
+    Item s is admitted only while ``s < next_out + capacity``, so the link is bounded, and the oldest item in flight
+    can always move on: no deadlock, whatever the thread counts.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._lock = threading.Lock()
+        self._filled = threading.Condition(self._lock)
+        self._freed = threading.Condition(self._lock)
+        self._items: dict[int, Any] = {}
+        self._next_out = 0
+        self._total: int | None = None
+        self._stopped = False
+
+    @property
+    def capacity(self) -> int:
+        """How many items may wait here."""
+        return self._capacity
+
+    def set_capacity(self, capacity: int) -> None:
+        """Change the bound; items that are here beyond a smaller one stay until they are taken."""
+        assert capacity >= 1, "a link needs room for one item"
+        with self._lock:
+            self._capacity = capacity
+            self._freed.notify_all()
+
+    def put(self, number: int, item: Any) -> bool:  # noqa: ANN401
+        """Hand in item ``number``, waiting for room; False if the pipeline was stopped meanwhile."""
+        with self._lock:
+            while not self._stopped and number >= self._next_out + self._capacity:
+                self._freed.wait()
+            if self._stopped:
+                return False
+            self._items[number] = item
+            if number == self._next_out:
+                self._filled.notify()
+            return True
+
+    def get(self) -> tuple[int, Any]:
+        """Take the next item in order, waiting for it; (total, END) after the last one or when stopped."""
+        with self._lock:
+            while not self._stopped and self._next_out not in self._items and self._next_out != self._total:
+                self._filled.wait()
+            if self._stopped or self._next_out == self._total:
+                return self._next_out, END
+            number = self._next_out
+            self._next_out += 1
+            if self._next_out in self._items:
+                # put() wakes one taker, for the item that was due then; the follower may lie here already.
+                self._filled.notify()
+            self._freed.notify_all()
+            return number, self._items.pop(number)
+
+    def finish(self, total: int) -> None:
+        """Say that there are ``total`` items in all; may be said more than once."""
+        with self._lock:
+            self._total = total
+            self._filled.notify_all()
+
+    def stop(self) -> None:
+        """Let go everyone who waits, drop what is here."""
+        with self._lock:
+            self._stopped = True
+            dropped = list(self._items.values())
+            self._items.clear()
+            self._filled.notify_all()
+            self._freed.notify_all()
+        # Only now, without the lock: what the items' finalisers do is not ours to know.
+        del dropped
+
+    def waiting(self) -> int:
+        """Number of items that lie here now."""
+        return len(self._items)
+
+
+class Source:
+    """The iterator at the head, numbered; pulled by whichever thread of the first stage is free."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._lock = threading.Lock()
+        self._next = 0
+        self._ended = False
+
+    def get(self) -> tuple[int, Any]:
+        """Pull the next item; (total, END) after the last one, or when stopped."""
+        with self._lock:
+            if self._ended:
+                return self._next, END
+            number = self._next
+            try:
+                item = next(self._items)
+            except StopIteration:
+                self._ended = True
+                return number, END
+            except BaseException as error:  # noqa: BLE001 - carried to the consumer, who raises it
+                self._ended = True
+                item = Failure(error)
+            self._next += 1
+            return number, item
+
+    def stop(self) -> None:
+        """Make the next pull the end; an iterator that is being pulled finishes that pull."""
+        self._ended = True
