@@ -71,13 +71,14 @@ class IndexFileError(DatasetError):
 class ShardError(FuelrailError):
     """Something wrong inside one shard file.
 
-    Attributes: ``shard`` (file name or None), ``offset`` (bytes from its start or None), ``key`` (sample key or None).
+    Attributes: ``message`` (without the address), ``shard`` (file name or None), ``offset`` (bytes from its start or
+    None), ``key`` (sample key or None).
     """
 
     def __init__(
         self, message: str, *, shard: str | None = None, offset: int | None = None, key: str | None = None
     ) -> None:
-        self.shard, self.offset, self.key = shard, offset, key
+        self.message, self.shard, self.offset, self.key = message, shard, offset, key
         address = [
             f"{label} {value}"
             for label, value in (("shard", shard), ("offset", offset), ("sample", key))

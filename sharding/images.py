@@ -80,3 +80,42 @@ def _png_size(view: memoryview) -> tuple[int, int]:
         raise ImageError(f"a truncated PNG: {len(view)} bytes without the IEND chunk")
     width, height = struct.unpack_from(">II", view, 16)
     return width, height
+
+
+def check_pixels(
+    data: Buffer, extension: str, size: tuple[int, int] | None, *, key: str | None = None, member: str | None = None
+) -> None:
+    """Decode a whole image and hold its width and height [px] against ``size``; raises ImageError.
+
+    All of the entropy-coded data is decoded (at an eighth of the size for a JPEG: the rest could not fail), and a
+    decoder's warning, such as premature end of data, is an error.
+    """
+    try:
+        found = image_size(data, extension)
+        if extension == "png":
+            _decode_png(data)
+        else:
+            _decode_jpeg(data)
+    except ImageError as error:
+        raise ImageError(error.message, key=key, member=member) from error
+    if size is not None and found != size:
+        raise ImageError(
+            f"{found[0]} x {found[1]} pixels, meta.json says {size[0]} x {size[1]}", key=key, member=member
+        )
+
+
+def _decode_jpeg(data: Buffer) -> None:
+    import simplejpeg
+
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, strict=True)
+    except ValueError as error:
+        raise ImageError(f"a damaged JPEG: {error}") from error
+
+
+def _decode_png(data: Buffer) -> None:
+    import cv2
+    import numpy as np
+
+    if cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) is None:
+        raise ImageError("a damaged PNG: it cannot be decoded")

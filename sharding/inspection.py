@@ -1,0 +1,192 @@
+"""``fuelrail inspect``: a dataset in a page, or one sample with all its members."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.dataset import Dataset, check_span, open_dataset, read_members
+from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from fuelrail.pipeline.index import INDEX_FILE, IndexRow
+from fuelrail.pipeline.schema import Sample, decode_sample
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+_NS_PER_MS = 1_000_000
+
+
+def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
+    """Counts, splits, channels, members and where it comes from; raises DatasetError where there is no dataset."""
+    dataset = open_dataset(root)
+    manifest = dataset.manifest
+    members = _member_statistics(dataset)
+    if as_json:
+        return _json({"manifest": msgspec.to_builtins(manifest), "members": members})
+    num_bytes = sum(shard.bytes for shard in manifest.shards)
+    recipe = manifest.provenance.get("recipe", {})
+    head = [
+        ("dataset", f"{manifest.name} ({dataset.root})"),
+        ("samples", f"{manifest.num_samples:,} of {manifest.num_clips:,} clips"),
+        ("shards", f"{len(manifest.shards):,}, {num_bytes / 1e6:,.1f} MB"),
+        ("order", f"{manifest.order_unit}, seed {manifest.seed}"),
+        ("source", f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}"),
+        ("license", manifest.license or "not stated"),
+        ("classes", ", ".join(manifest.classes) or "none"),
+        ("fingerprint", manifest.fingerprint),
+    ]
+    splits = [
+        (name, f"{entry.num_samples:,}", f"{entry.num_clips:,}", f"{entry.num_shards:,}")
+        for name, entry in manifest.splits.items()
+    ]
+    channels = [
+        (camera.channel, camera.source_name, ", ".join(f"{w} x {h}" for w, h in camera.sizes) or "no image")
+        for camera in manifest.cameras
+    ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
+    fields = [
+        (m["name"], m["codec"], f"{m['count']:,}", f"{m['stored_bytes'] / 1e6:,.2f}", f"{m['raw_bytes'] / 1e6:,.2f}")
+        for m in members
+    ]
+    return "\n\n".join(
+        [
+            _table((), head),
+            _table(("split", "samples", "clips", "shards"), splits),
+            _table(("channel", "source name", "pixels or columns"), channels),
+            _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
+            "",
+        ]
+    ).removesuffix("\n")
+
+
+def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) -> str:
+    """One sample's address, members, metadata and geometry; raises ConfigError for a key that is not there."""
+    dataset = open_dataset(root)
+    at = dataset.index.find(key)
+    if at is None:
+        raise ConfigError(
+            f"dataset '{dataset.root}' has no sample '{key}'; the first of its {len(dataset.index)} is "
+            f"'{dataset.index.row(0).key}'"
+        )
+    row = dataset.index.row(at)
+    sample = _read(dataset, row)
+    shard = dataset.manifest.shards[row.shard].name
+    if as_json:
+        return _json(
+            {
+                "position": at,
+                "shard": shard,
+                "offset": row.offset,
+                "length": row.length,
+                "xxh3": f"{row.xxh3:016x}",
+                "members": [member._asdict() for member in row.members],
+                "meta": msgspec.to_builtins(sample.meta),
+            }
+        )
+    meta, geometry = sample.meta, sample.geometry
+    head = [
+        ("sample", f"{key} (position {at} of {len(dataset.index):,}, split {meta.split})"),
+        ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
+        ("clip", f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}"),
+        ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
+        ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
+        ("source token", meta.sample_token),
+        ("tags", ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none"),
+        ("ego", _vector(geometry.ego2global[:3, 3], "m")),
+        ("boxes", _boxes(sample, dataset.manifest.classes)),
+    ]
+    members = [
+        (m.name, m.codec, str(row.offset + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members
+    ]
+    cameras = []
+    for number, camera in enumerate(dataset.manifest.cameras):
+        k = geometry.intrinsics[number]
+        late_ms = (int(geometry.cam_timestamp_ns[number]) - meta.timestamp_ns) / _NS_PER_MS
+        cameras.append(
+            (
+                camera.channel,
+                "yes" if geometry.cam_valid[number] else "no",
+                " x ".join(map(str, geometry.img_wh[number].tolist())),
+                f"{late_ms:+.1f} ms",
+                f"{k[0, 0]:.1f} {k[1, 1]:.1f}",
+                f"{k[0, 2]:.1f} {k[1, 2]:.1f}",
+                _vector(geometry.cam2ego[number, :3, 3], "m"),
+            )
+        )
+    points = [
+        (channel, f"{len(array):,} points", f"{array.shape[1]} columns") for channel, array in sample.points.items()
+    ]
+    parts = [
+        _table((), head),
+        _table(("member", "codec", "at", "stored", "raw"), members),
+        _table(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras),
+        *([_table((), points)] if points else []),
+        "",
+    ]
+    return "\n\n".join(parts).removesuffix("\n")
+
+
+def _read(dataset: Dataset, row: IndexRow) -> Sample:
+    path = dataset.shard_path(row)
+    try:
+        with path.open("rb") as file:
+            file.seek(row.offset)
+            span = file.read(row.length)
+    except OSError as error:
+        raise TruncatedShardError(
+            f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
+        ) from error
+    check_span(row, span, path.name)
+    return decode_sample(row.key, read_members(row, span, path.name))
+
+
+def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
+    """Count, stored and raw bytes of each field name and codec, from the index's columns alone."""
+    names, codecs = dataset.index.names, dataset.index.codecs
+    totals = np.zeros((3, len(names), len(codecs)))
+    with pa.ipc.open_file(pa.memory_map(str(dataset.root / INDEX_FILE))) as file:
+        for number in range(file.num_record_batches):
+            values = file.get_batch(number).column("members").flatten()
+            at = (values.field("name").to_numpy(), values.field("codec").to_numpy())
+            np.add.at(totals[0], at, 1)
+            np.add.at(totals[1], at, values.field("stored_bytes").to_numpy())
+            np.add.at(totals[2], at, values.field("raw_bytes").to_numpy())
+    return [
+        {
+            "name": name,
+            "codec": codec,
+            "count": int(totals[0, n, c]),
+            "stored_bytes": int(totals[1, n, c]),
+            "raw_bytes": int(totals[2, n, c]),
+        }
+        for n, name in enumerate(names)
+        for c, codec in enumerate(codecs)
+        if totals[0, n, c]
+    ]
+
+
+def _boxes(sample: Sample, classes: Sequence[str]) -> str:
+    if sample.boxes is None:
+        return "not annotated"
+    counts = Counter(classes[label] if label >= 0 else "other" for label in sample.boxes.label.tolist())
+    listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return f"{len(sample.boxes.label)}" + (f" ({listed})" if listed else "")
+
+
+def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
+    return " ".join(f"{value:.2f}" for value in values) + f" {unit}"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the left, two spaces apart."""
+    every = [titles, *rows] if titles else rows
+    widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))] if every else []
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in every)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
