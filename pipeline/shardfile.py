@@ -27,12 +27,12 @@ END_OF_ARCHIVE: Final = bytes(2 * BLOCK_BYTES)
 MAX_STORED_BYTES: Final = 0o77777777777
 """What a ustar size field holds: 8 GiB less one byte."""
 
-_KEY = re.compile(r"[a-z0-9_-]+\Z")
+_KEY = re.compile(r"(?!__)[a-z0-9_-]+\Z")  # webdataset skips files called __...__
 _FIELD = re.compile(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+\Z")
 _USTAR_NAME_BYTES: Final = 100
 _MODE_UID_GID = b"".join(b"%07o\0" % number for number in (0o644, 0, 0))
 _MTIME = b"%011o\0" % 0
-_DEVICE = b"%07o\0" % 0
+_DEVICES = 2 * (b"%07o\0" % 0)
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 
@@ -63,7 +63,7 @@ class FoundMember(NamedTuple):
 def check_key(key: str) -> None:
     """Raise ConfigError unless ``key`` is a legal sample key: ``[a-z0-9_-]+``, no dot, no slash (FORMAT.md)."""
     if not _KEY.match(key):
-        raise ConfigError(f"sample key {key!r} is not allowed: use only the characters a-z 0-9 _ -")
+        raise ConfigError(f"sample key {key!r} is not allowed: use only the characters a-z 0-9 _ -, not __ in front")
 
 
 def check_field(field: str) -> None:
@@ -78,21 +78,37 @@ def check_field(field: str) -> None:
 def member_header(name: str, size: int) -> bytes:
     """Return the header block(s) of a regular file ``name`` of ``size`` bytes.
 
-    One ustar block of 512 bytes; a name over 100 bytes or not ASCII takes a pax extended header in front
-    (three blocks), as GNU tar and Python's tarfile write it.
+    One ustar block of 512 bytes, as GNU tar writes it. A name over 100 bytes or not ASCII takes a pax extended header
+    in front (three blocks in all, or more) with one record, ``path``; the ustar block then holds the name's front.
     """
     if not 0 <= size <= MAX_STORED_BYTES:
         raise MemberTooLargeError(f"{size} bytes do not fit a tar header (at most {MAX_STORED_BYTES})", member=name)
-    if len(name) > _USTAR_NAME_BYTES or not name.isascii():
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = size, 0o644
-        return info.tobuf(tarfile.PAX_FORMAT)
+    if len(name) <= _USTAR_NAME_BYTES and name.isascii():
+        return _ustar_block(name.encode("ascii"), size, b"0", _DEVICES)
+    # Written here, not by Python's tarfile: its bytes have changed between Python versions.
+    record = _pax_record(b"path", name.encode("utf-8"))
+    padding = _ZERO_BLOCK[: -len(record) % BLOCK_BYTES]
+    front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
+    # GNU tar leaves the device numbers of the extended header itself blank.
+    extended = _ustar_block(b"././@PaxHeader", len(record), b"x", bytes(len(_DEVICES)))
+    return extended + record + padding + _ustar_block(front, size, b"0", _DEVICES)
+
+
+def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> bytes:
     # Fields of the ustar header: name 100, mode 8, uid 8, gid 8, size 12, mtime 12, chksum 8, typeflag 1,
     # linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8, prefix 155, padding 12.
-    front = name.encode("ascii").ljust(100, b"\0") + _MODE_UID_GID + b"%011o\0" % size + _MTIME
-    back = b"0" + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + _DEVICE + _DEVICE + bytes(167)
+    front = name.ljust(100, b"\0") + _MODE_UID_GID + b"%011o\0" % size + _MTIME
+    back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
     checksum = sum(front) + sum(back) + 8 * ord(" ")
     return front + b"%06o\0 " % checksum + back
+
+
+def _pax_record(keyword: bytes, value: bytes) -> bytes:
+    """``LENGTH keyword=value\\n``, where LENGTH counts the whole record, itself included."""
+    rest = len(b" " + keyword + b"=" + value + b"\n")
+    length = rest + len(str(rest))
+    length = rest + len(str(length))  # one digit more where the first guess carried over
+    return b"%d %s=%s\n" % (length, keyword, value)
 
 
 def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
@@ -141,7 +157,8 @@ def iter_members(data: Buffer, *, shard: str) -> Iterator[FoundMember]:
         if name is None:
             if len(view) < header_offset + len(END_OF_ARCHIVE):
                 raise TruncatedShardError("the closing zero blocks are cut", shard=shard, offset=header_offset)
-            if any(view[header_offset:]):
+            end = header_offset + len(END_OF_ARCHIVE)
+            if len(view) > end or any(view[header_offset:end]):
                 raise TarFormatError("bytes after the end of the archive", shard=shard, offset=header_offset)
             return
         end = position + size
