@@ -8,28 +8,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import msgspec
 import torch
 
-from fuelrail.loaders.assemble import BatchSlot, DecodedSample, assemble
+from fuelrail.loaders import work
+from fuelrail.loaders.agreement import check_ranks_agree
+from fuelrail.loaders.assemble import assemble
+from fuelrail.loaders.budget import default_num_workers
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.mesh import default_num_workers, detect_world
-from fuelrail.loaders.reader import FetchedSpan, SampleReader
+from fuelrail.loaders.mesh import detect_world, resolve_world
+from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
 from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
 from fuelrail.loaders.transfer import CudaTransfer
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.errors import ConfigError, WorldError
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
 from fuelrail.pipeline.stages import Pipeline, Stage, StageClock
 from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from types import TracebackType
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fuelrail.loaders.decode import ImageDecoder
-    from fuelrail.pipeline.geometry import ImageMap
-    from fuelrail.pipeline.schema import Sample
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -43,26 +46,6 @@ class LoaderStats(NamedTuple):
     batches: int
     samples: int
     images: int
-
-
-class _Task(NamedTuple):
-    """One sample to load: its row in the index and its place in a batch."""
-
-    slot: BatchSlot
-    at: int
-    row: int
-    valid: bool
-
-
-class _Fetched(NamedTuple):
-    task: _Task
-    stored: FetchedSpan
-
-
-class _Parsed(NamedTuple):
-    task: _Task
-    sample: Sample
-    maps: Sequence[ImageMap]
 
 
 class DataLoader:
@@ -95,10 +78,14 @@ class DataLoader:
         device: where batches go: None or "cpu" leaves them in host memory, a CUDA device gets them over a copy
             stream of its own, from pinned memory.
         pin_memory: decode into page-locked memory; None: when a CUDA device is given.
-        world: data-parallel rank and size; None: from torch.distributed or the launcher's environment.
+        world: data-parallel rank and size, or the device mesh that tells them by its axes' names (dp, dp_shard, ...
+            against tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's environment. Ranks of
+            one model-parallel group get the same batches.
         points: also decode the first lidar's sweep.
         decoder: "turbo" (libjpeg-turbo), "pillow" or "auto".
         verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
+        check_ranks: at each iteration's start compare settings and first batch over all processes, in one small
+            collective that every process must take part in; for debugging.
 
     Raises:
         ConfigError: an argument out of range; WorldError: ranks and batch do not fit together;
@@ -121,10 +108,11 @@ class DataLoader:
         prefetch_factor: int = 2,
         device: torch.device | str | None = None,
         pin_memory: bool | None = None,
-        world: World | None = None,
+        world: World | DeviceMesh | None = None,
         points: bool = False,
         decoder: str = "auto",
         verify: bool = True,
+        check_ranks: bool = False,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
             _at_least_1(name, value)
@@ -132,7 +120,8 @@ class DataLoader:
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
         self.num_workers = default_num_workers() if num_workers is None else num_workers
         _at_least_1("num_workers", self.num_workers)
-        self.world = detect_world() if world is None else world
+        self.world = resolve_world(world)
+        self._world_is_detected = world is None
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         entry = self.dataset.split(split)
         self._first_row = entry.first_sample
@@ -141,7 +130,7 @@ class DataLoader:
         self._identity = Identity(
             dataset=self.dataset.manifest.fingerprint,
             split=split,
-            order={"version": ORDER_VERSION, **msgspec.to_builtins(self.order)},
+            order={"version": ORDER_VERSION, **msgspec.json.decode(msgspec.json.encode(self.order))},
             drop_last=drop_last,
         )
         self._reader = SampleReader(self.dataset, verify=verify, points=points, extra=False)
@@ -160,6 +149,7 @@ class DataLoader:
         self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
         self._start = self._position = Cursor()
         self._epoch_is_set = False
+        self._check_ranks = check_ranks
         self._pipeline: Pipeline | None = None
         self._batches = 0
 
@@ -173,13 +163,18 @@ class DataLoader:
         Once it is exhausted the next iteration is the next epoch.
         """
         self.close()
+        if self._world_is_detected and (world := detect_world()) != self.world:
+            raise WorldError(
+                f"this loader was made as {self.world}, but the process is {world} by now: make it after "
+                "torch.distributed is initialised (in Lightning: in `train_dataloader`), or pass world="
+            )
         if not self._epoch_is_set:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
         self._position = self._start
         self._batches = 0
         order = Order(self.order, self._layout, self._start.epoch)
-        tasks = _tasks(order, self._start, self._start.rest(self._batching), self._first_row, self._buffers)
+        tasks = work.tasks(order, self._start, self._start.rest(self._batching), self._first_row, self._buffers)
         self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}")
         return self._drain(self._pipeline)
 
@@ -242,6 +237,8 @@ class DataLoader:
             for number, batch in enumerate(pipeline, 1):
                 if self._transfer is not None:
                     self._transfer.hand_over(batch)
+                if self._check_ranks and number == 1:
+                    check_ranks_agree(self._settings(), self.world, batch)
                 self._position = Cursor(epoch, rest.consumed(number))
                 self._batches = number
                 yield batch
@@ -252,55 +249,24 @@ class DataLoader:
         finally:
             pipeline.close()
 
+    def _settings(self) -> dict[str, Any]:
+        """What must be equal on all ranks, as plain JSON types."""
+        state = self.state_dict()
+        return {
+            **state.pop("identity"), "batch_size": self.batch_size, "seed": self.seed, "points": self._points,
+            "image": msgspec.to_builtins(self.image), **state,
+        }  # fmt: skip
+
     def _stages(self) -> list[Stage]:
         stages = [
-            Stage("fetch", partial(_fetch, self._reader), 1, 2 * self.num_workers),
-            Stage("parse", partial(_parse, self._reader, self.image, self.seed), 1, 2 * self.num_workers),
-            Stage("decode", partial(_decode, self._decoder, self._cameras), self.num_workers, self._decode_ahead),
+            Stage("fetch", partial(work.fetch, self._reader), 1, 2 * self.num_workers),
+            Stage("parse", partial(work.parse, self._reader, self.image, self.seed), 1, 2 * self.num_workers),
+            Stage("decode", partial(work.decode, self._decoder, self._cameras), self.num_workers, self._decode_ahead),
             Stage("collate", partial(assemble, points=self._points), 1, self.prefetch_factor, group=self.batch_size),
         ]
         if self._transfer is not None:
             stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
         return stages
-
-
-# What the pipeline's threads run must not refer to the loader: then dropping the loader stops them.
-
-
-def _tasks(order: Order, start: Cursor, rest: Batching, first_row: int, buffers: BufferPool) -> Iterator[_Task]:
-    """The samples of this rank from ``start`` to the epoch's end, in order, with their places in batches."""
-    steps_done = start.samples_consumed // rest.global_batch
-    for step in range(rest.num_steps):
-        slot = BatchSlot(start.epoch, steps_done + step, buffers.take())
-        rows = (order(rest.positions(step)) + first_row).tolist()
-        for at, (row, valid) in enumerate(zip(rows, rest.valid(step).tolist(), strict=True)):
-            yield _Task(slot, at, row, valid)
-
-
-def _fetch(reader: SampleReader, task: _Task) -> _Fetched:
-    return _Fetched(task, reader.fetch(task.row))
-
-
-def _parse(reader: SampleReader, image: ImageAugment, seed: int, fetched: _Fetched) -> _Parsed:
-    sample = reader.parse(fetched.stored)
-    task = fetched.task
-    maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=task.slot.epoch, sample=task.row)
-    return _Parsed(task, sample, maps)
-
-
-def _decode(decoder: ImageDecoder, cameras: Sequence[str], parsed: _Parsed) -> DecodedSample:
-    task, sample, maps = parsed
-    images = task.slot.images[task.at]
-    for camera, (channel, image_map) in enumerate(zip(cameras, maps, strict=True)):
-        encoded = sample.images.get(channel)
-        if encoded is None:
-            images[camera] = 0
-            continue
-        try:
-            decoder.decode_into(encoded, image_map, images[camera])
-        except ImageError as error:
-            raise ImageError(error.message, key=sample.key, member=channel) from error
-    return DecodedSample(task.slot, task.at, task.row, task.valid, sample, maps)
 
 
 def _at_least_1(name: str, value: int) -> None:
