@@ -15,12 +15,14 @@
     ├── ShardError             one shard file: carries shard, offset, key
     │   ├── TarFormatError         bytes that are not the tar they should be
     │   ├── TruncatedShardError    the file ends before the span does
-    │   └── ChecksumError          stored bytes differ from the digest in the index
+    │   ├── ChecksumError          stored bytes differ from the digest in the index
+    │   └── StorageError           storage that refuses, has lost the shard, or does not answer
     ├── MemberError            one member of one sample: carries key and member
     │   ├── CodecError             stored bytes that do not decode
     │   ├── MemberTooLargeError    over the size cap
     │   ├── SchemaError            decoded bytes that are not what the schema says
     │   └── ImageError             an encoded image that is refused or broken
+    ├── BadSamplesError        more bad samples than the policy allows
     ├── StateMismatchError     loader state of another dataset, order or version
     └── StageError             an exception in a loader stage, with its origin
 """
@@ -99,6 +101,13 @@ class ChecksumError(ShardError):
     """Stored bytes differ from the digest in the index."""
 
 
+class StorageError(ShardError):
+    """Bytes that storage would not give: refused, missing, unreachable until the deadline.
+
+    It says nothing about the sample itself, so it is never treated as a bad sample.
+    """
+
+
 class MemberError(FuelrailError):
     """Something wrong with one member of one sample.
 
@@ -125,6 +134,10 @@ class SchemaError(MemberError):
 
 class ImageError(MemberError):
     """An encoded image that is refused (format, size limits) or broken."""
+
+
+class BadSamplesError(FuelrailError):
+    """More bad samples than ``max_bad`` allows; ``__cause__`` is the last one's error."""
 
 
 class StateMismatchError(FuelrailError):
