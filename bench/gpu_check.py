@@ -7,6 +7,7 @@ loader's plain batches; that is how the tests keep it alive on machines without 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -208,7 +209,7 @@ def training_runs(bench: Bench) -> dict[str, Any]:
         raise CheckFailed(f"`fuelrail {' '.join(arguments)}` ended with exit code {code}; {tail}")
     report = load_report(out / "report.json")
     assert report.figures is not None, "a run of enough steps has figures"
-    losses = report.series[0].loss
+    losses = [math.inf if loss is None else loss for loss in report.series[0].loss]
     if not sum(losses[-5:]) < sum(losses[:5]):
         raise CheckFailed(f"the loss did not fall: first {losses[:5]}, last {losses[-5:]}")
     if report.ranks_disagree:

@@ -6,6 +6,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
@@ -76,7 +77,9 @@ _SHORTEST_MS = 0.01
 def plots(report: Report) -> dict[str, str]:
     """All plots that the report has data for, by name, each an ``<svg>`` element."""
     drawn: dict[str, str] = {}
-    if not any(series.end_s for series in report.series):
+    # A rank that died before its first step has nothing to draw, and must not cut the others short.
+    report = msgspec.structs.replace(report, series=[series for series in report.series if series.end_s])
+    if not report.series:
         return drawn
     with mpl.rc_context(_STYLE):
         drawn["occupancy"] = _occupancy(report)
@@ -219,7 +222,8 @@ def _stages(report: Report) -> str:
 def _loss(report: Report) -> str:
     figure, axes = _figure(2.4, 3.6)
     count = min(len(series.loss) for series in report.series)
-    mean = np.mean([series.loss[:count] for series in report.series], axis=0)
+    losses = np.array([series.loss[:count] for series in report.series], dtype=np.float64)  # None becomes NaN
+    mean = losses.mean(axis=0)
     axes.plot(np.arange(count), mean, color="#009e73", linewidth=1.4)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (mean of ranks)")

@@ -39,14 +39,14 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     ``device_busy_ns`` is what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
     emulated accelerator the profile's time, never more, whatever the host took. ``overrun_ns`` is the time by which
     the stand-in's real work outlasted the emulated phases, ``overshoot_ns`` how late waits woke, and ``stand_in_ns``
-    the host time of the stand-in's real work (all three 0 on a GPU).
+    the host time of the stand-in's real work (all three 0 on a GPU). ``loss`` is None where it was not finite.
     """
 
     step: int
     epoch: int
     num_samples: int
     num_images: int
-    loss: float
+    loss: float | None
     start_ns: int
     end_ns: int
     data_wait_ns: int

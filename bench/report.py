@@ -86,7 +86,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     end_s: list[float]
     occupancy: list[float]
-    loss: list[float]
+    loss: list[float | None]
     wall_ms: list[float]
     phases_ms: dict[str, list[float]]
 
@@ -297,6 +297,8 @@ def _warnings(settings: TrainSettings, logs: Sequence[RankLog], window: Window, 
             )
     if first_input is not None and not first_input.labelled:
         warnings.append("The first batch had no boxes: times are as they are, the loss means little.")
+    if any(step.loss is None for log in logs for step in log.steps):
+        warnings.append("The loss was not finite in some steps: lower the learning rate. The times are as they are.")
     if _ranks_disagree(logs):
         warnings.append(
             "The ranks ended with different weights: their gradients were not the same. Don't trust this run."

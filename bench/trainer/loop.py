@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def train(
             epoch=epoch,
             num_samples=num_samples,
             num_images=num_images,
-            loss=total_loss,
+            loss=total_loss if math.isfinite(total_loss) else None,
             start_ns=step_start_ns,
             end_ns=step_end_ns,
             data_wait_ns=data_wait_ns,

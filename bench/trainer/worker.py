@@ -27,7 +27,7 @@ from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.model import BevOccupancy
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
 from fuelrail.loaders import DataLoader
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,11 +130,6 @@ class Epochs:
     """
 
     def __init__(self, loader: DataLoader, num_epochs: int | None) -> None:
-        if len(loader) == 0:
-            raise ConfigError(
-                f"the split holds fewer samples than one global batch of {loader.batch_size} x {loader.world.size} "
-                "ranks: use fewer ranks or a smaller batch size"
-            )
         self._loader, self._num_epochs = loader, num_epochs
         self._finished: list[StageClock] = []
         self._running = False

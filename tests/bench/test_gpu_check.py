@@ -1,0 +1,75 @@
+"""The GPU check's own code on the CPU: the same checks, the emulated accelerator, and that they can fail."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from fuelrail.bench import gpu_check
+from fuelrail.bench.gpu_check import Bench, CheckFailed, GpuCheck, run_checks, save
+from support.datasets import build_dataset
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu-check")
+    build_dataset(folder / "data", {"train": (8, 8)})
+    return Bench(torch.device("cpu"), folder / "data", folder)
+
+
+def test_all_checks_hold_and_the_result_is_kept(bench, tmp_path):
+    result = run_checks(bench)
+    assert [(check.name, check.problem) for check in result.checks] == [(name, None) for name in gpu_check.CHECKS]
+    path = tmp_path / "gpu-check.json"
+    save(result, path)
+    assert msgspec.json.decode(path.read_bytes(), type=GpuCheck) == result
+
+
+def test_a_check_that_fails_or_breaks_is_told_and_the_others_still_run(bench, monkeypatch):
+    def fails(bench):
+        raise CheckFailed("it is wrong")
+
+    def breaks(bench):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(gpu_check, "CHECKS", {"a": fails, "b": breaks, "c": gpu_check.device_facts})
+    a, b, c = run_checks(bench).checks
+    assert (a.passed, a.problem) == (False, "it is wrong")
+    assert "ZeroDivisionError" in b.problem
+    assert c.passed
+
+
+def test_a_difference_between_batches_is_found(bench, monkeypatch):
+    honest = gpu_check._loader
+
+    class Tampering:
+        def __init__(self, device):
+            self.loader, self.device = honest(bench, device), device
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.loader.close()
+
+        def __iter__(self):
+            for batch in self.loader:
+                if self.device is not None:
+                    batch["intrinsics"][0, 0, 0, 0] += 1
+                yield batch
+
+        def stats(self):
+            return self.loader.stats()
+
+    monkeypatch.setattr(gpu_check, "_loader", lambda _, device: Tampering(device))
+    with pytest.raises(CheckFailed, match="batch 0: intrinsics differ"):
+        gpu_check.transfer_is_exact(bench)
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "installed_gpus", list)
+    assert gpu_check.main([]) != 0
+    error = capsys.readouterr().err
+    assert "shows no GPU here" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from fuelrail.bench.html import render_html, save_html, verdict
+from fuelrail.bench.records import RankLog
+from support.bench_runs import SETTINGS, log, report_of, step, steps
+
+_VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Holds the page's tags against each other and collects what refers to something."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.links, self.used = [], [], [], []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in _VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name == "id":
+                self.ids.append(value)
+            if name in {"href", "src", "xlink:href", "action", "data"}:
+                self.links.append(value)
+            self.used += re.findall(r"url\(#([^)]+)\)", value or "")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in _VOID:
+            self.open.pop()
+
+    def handle_data(self, data):
+        self.text += data
+
+
+RUNS = {
+    "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))], price=2.5),
+    "three hundred steps": report_of([log(0, steps(300, wait_ms=3))]),
+    "a first step that towers": report_of([log(0, [step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
+    "too short": report_of([log(0, steps(3))]),
+    "nothing": report_of([RankLog()], cut_off="rank 0 <died>"),
+    "cut off": report_of([log(0, steps(20)), log(1, steps(14), complete=False)], cut_off="rank 1 was ended"),
+    "a loss of NaN": report_of([log(0, [step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
+    "accumulating": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)),
+    "on a GPU": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)),
+}
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def run(request):
+    report = RUNS[request.param]
+    return report, Page(render_html(report))
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(run):
+    _, page = run
+    assert page.open == []
+    assert all(link.startswith("#") for link in page.links), page.links
+    assert len(page.ids) == len(set(page.ids))
+    wanted = {link[1:] for link in page.links} | set(page.used)
+    assert wanted <= set(page.ids)
+
+
+def test_the_page_tells_what_the_report_tells(run):
+    report, page = run
+    assert "a <tiny> set" in page.text
+    assert "Test <GPU>" in page.text
+    if report.cut_off:
+        assert f"Partial report: {report.cut_off}" in page.text
+    if report.figures is not None:
+        assert f"{report.figures.occupancy.mean:.1%}" in page.text
+        assert f"{report.figures.throughput.gpu_hours_per_million_samples:.1f}" in page.text
+    else:
+        assert "No occupancy figure" in page.text
+
+
+def test_an_emulated_run_says_on_every_occasion_that_it_is(run):
+    report, page = run
+    emulated = report.accelerator["kind"] == "emulated"
+    assert ("There was no GPU in this run" in page.text) == emulated
+    assert ("emulated Test GPU" in page.text) == emulated
+    assert ("a test's invention" in page.text) == emulated
+
+
+def test_pages_of_equal_reports_are_equal():
+    report = RUNS["two ranks"]
+    assert render_html(report) == render_html(report)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ({"wait_ms": 30}, "the loader"),
+        ({"reduce_ms": 30}, "the all-reduce"),
+        ({"other_ms": 30}, "the host"),
+        ({}, "bound by compute"),
+    ],
+)
+def test_the_verdict_names_the_largest_loss(times, said):
+    assert said in verdict(report_of([log(0, steps(20, **times))]))
+
+
+def test_saving_leaves_the_page_alone_in_its_folder(tmp_path):
+    save_html(RUNS["two ranks"], tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

@@ -1,0 +1,118 @@
+"""Real processes, with programs so small that they need no torch: what becomes of ranks, and of whom they outlive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fuelrail
+from fuelrail.bench.trainer.launch import RankExit, run_ranks
+
+_PATIENCE_S = 60
+
+_PROGRAM = """
+import os, pathlib, signal, sys, time
+from fuelrail.bench.trainer.elastic import end_with
+
+folder, what, launcher = sys.argv[1:]
+rank = os.environ["RANK"]
+end_with(int(launcher), signal.SIGKILL)
+pathlib.Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+if what == "end":
+    pathlib.Path(folder, f"world-{rank}").write_text(os.environ["WORLD_SIZE"])
+elif what == "kill" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif what == "fail" and rank == "0":
+    sys.exit(7)
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The tiny program, importable by name in the ranks, and the folder where they leave their process ids."""
+    (tmp_path / "tiny_rank.py").write_text(_PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def run(folder, what, on_wait=lambda: None):
+    return run_ranks(["tiny_rank", str(folder), what], 2, folder / "ranks.log", on_wait)
+
+
+def pids(folder):
+    return [int(path.read_text() or 0) for path in sorted(folder.glob("pid-*"))]
+
+
+def alive(pid):
+    try:
+        # A zombie is gone as far as we care; whoever adopted it may take its time.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def test_ranks_run_to_their_end(program):
+    outcome = run(program, "end")
+    assert outcome == (0, False, []), (program / "ranks.log").read_text()
+    assert [(program / f"world-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("what", "first"), [("kill", RankExit(rank=1, exit_code=-9)), ("fail", RankExit(rank=0, exit_code=7))]
+)
+def test_one_rank_that_fails_ends_the_others_and_is_named(program, what, first):
+    outcome = run(program, what)
+    assert (outcome.exit_code, outcome.interrupted) == (1, False)
+    assert first in outcome.failed
+    assert not any(map(alive, pids(program)))
+
+
+def test_an_interrupt_ends_the_ranks(program):
+    def interrupt():
+        if len(pids(program)) == 2 and all(pids(program)):
+            raise KeyboardInterrupt
+
+    outcome = run(program, "sleep", interrupt)
+    assert outcome.interrupted
+    assert len(pids(program)) == 2
+    assert not any(map(alive, pids(program)))
+
+
+def test_sigterm_is_an_interrupt_and_the_handler_before_comes_back(program):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminate():
+        if len(pids(program)) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert run(program, "sleep", terminate).interrupted
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
+def test_no_rank_outlives_a_command_that_is_killed(program):
+    package_root = Path(fuelrail.__file__).parents[1]
+    code = (
+        "import pathlib, sys; from fuelrail.bench.trainer.launch import run_ranks; folder = pathlib.Path(sys.argv[1]); "
+        "run_ranks(['tiny_rank', str(folder), 'sleep'], 2, folder / 'ranks.log', lambda: None)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{package_root}{os.pathsep}{program}"}
+    with subprocess.Popen([sys.executable, "-c", code, str(program)], env=environment) as command:
+        wait_until(lambda: len(pids(program)) == 2 and all(pids(program)))
+        command.kill()
+    wait_until(lambda: not any(map(alive, pids(program))))

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from fuelrail.bench.records import RankWriter, rank_path, read_rank
+from fuelrail.bench.trainer.model import BevOccupancy
+from fuelrail.bench.trainer.settings import MODELS
+from fuelrail.bench.trainer.worker import Epochs, parameters_digest, run_rank
+from fuelrail.loaders import DataLoader, ImageAugment
+from support.bench_runs import PROFILE, SETTINGS
+from support.datasets import build_dataset
+
+IMAGE = ImageAugment(height=32, width=64)
+QUICK = msgspec.structs.replace(PROFILE, forward_ms=0.1, backward_ms=0.1, optimiser_ms=0.1)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (5, 4)})
+    return folder
+
+
+def loader_of(dataset, batch_size=2):
+    return DataLoader(dataset, batch_size, image=IMAGE, num_workers=1)
+
+
+def test_epochs_follow_each_other_and_their_clocks_add_up(dataset):
+    with loader_of(dataset) as loader:
+        epochs = Epochs(loader, 2)
+        batches = [(batch["epoch"], batch["step"]) for batch in epochs]
+        assert batches == [(epoch, step) for epoch in (0, 1) for step in range(4)]
+        clocks = {clock.name: clock for clock in epochs.stage_clocks()}
+    assert clocks["decode"].items == 2 * 8
+    assert clocks["collate"].items == 2 * 4
+
+
+def test_clocks_in_the_middle_of_an_epoch_include_the_one_before(dataset):
+    with loader_of(dataset) as loader:
+        epochs = Epochs(loader, None)
+        batches = iter(epochs)
+        for _ in range(6):
+            next(batches)
+        collate = next(clock for clock in epochs.stage_clocks() if clock.name == "collate")
+        assert 6 <= collate.items <= 8
+        batches.close()
+
+
+def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
+    settings = msgspec.structs.replace(SETTINGS, num_steps=6, num_warmup_steps=2, profile=QUICK)
+    with loader_of(dataset) as loader, RankWriter(rank_path(tmp_path, 0)) as writer:
+        epochs = Epochs(loader, None)
+        run_rank(settings, epochs, writer, epochs.stage_clocks)
+    log = read_rank(rank_path(tmp_path, 0))
+    assert (log.header.rank, log.header.world_size, log.header.backend) == (0, 1, None)
+    assert (log.input.num_cameras, log.input.height, log.input.width, log.input.labelled) == (2, 32, 64, True)
+    assert [record.step for record in log.steps] == list(range(6))
+    assert [record.epoch for record in log.steps] == [0] * 4 + [1] * 2
+    assert all((record.num_samples, record.num_images) == (2, 4) for record in log.steps)
+    assert [snapshot.num_steps for snapshot in log.snapshots] == [2, 6]
+    assert log.end.num_steps == 6
+    assert log.end.parameters_xxh3 != parameters_digest(_fresh_model(settings))
+    assert log.failure is None
+
+
+def test_the_seed_decides_the_weights():
+    digests = [parameters_digest(_fresh_model(msgspec.structs.replace(SETTINGS, seed=seed))) for seed in (0, 0, 1)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def _fresh_model(settings):
+    torch.manual_seed(settings.seed)
+    return BevOccupancy(MODELS[settings.model_name])

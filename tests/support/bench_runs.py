@@ -1,0 +1,143 @@
+"""Runs of the training harness that never happened: records of chosen times, and a clock that tests turn by hand."""
+
+from __future__ import annotations
+
+from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.bench.machine import Gpu, MachineFacts
+from fuelrail.bench.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.report import DatasetFacts, Report, build_report
+from fuelrail.bench.trainer.settings import TrainSettings
+
+MS = 1_000_000
+
+PROFILE = AcceleratorProfile(
+    name="test",
+    device="Test GPU",
+    network="test network",
+    per="sample",
+    reference_input=ReferenceInput(cameras=2, height=32, width=64),
+    forward_ms=10.0,
+    backward_ms=20.0,
+    optimiser_ms=1.0,
+    sources=["a test's invention"],
+    derivation="None.",
+)
+
+SETTINGS = TrainSettings(
+    dataset="/somewhere/private",
+    split="train",
+    batch_size=2,
+    num_steps=20,
+    num_epochs=None,
+    num_warmup_steps=4,
+    num_workers=None,
+    seed=0,
+    accumulation=1,
+    precision="fp32",
+    learning_rate=1e-3,
+    model_name="stand-in",
+    profile=PROFILE,
+    records="/somewhere/private/records",
+)
+
+MACHINE = MachineFacts(
+    cpu="Test CPU",
+    num_cpus=2,
+    num_cpus_installed=4,
+    memory_bytes=2**34,
+    gpus=[Gpu(name="Test <GPU>", memory_bytes=2**35, driver="1.2")],
+    system="Linux 6.1",
+    python="3.11.7",
+    fuelrail="0.1.0",
+    commit="0123456789abcdef",
+    uncommitted_changes=True,
+    packages={"torch": "2.13.0"},
+)
+
+DATASET = DatasetFacts(
+    name="a <tiny> set",
+    fingerprint="f" * 16,
+    split="train",
+    num_samples=80,
+    num_shards=2,
+    cameras=["cam_front", "cam_back"],
+)
+
+
+class HandClock:
+    """Stands still until a test (or the code under test, by waiting) moves it; sleepers wake ``lateness_ns`` late."""
+
+    def __init__(self, lateness_ns: int = 0) -> None:
+        self.now = 1_000
+        self.lateness_ns = lateness_ns
+
+    def now_ns(self) -> int:
+        return self.now
+
+    def wait_until(self, deadline_ns: int) -> int:
+        if self.now < deadline_ns:
+            self.now = deadline_ns + self.lateness_ns
+        return self.now - deadline_ns
+
+    def pass_ms(self, duration_ms: float) -> None:
+        self.now += round(duration_ms * MS)
+
+
+def step(number: int, start_ns: int, *, wait_ms: float = 0, reduce_ms: float = 0, other_ms: float = 0, **changes):
+    """A step whose forward, backward and optimiser last as PROFILE's for one sample: 10 + 20 + 1 ms."""
+    busy_ms = 31.0
+    times = {
+        "data_wait_ns": wait_ms,
+        "host_to_device_ns": 0.0,
+        "forward_ns": 10.0,
+        "backward_ns": 20.0,
+        "all_reduce_ns": reduce_ms,
+        "optimiser_ns": 1.0,
+        "other_ns": other_ms,
+        "all_reduce_total_ns": reduce_ms,
+        "device_busy_ns": busy_ms,
+    }
+    fields = {name: round(value * MS) for name, value in times.items()}
+    wall_ns = round((busy_ms + wait_ms + reduce_ms + other_ms) * MS)
+    record = {"step": number, "epoch": 0, "num_samples": 2, "num_images": 4, "loss": 1.0 / (number + 1)}
+    return StepRecord(**(record | fields | {"start_ns": start_ns, "end_ns": start_ns + wall_ns} | changes))
+
+
+def steps(count: int, start_ns: int = 5_000, **times) -> list[StepRecord]:
+    """Consecutive steps, all alike."""
+    records = []
+    for number in range(count):
+        records.append(step(number, start_ns, **times))
+        start_ns = records[-1].end_ns
+    return records
+
+
+def log(rank: int, records: list[StepRecord], *, digest: str = "same", labelled: bool = True, complete: bool = True):
+    """The log of a rank that did these steps, on the input that PROFILE is for."""
+    first, last = _stages(0.5, 0), _stages(3.5, 30)
+    return RankLog(
+        header=RankHeader(
+            rank=rank, world_size=2, device="Test GPU", backend="gloo", model="stand-in", num_parameters=1234
+        ),
+        input=InputFacts(num_cameras=2, height=32, width=64, labelled=labelled),
+        steps=records,
+        snapshots=[
+            StageSnapshot(num_steps=4, stages=first),
+            *([StageSnapshot(num_steps=len(records), stages=last)] if complete else []),
+        ],
+        end=RankEnd(num_steps=len(records), parameters_xxh3=digest, peak_rss_bytes=2**30, peak_device_bytes=None)
+        if complete
+        else None,
+    )
+
+
+def report_of(logs, *, settings=SETTINGS, cut_off=None, price=None) -> Report:
+    """The report of ranks that left these logs."""
+    return build_report(settings, logs, machine=MACHINE, dataset=DATASET, cut_off=cut_off, price_per_gpu_hour=price)
+
+
+def _stages(busy_s: float, items: int) -> list[Stage]:
+    return [
+        Stage(name=name, num_threads=1, items=items, busy_s=busy_s, starved_s=0.0, blocked_s=1.0, waiting=0, capacity=2)
+        for name in ("decode", "collate")
+    ]
