@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 _COARSE: Final = 4  # sky and lamplight are smooth: worked out for every fourth pixel
 _FARTHEST_M: Final = 900.0
 _ZENITH_RGB: Final = {
-    "clear": (84, 138, 206), "rain": (118, 126, 136), "dusk": (112, 112, 132), "night": (8, 10, 18), "night-rain": (12, 13, 18),
+    "clear": (84, 138, 206), "rain": (118, 126, 136), "dusk": (112, 112, 132),
+    "night": (8, 10, 18), "night-rain": (12, 13, 18),
 }  # fmt: skip
 _CLOUD_RGB: Final = {
-    "clear": (240, 242, 245), "rain": (176, 182, 188), "dusk": (206, 176, 158), "night": (26, 25, 30), "night-rain": (36, 34, 36),
+    "clear": (240, 242, 245), "rain": (176, 182, 188), "dusk": (206, 176, 158),
+    "night": (26, 25, 30), "night-rain": (36, 34, 36),
 }  # fmt: skip
 _CLOUDINESS: Final = {"clear": -0.35, "rain": 0.5, "dusk": 0.25, "night": 0.0, "night-rain": 0.4}
 
@@ -98,7 +100,8 @@ def _skyline(clip_name: str) -> Floats:
         width = int(draw.integers(8, 46))
         blocks[at : at + width] = draw.uniform(0.004, 0.05) if draw.random() < 0.75 else draw.uniform(0.05, 0.1)
         at += width
-    return np.maximum(blocks, 0.02 + 0.006 * fractal(draw, 1, 2048, 64, 6)[0]).reshape(1, -1)
+    hills = 0.02 + 0.006 * fractal(draw, 1, 2048, 64, 6)
+    return np.asarray(np.maximum(blocks, hills), np.float32)
 
 
 def _sky(clip: Clip, view: _View, yaw_rad: float) -> Floats:
@@ -132,7 +135,7 @@ def _sky(clip: Clip, view: _View, yaw_rad: float) -> Floats:
     )
     far = np.clip((height - elevation) / 0.004 + 0.5, 0.0, 1.0) * 0.55
     silhouette = horizon * np.array([0.62, 0.66, 0.68], np.float32)
-    return sky + (silhouette - sky) * far[..., None]
+    return np.asarray(sky + (silhouette - sky) * far[..., None], np.float32)
 
 
 def backdrop(
@@ -143,7 +146,8 @@ def backdrop(
     weather = clip.weather
     horizon = np.array(weather.haze_rgb, np.float32)
     sky = to_pixels(_sky(clip, view, light.ego_yaw_rad))
-    image: NDArray[np.uint8] = cv2.resize(sky, (camera.width_px, camera.height_px), interpolation=cv2.INTER_LINEAR)
+    size = (camera.width_px, camera.height_px)
+    image = np.asarray(cv2.resize(sky, size, interpolation=cv2.INTER_LINEAR), np.uint8)
 
     c, s = np.float32(math.cos(light.ego_yaw_rad)), np.float32(math.sin(light.ego_yaw_rad))
     dx, dy = np.float32(light.ego_xy[0] - clip.road.x), np.float32(light.ego_xy[1] - clip.road.y)
@@ -180,8 +184,8 @@ def _ground_light(view: _View, light: Light, c: np.float32, s: np.float32, shado
     height, width = view.x.shape
     # Coarse samples sit at the corners of their blocks: map pixel u to coarse u / step.
     grow = np.array([[1.0 / _COARSE, 0.0, 0.0], [0.0, 1.0 / _COARSE, 0.0]])
-    full: Floats = cv2.warpAffine(
-        lit, grow, (width, height), flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP, borderMode=cv2.BORDER_REPLICATE
-    )
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    grown = cv2.warpAffine(lit, grow, (width, height), flags=flags, borderMode=cv2.BORDER_REPLICATE)
+    full = np.asarray(grown, np.float32)
     full *= (1.0 - np.float32(0.5) * shadow)[..., None]
     return full

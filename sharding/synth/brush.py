@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     Image = NDArray[np.uint8]
     Colour = tuple[int, int, int]
     Span = tuple[float, float]
+
+
+class Look(NamedTuple):
+    """What a texture is painted from: randomness of its own, the object's colour, whether lamps are lit."""
+
+    draw: np.random.Generator
+    colour: tuple[int, int, int]
+    night: bool
 
 
 def rough(draw: np.random.Generator, height: int, width: int, colour: Colour, strength: float) -> Image:
@@ -43,8 +51,8 @@ def box(image: Image, x: Span, y: Span, colour: Colour, thickness: int = -1) -> 
 def line(image: Image, a: Span, b: Span, colour: Colour, thickness: int = 1) -> None:
     """Draw a line, ``thickness`` in pixels."""
     height, width = image.shape[:2]
-    ends = [(round(x * width), round(y * height)) for x, y in (a, b)]
-    cv2.line(image, *ends, _like(image, colour), thickness, cv2.LINE_AA)
+    start, end = ((round(x * width), round(y * height)) for x, y in (a, b))
+    cv2.line(image, start, end, _like(image, colour), thickness, cv2.LINE_AA)
 
 
 def oval(image: Image, centre: Span, radii: Span, colour: Colour) -> None:

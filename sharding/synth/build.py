@@ -74,12 +74,12 @@ def check_spec(spec: WorldSpec) -> None:
     plain = spec.version.replace("-", "").replace(".", "").replace("_", "").isalnum()
     if not plain or spec.version in ("samples", "sweeps", "maps") or spec.version.startswith("."):
         raise ConfigError(
-            f"version '{spec.version}': the folder of the tables, such as v1.0-mini, of letters, digits, '.', '-' and '_'"
+            f"version '{spec.version}': must be a folder's name such as v1.0-mini, of letters, digits, '.', '-' and '_'"
         )
 
 
 def build(
-    spec: WorldSpec, out: Path, num_workers: int, advance: Callable[[int, int], None] = lambda done, total: None
+    spec: WorldSpec, out: Path, num_workers: int, advance: Callable[[int, int], None] = lambda _done, _total: None
 ) -> Built:
     """Make the world at ``out``, a folder that isn't there or is empty. ``advance`` gets captures done and in all.
 
@@ -123,7 +123,8 @@ def _already_there(spec: WorldSpec, out: Path) -> Built | None:
         ) from None
     if marker.spec != spec or marker.rendering != _RENDERING:
         raise DatasetExistsError(
-            f"'{out}' holds another synthetic world ({_differences(marker, spec)}); name another folder, or remove this one"
+            f"'{out}' holds another synthetic world ({_differences(marker, spec)}); name another folder, "
+            "or remove this one"
         )
     if _files_and_bytes(out) != (marker.num_files, marker.num_bytes):
         raise DatasetExistsError(

@@ -69,8 +69,8 @@ def run_synth(arguments: argparse.Namespace) -> int:
         built = build(spec, arguments.out, num_workers, advance)
     sys.stdout.write(
         f"{'already there' if built.was_there else 'wrote'}: {arguments.out}, {spec.version}, seed {spec.seed}: "
-        f"{built.num_clips} clips of {built.num_frames} keyframes, {built.num_images:,} images, {built.num_sweeps:,} lidar "
-        f"sweeps, {built.num_annotations:,} boxes, {built.num_bytes / 1e6:,.1f} MB\n"
+        f"{built.num_clips} clips of {built.num_frames} keyframes, {built.num_images:,} images, "
+        f"{built.num_sweeps:,} lidar sweeps, {built.num_annotations:,} boxes, {built.num_bytes / 1e6:,.1f} MB\n"
     )
     return 0
 
@@ -86,7 +86,7 @@ def _parse_size(text: str) -> tuple[int, int]:
 def _bar() -> Iterator[Callable[[int, int], None]]:
     """A progress bar on stderr where that is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda _done, _total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _PX_PER_M: Final = 28
 _FLOOR_M: Final = 3.2
 _WALLS: Final = (
-    (142, 84, 66), (186, 168, 140), (158, 156, 152), (206, 198, 184), (176, 136, 92), (120, 92, 80), (138, 148, 152), (190, 150, 128),
+    (142, 84, 66), (186, 168, 140), (158, 156, 152), (206, 198, 184), (176, 136, 92),
+    (120, 92, 80), (138, 148, 152), (190, 150, 128),
 )  # fmt: skip
 _SIGNS: Final = (
     (40, 84, 140),
@@ -36,7 +37,7 @@ _LIT: Final = ((255, 222, 160), (250, 206, 130), (236, 236, 220), (180, 196, 220
 
 @lru_cache(maxsize=72)
 def facade(style: int, side: str, width_m: float, height_m: float, night: bool) -> list[Image]:
-    """Facade ``side`` of the building with this style, RGB uint8, and its smaller copies. Lit windows shine at night."""
+    """Facade ``side`` of the building with this style, RGB, and its smaller copies. At night some windows are lit."""
     draw = stream("facade", style)
     wall = _WALLS[int(draw.integers(len(_WALLS)))]
     bricks = draw.random() < 0.5
@@ -128,7 +129,7 @@ def _ground_floor(
     cv2.rectangle(image, (0, height - 14), (width, height), _tint(wall, 0.6), -1)
     bay = 0
     while bay < bays:
-        span = int(min(bays - bay, draw.integers(1, 4))) if shops else 1
+        span = min(bays - bay, int(draw.integers(1, 4))) if shops else 1
         left, right = round(bay * bay_px + 8), round((bay + span) * bay_px - 8)
         if shops:
             _shop(draw, image, left, right, top, night)

@@ -55,7 +55,7 @@ class Light:
         if not self.weather.night:
             return np.full(3, ambient, np.float32)
         x, y = np.float32(point[0]), np.float32(point[1])
-        return ambient + 0.8 * self._lamps_and_headlights(np.atleast_1d(x), np.atleast_1d(y))[0]
+        return np.asarray(ambient + 0.8 * self._lamps_and_headlights(np.atleast_1d(x), np.atleast_1d(y))[0], np.float32)
 
     def through_air(self, distance_m: float) -> tuple[float, NDArray[np.float32]]:
         """Share of a colour that is left at this distance, and the haze (3,) that is added."""

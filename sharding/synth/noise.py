@@ -37,7 +37,7 @@ def standardised(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=8)
 def tile(name: str, size: int, cell: int, octaves: int) -> NDArray[np.float32]:
-    """Noise (size, size) without a seam: it goes on with itself on all sides. ``size`` and ``cell`` are powers of two."""
+    """Noise (size, size) that goes on with itself on all sides. ``size`` and ``cell`` are powers of two."""
     draw = stream("tile", name)
     total = np.zeros((size, size), np.float32)
     for octave in range(octaves):
@@ -56,7 +56,8 @@ def with_smaller(texture: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
     levels = [np.ascontiguousarray(texture)]
     while min(levels[-1].shape[:2]) >= 8:
         height, width = levels[-1].shape[:2]
-        levels.append(cv2.resize(levels[-1], (width // 2, height // 2), interpolation=cv2.INTER_AREA))
+        smaller = cv2.resize(levels[-1], (width // 2, height // 2), interpolation=cv2.INTER_AREA)
+        levels.append(np.asarray(smaller, np.uint8))
     return levels
 
 

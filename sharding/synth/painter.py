@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import cv2
@@ -29,7 +30,7 @@ NEAR_M: Final = 0.3
 INSET_M: Final = 0.02  # objects stay this far inside their boxes, as annotators leave a little room
 _SHADOW_SHIFT: Final = 3
 _SMALLEST_PX: Final = 0.7
-_PLAIN: Final = np.eye(3)
+_NOISE_MARGIN_PX: Final = 97
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +53,7 @@ class Canvas:
 def render(
     clip: Clip, camera: Camera, solids: list[Solid], exposure_us: int, *, owners: bool = False
 ) -> tuple[Image, NDArray[np.int32] | None]:
-    """Picture (H, W, 3) RGB uint8 taken at ``exposure_us`` of solids at their places, and on demand who owns each pixel."""
+    """Picture (H, W, 3) RGB uint8 taken at ``exposure_us``, and on demand the actor that owns each pixel (H, W)."""
     light = light_of(clip, exposure_us)
     cam2global = clip.ego2global(exposure_us) @ camera.cam2ego
     global2cam = inverse(cam2global)
@@ -112,7 +113,7 @@ def _shadows(
 
 def convex_hull_2d(points: NDArray[np.float64]) -> NDArray[np.float64]:
     """Hull of ground points: relative to the first, as large coordinates do not fit float32."""
-    return convex_hull(points - points[0]) + points[0]
+    return np.asarray(convex_hull(points - points[0]) + points[0], np.float64)
 
 
 def _projected(camera: Camera, points: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -211,7 +212,7 @@ def _paint_part(canvas: Canvas, solid: Solid, part: Part, placed: NDArray[np.flo
         if drawn.shape[2] == 4:
             see_through = drawn[..., 3].astype(np.float32) * np.float32(1.0 / 255.0)
             drawn = np.ascontiguousarray(drawn[..., :3])
-        gain = _gain(canvas, solid, face, part, placed, normal)
+        gain = _gain(canvas, face, part, placed, normal)
         drawn = _lit(drawn, gain, *canvas.light.through_air(distance))
         if patch is None:
             patch = drawn
@@ -233,7 +234,7 @@ def _homogeneous(frame: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _gain(
-    canvas: Canvas, solid: Solid, face: Face, part: Part, placed: NDArray[np.float64], normal_cam: NDArray[np.float64]
+    canvas: Canvas, face: Face, part: Part, placed: NDArray[np.float64], normal_cam: NDArray[np.float64]
 ) -> NDArray[np.float32]:
     corners = part.vertices[list(face.vertices)].mean(0)
     point = placed[:3, :3] @ corners + placed[:3, 3]
@@ -259,7 +260,7 @@ def _warped(
     # Texture pixels are unit squares from its edge; pixel i has its centre at i + 1/2 there and at i in the image.
     px2texture = np.linalg.inv(texture2px)
     at = polygon.mean(0)
-    places = np.array([at, at + (1, 0), at + (0, 1)]) @ px2texture[:, :2].T + px2texture[:, 2]
+    places = (at + np.array([[0, 0], [1, 0], [0, 1]])) @ px2texture[:, :2].T + px2texture[:, 2]
     places = places[:, :2] / places[:, 2:] * (width, height)
     step = np.array([places[1] - places[0], places[2] - places[0]])
     squeeze = math.sqrt(abs(float(np.linalg.det(step))) + 1e-12)
@@ -273,16 +274,15 @@ def _warped(
     size = (window.right - window.left, window.bottom - window.top)
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
     border = cv2.BORDER_REPLICATE if chosen.shape[2] == 3 else cv2.BORDER_CONSTANT
-    warped: Image = cv2.warpPerspective(chosen, scale @ px2texture @ shift, size, flags=flags, borderMode=border)
-    return warped
+    warped = cv2.warpPerspective(chosen, scale @ px2texture @ shift, size, flags=flags, borderMode=border)
+    return np.asarray(warped, np.uint8)
 
 
 def _lit(image: Image, gain: NDArray[np.float32], left: float, haze: NDArray[np.float32]) -> Image:
     factors = np.zeros((3, 4), np.float64)
     factors[:, :3] = np.diag(gain * left)
     factors[:, 3] = haze
-    lit: Image = cv2.transform(image, factors)
-    return lit
+    return np.asarray(cv2.transform(image, factors), np.uint8)
 
 
 def _glow(canvas: Canvas, solid: Solid, placed: NDArray[np.float64]) -> None:
@@ -326,7 +326,8 @@ def _halo(
     x, y = _projected(camera, seen[None])[0]
     radius = min(0.09 * camera.width_px, camera.intrinsics[0, 0] * radius_m / seen[2] + 1.5)
     reach = np.array([radius, radius * stretch]) * 2.2
-    window = window_of(np.array([(x, y) - reach, (x, y) + reach]), camera.width_px, camera.height_px, 0.0)
+    middle = np.array([x, y])
+    window = window_of(np.array([middle - reach, middle + reach]), camera.width_px, camera.height_px, 0.0)
     if window is None:
         return
     across = np.exp(-np.square((np.arange(window.left, window.right) - x) / radius))
@@ -348,15 +349,11 @@ def _develop(clip: Clip, camera: Camera, exposure_us: int, image: Image) -> None
     image[...] = to_pixels(shaded + noise[..., None] * np.float32(strength))
 
 
-_NOISE_MARGIN_PX: Final = 97
-_fields: dict[tuple[int, int], tuple[NDArray[np.float32], NDArray[np.float32]]] = {}
-
-
+@lru_cache(maxsize=2)
 def _sensor(width_px: int, height_px: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    if (width_px, height_px) not in _fields:
-        shape = (height_px + _NOISE_MARGIN_PX, width_px + _NOISE_MARGIN_PX)
-        field = cv2.GaussianBlur(stream("sensor", "field").standard_normal(shape, dtype=np.float32), (3, 3), 0.6)
-        y, x = np.mgrid[-1 : 1 : height_px * 1j, -1 : 1 : width_px * 1j]
-        vignette = (1.02 - 0.12 * np.square(x * x + 0.5 * y * y)).astype(np.float32)
-        _fields[width_px, height_px] = (field, np.ascontiguousarray(np.repeat(vignette[..., None], 3, axis=2)))
-    return _fields[width_px, height_px]
+    # A field of noise that is larger than the picture, and the lens's brightness (H, W, 3).
+    shape = (height_px + _NOISE_MARGIN_PX, width_px + _NOISE_MARGIN_PX)
+    field = cv2.GaussianBlur(stream("sensor", "field").standard_normal(shape, dtype=np.float32), (3, 3), 0.6)
+    y, x = np.mgrid[-1 : 1 : height_px * 1j, -1 : 1 : width_px * 1j]
+    vignette = (1.02 - 0.12 * np.square(x * x + 0.5 * y * y)).astype(np.float32)
+    return np.asarray(field, np.float32), np.ascontiguousarray(np.repeat(vignette[..., None], 3, axis=2))

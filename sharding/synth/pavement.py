@@ -1,8 +1,8 @@
 """The colour of the ground as a function of the place on the road, filtered to the size of a pixel.
 
-Two strips of texels describe the road: one across it, one along it, repeated every `PERIOD_M`. Each has a row for every
-halving of its resolution (level k averages 2 to the power k texels), so that one bilinear look-up gives the right average
-for a pixel of any size: MIP mapping in one dimension, exact for a pattern that is a product of the two directions.
+Two strips of texels describe the road: one across it, one along it, repeated every `PERIOD_M`. Each has a row for
+every halving of its resolution (level k averages 2 to the power k texels), so that one bilinear look-up gives the right
+average for a pixel of any size: MIP mapping in one dimension, exact for a pattern that is a product of the two.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def footprint(along_m: Floats, across_m: Floats) -> Footprint:
     largest = np.maximum(along_m, across_m)
 
     def level(extent_m: Floats) -> Floats:
-        return np.clip(np.log2(extent_m / TEXEL_M), 0.0, NUM_LEVELS - 1).astype(np.float32)
+        return np.asarray(np.clip(np.log2(extent_m / TEXEL_M), 0.0, NUM_LEVELS - 1), np.float32)
 
     def contrast(px_per_m: float) -> Floats:
         # Beyond two texels a pixel the untouched texture would alias.
@@ -63,7 +63,7 @@ def _levels(strip: Floats, *, wrap: bool) -> NDArray[np.uint8]:
         width = min(1 << level, len(strip))
         padded = np.pad(strip, ((width, width), (0, 0)), mode="wrap" if wrap else "edge")
         blurred = cv2.blur(padded, (1, width), borderType=cv2.BORDER_REPLICATE).reshape(padded.shape)
-        rows.append(to_pixels(blurred[width : width + len(strip)]))
+        rows.append(to_pixels(np.asarray(blurred, np.float32)[width : width + len(strip)]))
     return np.ascontiguousarray(np.stack(rows))
 
 
@@ -128,7 +128,7 @@ def _grain() -> NDArray[np.uint8]:
             path.append(path[-1] + 14.0 * np.array([np.cos(angle), np.sin(angle)]))
         for shift_x in (-_TILE_PX, 0, _TILE_PX):
             for shift_y in (-_TILE_PX, 0, _TILE_PX):
-                points = np.round(np.array(path) + (shift_x, shift_y)).astype(np.int32)
+                points = np.round(np.array(path) + np.array([shift_x, shift_y])).astype(np.int32)
                 cv2.polylines(wear, [points], False, 1.0, 1, cv2.LINE_AA)
     return np.ascontiguousarray(np.stack([to_pixels(128.0 + 36.0 * gravel), to_pixels(255.0 * wear)], axis=-1))
 
@@ -173,5 +173,4 @@ def _looked_up(texture: NDArray[np.uint8], along: Floats, left: Floats, px_per_m
     y = left * np.float32(px_per_m)
     x -= np.float32(_TILE_PX) * np.floor(x * np.float32(1.0 / _TILE_PX))
     y -= np.float32(_TILE_PX) * np.floor(y * np.float32(1.0 / _TILE_PX))
-    found: NDArray[np.uint8] = cv2.remap(texture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_WRAP)
-    return found
+    return np.asarray(cv2.remap(texture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_WRAP), np.uint8)

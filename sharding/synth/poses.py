@@ -1,7 +1,7 @@
 """Quaternions and rigid transforms, and the seeded random streams everything synthetic is drawn from.
 
-Matrices are named ``a2b`` with ``p_b = a2b @ p_a``. Quaternions are ``(w, x, y, z)`` as in the nuScenes tables. Values that
-end up in a table are rounded here first, so what is rendered is what the tables say.
+Matrices are named ``a2b`` with ``p_b = a2b @ p_a``. Quaternions are ``(w, x, y, z)`` as in the nuScenes tables. Values
+that end up in a table are rounded here first, so what is rendered is what the tables say.
 """
 
 from __future__ import annotations

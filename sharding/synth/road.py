@@ -23,7 +23,7 @@ _STRAIGHT_PER_M: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Road:
-    """Centre line through ``(x, y)`` of the global frame with ``heading_rad`` there and constant ``curvature_per_m``."""
+    """Centre line through ``(x, y)`` of the global frame, ``heading_rad`` there, constant ``curvature_per_m``."""
 
     x: float
     y: float

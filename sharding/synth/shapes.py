@@ -1,7 +1,7 @@
 """What an object looks like: convex parts and flat cut-outs, in a unit box.
 
-Unit box coordinates: x from -0.5 (rear) to 0.5 (front), y from -0.5 (right) to 0.5 (left), z from 0 to 1 (top). They are
-scaled to the size of the object's box, so that a shape fills its box and never leaves it.
+Unit box coordinates: x from -0.5 (rear) to 0.5 (front), y from -0.5 (right) to 0.5 (left), z from 0 to 1 (top). They
+are scaled to the size of the object's box, so that a shape fills its box and never leaves it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _REACH_M: Final = 130.0
 
 @dataclass(frozen=True, slots=True)
 class Solid:
-    """One upright box. ``actor`` is its index in the clip's actors, -1 for scenery; ``kind`` and ``style`` pick its looks.
+    """One upright box. ``actor``: index in the clip's actors, -1 for scenery; ``kind`` and ``style`` pick its looks.
 
     A tree is two of them: the trunk, and the crown that hangs over what stands below it.
     """
@@ -87,8 +87,8 @@ def far_to_near(
 
     Two disjoint rectangles are parted by a line along a side of one of them; the one on the eye's side of that line
     can hide the other and never the reverse. These pairwise facts are sorted topologically; where they form a cycle,
-    which three long boxes can, the farthest goes first. Where footprints overlap, one box hangs over another, both above
-    the eye or around it: a ray meets the lower one first. A crown hides the tip of its own trunk.
+    which three long boxes can, the farthest goes first. Where footprints overlap, one box hangs over another, above the
+    eye: a ray meets the lower one first. A crown hides the tip of its own trunk.
     """
     count = len(footprints)
     sides = np.roll(footprints, -1, axis=1) - footprints
@@ -96,7 +96,7 @@ def far_to_near(
     offsets = (normals * footprints).sum(-1)
     parted = ((normals[:, :, None, None] * footprints).sum(-1) >= offsets[:, :, None, None] - 1e-9).all(-1)
     eye_outside = (normals * eye_xy).sum(-1) > offsets
-    # before[a, b]: a is painted before b. A side of `a` parts them, and the eye is beyond it with b, or behind it with a.
+    # before[a, b]: a is painted before b. A side of `a` parts them; the eye is beyond it with b, or behind it with a.
     some = parted.any(1)
     side = parted.argmax(1)
     beyond = np.take_along_axis(eye_outside, side, axis=1)

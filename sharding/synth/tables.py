@@ -24,7 +24,8 @@ _CATEGORIES: Final = (
     "human.pedestrian.adult", "human.pedestrian.child", "human.pedestrian.wheelchair", "human.pedestrian.stroller",
     "human.pedestrian.personal_mobility", "human.pedestrian.police_officer", "human.pedestrian.construction_worker",
     "animal", "vehicle.car", "vehicle.motorcycle", "vehicle.bicycle", "vehicle.bus.bendy", "vehicle.bus.rigid",
-    "vehicle.truck", "vehicle.construction", "vehicle.emergency.ambulance", "vehicle.emergency.police", "vehicle.trailer",
+    "vehicle.truck", "vehicle.construction", "vehicle.emergency.ambulance", "vehicle.emergency.police",
+    "vehicle.trailer",
     "movable_object.barrier", "movable_object.trafficcone", "movable_object.pushable_pullable", "movable_object.debris",
     "static_object.bicycle_rack",
 )  # fmt: skip
@@ -58,7 +59,7 @@ def map_filename(spec: WorldSpec) -> str:
 
 
 def splits(spec: WorldSpec) -> dict[str, list[str]]:
-    """Split name to scene names: every fourth clip, or the last of fewer, is for validation; a single one for training."""
+    """Split name to scene names: every fourth clip, or the last of fewer, is val; a single one is train."""
     names = [make_clip(spec, index).name for index in range(spec.num_clips)]
     val = names[_VAL_EVERY - 1 :: _VAL_EVERY] or names[1:][-1:]
     return {"train": [name for name in names if name not in val], "val": val}

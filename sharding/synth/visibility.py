@@ -96,5 +96,5 @@ def _silhouettes(
         if high[0] < 0 or high[1] < 0 or low[0] > _WIDTH_PX or low[1] > camera.height_px * scale:
             continue
         limited = np.clip(pixels, -8.0 * _WIDTH_PX, 8.0 * _WIDTH_PX)
-        polygons.append(cv2.convexHull(np.rint(limited).astype(np.int32))[:, 0])
+        polygons.append(np.asarray(cv2.convexHull(np.rint(limited).astype(np.int32))[:, 0], np.int32))
     return polygons

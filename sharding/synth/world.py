@@ -2,10 +2,10 @@
 
 Everything is a function of the `WorldSpec`. What is rendered, scanned and written in tables is read from here.
 
-Time. The car moves all the time: each sensor is placed by the ego pose at its own timestamp. Other objects step from one
-*capture* to the next (a capture is one revolution of the lidar and the six exposures within it) and stand still during
-it, at their place at its reference time. So an annotation, which the format ties to the sample's timestamp, lies exactly
-on the object in each of the sample's images, though these are exposed up to 43 ms earlier.
+Time. The car moves all the time: each sensor is placed by the ego pose at its own timestamp. Other objects step from
+one *capture* to the next (a capture is one revolution of the lidar and the six exposures within it) and stand still
+during it, at their place at its reference time. So an annotation, which the format ties to the sample's timestamp, lies
+exactly on the object in each of the sample's images, though these are exposed up to 43 ms earlier.
 """
 
 from __future__ import annotations
