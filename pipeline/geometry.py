@@ -119,6 +119,24 @@ class ImageMap:
         )
         return ImageMap(coefficients, self.source_wh, self.out_wh, self.visible)
 
+    def of_rows(self, top: int, height: int) -> ImageMap:
+        """Return the same map from another source: the pixel rows [top, top + height) of this one's, cut out."""
+        a, b, tx, c, d, ty = self.coefficients
+        visible = self.visible[0], self.visible[1] - top, self.visible[2], self.visible[3] - top
+        coefficients = (a, b, tx + b * top, c, d, ty + d * top)
+        return ImageMap(coefficients, (self.source_wh[0], height), self.out_wh, visible)
+
+    def of_scaled(self, factor: int) -> ImageMap:
+        """Return the same map from the source decoded at 1/factor: coordinates are scaled by exactly that."""
+        a, b, tx, c, d, ty = self.coefficients
+        left, top, right, bottom = self.visible
+        return ImageMap(
+            (a * factor, b * factor, tx, c * factor, d * factor, ty),
+            (scaled_size(self.source_wh[0], 1, factor), scaled_size(self.source_wh[1], 1, factor)),
+            self.out_wh,
+            (left / factor, top / factor, right / factor, bottom / factor),
+        )
+
     @property
     def matrix(self) -> NDArray[np.float64]:
         """The edge-origin map as float64 (2, 3)."""

@@ -3,13 +3,16 @@
 ``python -m fuelrail.bench.micro.decode [--images FOLDER] [--out FILE]``. The work is a JPEG file of 1600x900 pixels
 to uint8 planes of 704x256: resized by 0.44, the bottom kept. Without ``--images`` a picture with a photograph's
 statistics is encoded at about the size of real camera files. The *bare limit* is libjpeg-turbo's half-scale decode and
-one bilinear resize into buffers made once, without looking at the file or at a map.
+one bilinear resize into buffers made once, without looking at the file or at a map. *Restart rows* are the same images,
+losslessly rewritten with a restart marker at each row of MCUs (needs the program jpegtran).
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import shutil
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +44,7 @@ SOURCE_WH = (1600, 900)
 OUT_WH = (704, 256)
 RESIZED_WH = (704, 396)
 NUM_THREADS = 2
+TURBO = "fuelrail turbo"
 _TOP = RESIZED_WH[1] - OUT_WH[1]
 _local = threading.local()
 
@@ -77,6 +81,14 @@ def made_image(quality: int = 85) -> bytes:
         return file.getvalue()
 
 
+def with_restart_rows(encoded: bytes) -> bytes | None:
+    """The same coefficients with a restart marker at each row of MCUs; None without the program jpegtran."""
+    program = shutil.which("jpegtran")
+    if program is None:
+        return None
+    return subprocess.run([program, "-restart", "1"], input=encoded, check=True, capture_output=True).stdout
+
+
 def load_images(folder: Path) -> list[bytes]:
     """The JPEG files of that size below the folder."""
     images = []
@@ -94,7 +106,7 @@ def decoders(image_map: ImageMap) -> dict[str, Decode]:
     turbo, pillow = make_decoder("turbo"), make_decoder("pillow")
     return {
         "bare limit: half scale, reused buffers": _bare,
-        "fuelrail turbo": lambda encoded, out: turbo.decode_into(encoded, image_map, out),
+        TURBO: lambda encoded, out: turbo.decode_into(encoded, image_map, out),
         "fuelrail pillow (full decode, antialiased)": lambda encoded, out: pillow.decode_into(encoded, image_map, out),
         "cv2.imdecode reduced by 2, linear": partial(_opencv, cv2.IMREAD_REDUCED_COLOR_2, cv2.INTER_LINEAR),
         "cv2.imdecode, linear": partial(_opencv, cv2.IMREAD_COLOR, cv2.INTER_LINEAR),
@@ -139,22 +151,26 @@ def measure(images: list[bytes], effort: Effort) -> list[Comparison]:
     """One thread and ``NUM_THREADS``, the same images in turns; a call decodes all of them."""
     image_map = ImageAugment(height=OUT_WH[1], width=OUT_WH[0]).draw([SOURCE_WH], seed=0, epoch=0, sample=0)[0]
     batch = np.empty((len(images), 3, *OUT_WH[::-1]), np.uint8)
-    works = decoders(image_map)  # holds OpenCV's own threads at one, for all candidates, as long as it lives
+    decodes = decoders(image_map)  # holds OpenCV's own threads at one, for all candidates, as long as it lives
+    works = {name: (decode, images) for name, decode in decodes.items()}
+    prepared = [spliceable for spliceable in map(with_restart_rows, images) if spliceable is not None]
+    if prepared:
+        works[f"{TURBO}, restart rows"] = (decodes[TURBO], prepared)
 
-    def one_by_one(decode: Decode) -> None:
-        for encoded, out in zip(images, batch, strict=True):
+    def one_by_one(decode: Decode, encoded_images: list[bytes]) -> None:
+        for encoded, out in zip(encoded_images, batch, strict=True):
             decode(encoded, out)
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
 
-        def together(decode: Decode) -> None:
-            list(pool.map(decode, images, batch))
+        def together(decode: Decode, encoded_images: list[bytes]) -> None:
+            list(pool.map(decode, encoded_images, batch))
 
         return [
-            compare(f"{len(images)} images, 1 thread", {n: partial(one_by_one, d) for n, d in works.items()}, effort),
+            compare(f"{len(images)} images, 1 thread", {n: partial(one_by_one, *w) for n, w in works.items()}, effort),
             compare(
                 f"{len(images)} images, {NUM_THREADS} threads",
-                {n: partial(together, d) for n, d in works.items()},
+                {n: partial(together, *w) for n, w in works.items()},
                 effort,
             ),
         ]

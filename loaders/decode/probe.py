@@ -47,6 +47,8 @@ class ImageInfo(NamedTuple):
 
     ``subsampling`` is "4:2:0" and the like, "gray" for one component, "other" for factors without a name, and "" for
     PNG. ``restart_interval`` counts MCUs, 0 for none. ``orientation`` is Exif's 1 to 8, reported and never applied.
+    ``frame_at`` and ``scan_at`` are the bytes where a JPEG's frame header (its marker) and the entropy-coded data of
+    its first scan begin; 0 for PNG.
     """
 
     width: int
@@ -58,6 +60,8 @@ class ImageInfo(NamedTuple):
     progressive: bool
     restart_interval: int
     orientation: int
+    frame_at: int = 0
+    scan_at: int = 0
 
     @property
     def is_cmyk(self) -> bool:
@@ -86,7 +90,7 @@ def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS) -> ImageInfo:
 def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     end, at = len(encoded), 2
     sof: tuple[int, int, int, int, int, bytes] | None = None  # marker, precision, height, width, count, factors
-    restart_interval, orientation = 0, 1
+    restart_interval, orientation, frame_at = 0, 1, 0
     while True:
         if at + 4 > end:
             raise ImageError(f"JPEG of {end} bytes ends inside its header: the file was cut")
@@ -113,6 +117,7 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
             precision, height, width, count = _SOF(encoded, at + 4) if length >= 8 else (0, 0, 0, 0)
             if length != 8 + 3 * count:
                 raise ImageError(f"JPEG header is broken: frame header of {length} bytes for {count} components")
+            frame_at = at
             sof = (marker - 0xC0, precision, height, width, count, bytes(encoded[at + 11 : at + 10 + 3 * count : 3]))
         at += 2 + length
     if sof is None:
@@ -132,7 +137,19 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         num_scans = bytes(encoded).count(b"\xff\xda")
         if num_scans > MAX_SCANS:
             raise ImageError(f"progressive JPEG has {num_scans} scans, more than {MAX_SCANS}: refused as hostile")
-    return ImageInfo(width, height, "jpeg", count, 8, _subsampling(factors), kind == 2, restart_interval, orientation)
+    return ImageInfo(
+        width,
+        height,
+        "jpeg",
+        count,
+        8,
+        _subsampling(factors),
+        kind == 2,
+        restart_interval,
+        orientation,
+        frame_at,
+        at + 2 + length,
+    )
 
 
 def _subsampling(factors: bytes) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import cv2
 import numpy as np
@@ -20,6 +20,7 @@ import simplejpeg
 
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
 
@@ -35,6 +36,9 @@ Picture: TypeAlias = "NDArray[Any]"
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
 _REACH = {"bilinear": 1, "bicubic": 2}
 """Source pixels on each side of a sampled place that the filter reads."""
+
+_WARP_REACH = 4
+"""Source pixels kept about the region of a warp: more than any filter reads, so that its border is never seen."""
 
 _MAX_SHIFT_PX = 0.02
 """Largest displacement, in output pixels, that the fast path may have against the exact map."""
@@ -75,31 +79,44 @@ class TurboDecoder:
         check_output(image_map, out, interpolation)
         info = probe(encoded)
         check_source(info, image_map)
-        if info.format == "jpeg":
-            image, factor = self._decode_jpeg(encoded, info, image_map.max_scale)
-        else:
-            image, factor = _decode_png(encoded, info), 1
-            out = out[::-1]  # OpenCV decodes to BGR
+        factor = _dct_factor(info, image_map.max_scale)
         if factor > 1:
-            image_map = _from_scaled(image_map, image, factor)
+            image_map = image_map.of_scaled(factor)
+        grid = _resize_grid(image_map, interpolation)
+        if info.format == "jpeg":
+            top = 0
+            if info.restart_interval:
+                reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
+                rows = grid.rows[:2] if grid is not None else image_map.source_roi(reach)[1::2]
+                spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor)
+                if spliced is not None:
+                    encoded, info = spliced.encoded, info._replace(height=spliced.height)
+                    top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling
+                    image_map = image_map.of_rows(top, scaled_size(spliced.height, 1, factor))
+            image = self._decode_jpeg(encoded, info, factor)
+        else:
+            image, top = _decode_png(encoded, info), 0
+            out = out[::-1]  # OpenCV decodes to BGR
         try:
+            if grid is not None:
+                self._resize(image, top, grid, out, interpolation)
+                return
             if image_map.max_scale <= 0.5:
                 image, image_map = _shrink(image, image_map)
-            if not (image_map.is_axis_aligned and self._resize(image, image_map, out, interpolation)):
+                grid = _resize_grid(image_map, interpolation)
+            if grid is not None:
+                self._resize(image, 0, grid, out, interpolation)
+            else:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
             raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
 
-    def _decode_jpeg(self, encoded: Buffer, info: ImageInfo, max_scale: float) -> tuple[Picture, int]:
-        """Return the picture (h, w, 3) RGB, decoded at 1/factor, and the factor."""
-        factor = 1
-        if min(info.width, info.height) >= _MIN_SCALABLE_PX:
-            while factor < 8 and max_scale * factor * 2 <= 1.0 + 1e-9:
-                factor *= 2
+    def _decode_jpeg(self, encoded: Buffer, info: ImageInfo, factor: int) -> Picture:
+        """Return the picture (h, w, 3) RGB, decoded at 1/factor."""
         width, height = scaled_size(info.width, 1, factor), scaled_size(info.height, 1, factor)
         colorspace, channels = ("CMYK", 4) if info.is_cmyk else ("RGB", 3)
         try:
-            image = simplejpeg.decode_jpeg(
+            image: Picture = simplejpeg.decode_jpeg(
                 encoded,
                 colorspace,
                 min_height=height,
@@ -118,49 +135,29 @@ class TurboDecoder:
         if info.is_cmyk:
             # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 is no ink.
             image = ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
-        return image, factor
+        return image
 
-    def _resize(self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> bool:
-        """Sample an axis-aligned map by `cv2.resize`. False, and nothing done, where its grid does not fit.
-
-        `cv2.resize` with explicit factors scales about the top-left edge of the region that it gets. So the region
-        starts at a source row and column whose place in the output is a whole number: a few lines before the first
-        one needed, and then dropped from the result.
-        """
-        (flip_x, flip_y), (out_width, out_height) = image_map.flips, image_map.out_wh
-        a, _, tx, _, d, ty = image_map.coefficients
-        left, top, right, bottom = image_map.covered_output()
-        x0, x1, y0, y1 = left, right, top, bottom
-        if flip_x:
-            a, tx, x0, x1 = -a, out_width - tx, out_width - right, out_width - left
-        if flip_y:
-            d, ty, y0, y1 = -d, out_height - ty, out_height - bottom, out_height - top
-        if left < right:
-            reach = _REACH[interpolation]
-            columns = _aligned_span(a, tx, x0, x1, image.shape[1], reach)
-            rows = _aligned_span(d, ty, y0, y1, image.shape[0], reach)
-            if columns is None or rows is None:
-                return False
-            region = image[rows[0] : rows[1], columns[0] : columns[1]]
-            if region.shape[:2] == (rows[3], columns[3]) and (a, d) != (1.0, 1.0):
-                return False  # where the rounded size is the same, OpenCV copies, whatever the factors are
-            resized: Picture = self._scratch.take("resized", rows[3], columns[3], 3)
-            resized = cv2.resize(region, None, resized, a, d, _FILTERS[interpolation])
-            resized = resized[y0 - rows[2] : y1 - rows[2], x0 - columns[2] : x1 - columns[2]]
-            if flip_x or flip_y:
-                code = -1 if flip_x and flip_y else int(flip_x)
-                resized = cv2.flip(resized, code, self._scratch.take("flipped", *resized.shape))
-        if (left, top, right, bottom) != (0, 0, out_width, out_height):
+    def _resize(self, image: Picture, top: int, grid: _ResizeGrid, out: NDArray[np.uint8], interpolation: str) -> None:
+        """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
+        x0, y0, x1, y1 = grid.covered
+        if x0 < x1:
+            columns, rows = grid.columns, grid.rows
+            region = image[rows.start - top : rows.stop - top, columns.start : columns.stop]
+            resized: Picture = self._scratch.take("resized", rows.num_lines, columns.num_lines, 3)
+            resized = cv2.resize(region, None, resized, grid.scale[0], grid.scale[1], _FILTERS[interpolation])
+            skip_x, skip_y = columns.skip, rows.skip
+            resized = resized[skip_y : skip_y + y1 - y0, skip_x : skip_x + x1 - x0]
+            if grid.flip is not None:
+                resized = cv2.flip(resized, grid.flip, self._scratch.take("flipped", *resized.shape))
+        if grid.covered != (0, 0, out.shape[2], out.shape[1]):
             out[:] = 0
-            out = out[:, top:bottom, left:right]
-        if left < right:
+            out = out[:, y0:y1, x0:x1]
+        if x0 < x1:
             cv2.split(resized, list(out))
-        return True
 
     def _warp(self, image: Picture, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
         """Sample any map by `cv2.warpAffine`."""
-        reach = _REACH[interpolation] + 1
-        left, top, right, bottom = image_map.source_roi(reach)
+        left, top, right, bottom = image_map.source_roi(_WARP_REACH)
         if left >= right or top >= bottom:
             out[:] = 0
             return
@@ -181,13 +178,72 @@ class TurboDecoder:
         black_out_unseen(image_map, out)
 
 
-def _aligned_span(
-    scale: float, offset: float, first: int, last: int, size: int, reach: int
-) -> tuple[int, int, int, int] | None:
+def _dct_factor(info: ImageInfo, max_scale: float) -> int:
+    """Return the divisor 1, 2, 4 or 8 to decode a JPEG at: never below the resolution that the map asks for."""
+    factor = 1
+    if info.format == "jpeg" and min(info.width, info.height) >= _MIN_SCALABLE_PX:
+        while factor < 8 and max_scale * factor * 2 <= 1.0 + 1e-9:
+            factor *= 2
+    return factor
+
+
+class _Span(NamedTuple):
+    """Source lines [start, stop) to resize on one axis, the lines that makes, and how many of them to drop first."""
+
+    start: int
+    stop: int
+    num_lines: int
+    skip: int
+
+
+class _ResizeGrid(NamedTuple):
+    """How `cv2.resize` does an axis-aligned map: region, factors, then ``flip`` (its code, None for none)."""
+
+    covered: tuple[int, int, int, int]
+    columns: _Span
+    rows: _Span
+    scale: tuple[float, float]
+    flip: int | None
+
+
+_NOTHING = _Span(0, 0, 0, 0)
+
+
+def _resize_grid(image_map: ImageMap, interpolation: str) -> _ResizeGrid | None:
+    """Plan a map for `cv2.resize`. None where it cannot do it.
+
+    `cv2.resize` with explicit factors scales about the top-left edge of the region that it gets. So the region starts
+    at a source row and column whose place in the output is a whole number: a few lines before the first one needed,
+    which are then dropped from the result.
+    """
+    if not image_map.is_axis_aligned or image_map.max_scale <= 0.5:
+        return None
+    (flip_x, flip_y), (out_width, out_height) = image_map.flips, image_map.out_wh
+    a, _, tx, _, d, ty = image_map.coefficients
+    covered = image_map.covered_output()
+    x0, y0, x1, y1 = covered
+    if x0 >= x1:
+        return _ResizeGrid(covered, _NOTHING, _NOTHING, (1.0, 1.0), None)
+    if flip_x:
+        a, tx, x0, x1 = -a, out_width - tx, out_width - x1, out_width - x0
+    if flip_y:
+        d, ty, y0, y1 = -d, out_height - ty, out_height - y1, out_height - y0
+    reach = _REACH[interpolation]
+    columns = _aligned_span(a, tx, x0, x1, image_map.source_wh[0], reach)
+    rows = _aligned_span(d, ty, y0, y1, image_map.source_wh[1], reach)
+    if columns is None or rows is None:
+        return None
+    same_size = columns.num_lines == columns.stop - columns.start and rows.num_lines == rows.stop - rows.start
+    if same_size and (a, d) != (1.0, 1.0):
+        return None  # OpenCV copies where the rounded size is the same, whatever the factors are
+    flip = (-1 if flip_y else 1) if flip_x else (0 if flip_y else None)
+    return _ResizeGrid(covered, columns, rows, (a, d), flip)
+
+
+def _aligned_span(scale: float, offset: float, first: int, last: int, size: int, reach: int) -> _Span | None:
     """Find the source lines to resize for output lines [first, last), on one axis with out = scale * in + offset.
 
-    Returns (start, stop) in the source, the output line where ``start`` lies, and the number of output lines that
-    `cv2.resize` makes of the span; None if no start meets the output's grid closely enough.
+    None if no start meets the output's grid closely enough.
     """
     needed = max(0, min(size - 1, math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1))
     best, best_shift = 0, math.inf
@@ -203,19 +259,9 @@ def _aligned_span(
     origin = round(scale * best + offset)
     stop = min(size, best + math.ceil((last - origin) / scale) + reach)
     num_lines = round((stop - best) * scale)  # to even at ties, as OpenCV rounds
-    return (best, stop, origin, num_lines) if origin <= first and origin + num_lines >= last else None
-
-
-def _from_scaled(image_map: ImageMap, image: Picture, factor: int) -> ImageMap:
-    """Return the map from a picture decoded at 1/factor: coordinates are scaled by exactly 1/factor."""
-    a, b, tx, c, d, ty = image_map.coefficients
-    left, top, right, bottom = image_map.visible
-    return ImageMap(
-        (a * factor, b * factor, tx, c * factor, d * factor, ty),
-        (image.shape[1], image.shape[0]),
-        image_map.out_wh,
-        (left / factor, top / factor, right / factor, bottom / factor),
-    )
+    if origin > first or origin + num_lines < last:
+        return None
+    return _Span(best, stop, num_lines, first - origin)
 
 
 def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:

@@ -42,7 +42,11 @@ def edited(encoded: bytes, marker: int, offset: int, new: bytes) -> bytes:
     [({}, "4:4:4"), ({"subsampling": "4:2:2"}, "4:2:2"), ({"subsampling": "4:2:0"}, "4:2:0")],
 )
 def test_jpeg_headers_are_read(options: dict, subsampling: str) -> None:
-    assert probe(encode(PICTURE, **options)) == ImageInfo(49, 35, "jpeg", 3, 8, subsampling, False, 0, 1)
+    encoded = encode(PICTURE, **options)
+    info = probe(encoded)
+    assert info == ImageInfo(49, 35, "jpeg", 3, 8, subsampling, False, 0, 1, info.frame_at, info.scan_at)
+    assert encoded[info.frame_at : info.frame_at + 2] == b"\xff\xc0"
+    assert encoded[info.scan_at - 14 : info.scan_at - 12] == b"\xff\xda"
 
 
 def test_gray_cmyk_progressive_and_restarts_are_told() -> None:

@@ -1,0 +1,94 @@
+"""Cuts the rows that a crop needs out of a JPEG, without decoding anything.
+
+A JPEG with one restart marker per row of MCUs (``jpegtran -restart 1`` writes it from any baseline file, losslessly,
+for 0.1 % more bytes) can be cut between rows: decoding starts anew at each marker. Header and wanted rows are a
+smaller, valid JPEG, which any decoder takes, with the same pixels in the rows kept. A BEV crop that drops the top
+third saves a third of the entropy decoding, which no decoder's own region of interest does.
+
+ITU-T T.81: restart markers D0 to D7 count modulo 8 from D0 (B.2.1, E.1.4); sizes of MCUs A.2.3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fuelrail.loaders.decode.probe import ImageInfo
+    from fuelrail.pipeline.buffers import Buffer
+
+_MCU_WH = {
+    "gray": (8, 8),
+    "4:4:4": (8, 8),
+    "4:2:2": (16, 8),
+    "4:2:0": (16, 16),
+    "4:4:0": (8, 16),
+    "4:1:1": (32, 8),
+    "4:1:0": (32, 16),
+}
+_MIN_SAVED_ROWS = 3
+"""Rows of MCUs below which looking for the markers and copying costs as much as decoding them."""
+
+_END_OF_IMAGE = b"\xff\xd9"
+
+
+class SplicedRows(NamedTuple):
+    """A JPEG of some rows of another: pixel rows ``top`` up to ``top + height`` of it, all columns."""
+
+    encoded: bytes
+    top: int
+    height: int
+
+
+def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int) -> SplicedRows | None:
+    """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
+
+    None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
+    where cutting would save nothing. Damage in rows that are left out is not seen.
+    """
+    if not info.restart_interval or info.progressive or info.num_components == 4:
+        return None
+    mcu = _MCU_WH.get(info.subsampling)
+    if mcu is None or info.restart_interval != -(-info.width // mcu[0]):
+        return None
+    num_rows = -(-info.height // mcu[1])
+    # One row of context: smooth upsampling of the colour planes looks into the neighbouring row.
+    first, last = max(0, top // mcu[1] - 1), min(num_rows, -(-bottom // mcu[1]) + 1)
+    if num_rows - (last - first) < _MIN_SAVED_ROWS or last <= first:
+        return None
+    markers = _restart_markers(encoded, info.scan_at)
+    if (
+        markers is None
+        or len(markers) != num_rows - 1
+        or encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components
+    ):
+        return None
+    if bytes(encoded[-16:]).find(_END_OF_IMAGE) < 0:  # cut, or something follows: the decoder shall see all of it
+        return None
+    start = info.scan_at if first == 0 else markers[first - 1] + 2
+    end = markers[last - 1] if last < num_rows else len(encoded)
+    height = min(info.height, last * mcu[1]) - first * mcu[1]
+    spliced = bytearray(encoded[: info.scan_at])
+    spliced += encoded[start:end]
+    if last < num_rows:
+        spliced += _END_OF_IMAGE
+    spliced[info.frame_at + 5 : info.frame_at + 7] = height.to_bytes(2, "big")
+    if first % 8:
+        move = info.scan_at - start
+        for number, at in enumerate(markers[first : last - 1]):
+            spliced[at + move + 1] = 0xD0 + number % 8
+    return SplicedRows(bytes(spliced), first * mcu[1], height)
+
+
+def _restart_markers(encoded: Buffer, scan_at: int) -> list[int] | None:
+    """Return the places of all restart markers of the scan; None if they do not count D0, D1, ... D7, D0, ..."""
+    scan = np.frombuffer(encoded, np.uint8)[scan_at:]
+    places = np.flatnonzero(scan[:-1] == 0xFF)
+    kinds = scan[places + 1]
+    is_restart = (kinds & 0xF8) == 0xD0
+    places, kinds = places[is_restart], kinds[is_restart]
+    if not np.array_equal(kinds & 7, np.arange(len(kinds)) & 7):
+        return None
+    found: list[int] = (places + scan_at).tolist()
+    return found

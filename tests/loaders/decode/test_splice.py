@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuelrail.loaders.decode import make_decoder, probe, turbo
+from fuelrail.loaders.decode.splice import splice_rows
+from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.geometry import ImageMap
+from support.decoder_suite import ALL_MAPS, NUSCENES_WH
+from support.pictures import encode, natural, open_with_pillow
+from support.shared_data import shared_data
+
+SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "gray")
+
+
+def with_restarts(width: int, height: int, subsampling: str = "4:2:0", **options) -> bytes:
+    picture = natural(width, height)
+    if subsampling == "gray":
+        return encode(picture[..., 0], restart_marker_rows=1, **options)
+    return encode(picture, subsampling=subsampling, restart_marker_rows=1, **options)
+
+
+@given(
+    wh=st.tuples(st.integers(1, 200), st.integers(60, 400)),
+    subsampling=st.sampled_from(SUBSAMPLINGS),
+    rows=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+@settings(max_examples=80)
+def test_spliced_rows_are_the_rows_of_the_whole(wh, subsampling, rows) -> None:
+    encoded = with_restarts(*wh, subsampling)
+    whole = open_with_pillow(encoded)
+    top, bottom = sorted(int(share * wh[1]) for share in rows)
+    bottom = max(bottom, top + 1)
+    spliced = splice_rows(encoded, probe(encoded), top, bottom)
+    if spliced is None:
+        return
+    assert spliced.top <= top
+    assert spliced.top + spliced.height >= bottom
+    info = probe(spliced.encoded)
+    assert (info.width, info.height) == (wh[0], spliced.height)
+    part = open_with_pillow(spliced.encoded)
+    assert np.array_equal(part[top - spliced.top : bottom - spliced.top], whole[top:bottom])
+
+
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_it_does_splice_and_saves_bytes(subsampling: str) -> None:
+    encoded = with_restarts(320, 400, subsampling)
+    spliced = splice_rows(encoded, probe(encoded), 250, 400)
+    assert spliced is not None
+    assert len(spliced.encoded) < 0.55 * len(encoded)
+    middle = splice_rows(encoded, probe(encoded), 200, 260)
+    assert middle is not None
+    assert len(middle.encoded) < 0.45 * len(encoded)
+    assert splice_rows(encoded, probe(encoded), 0, 400) is None
+
+
+@pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("name", ALL_MAPS)
+def test_the_backend_gives_the_same_bytes_as_without(name: str, filter_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_map = ALL_MAPS[name]
+    if name == "sixteenth":
+        pytest.skip("blocks that are averaged beyond 1/8 start at the first row that is there")
+    encoded = with_restarts(*NUSCENES_WH, quality=90)
+    width, height = image_map.out_wh
+    first, second = np.empty((3, height, width), np.uint8), np.empty((3, height, width), np.uint8)
+    decoder = make_decoder("turbo")
+    decoder.decode_into(encoded, image_map, first, filter_)
+    monkeypatch.setattr(turbo, "splice_rows", lambda *arguments: None)
+    decoder.decode_into(encoded, image_map, second, filter_)
+    assert np.array_equal(first, second)
+
+
+def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    heights = []
+    true_decode = turbo.simplejpeg.decode_jpeg
+
+    def spy(*arguments, **options):
+        picture = true_decode(*arguments, **options)
+        heights.append(picture.shape[0])
+        return picture
+
+    monkeypatch.setattr(turbo.simplejpeg, "decode_jpeg", spy)
+    (image_map,) = ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=0)
+    out = np.empty((3, 256, 704), np.uint8)
+    make_decoder("turbo").decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)
+    # Seen: rows 318 to 900. The output's grid meets the half-size picture's in row 150, 300 of the stored one; that
+    # is in row 18 of MCUs, and one of context more.
+    assert heights == [(900 - 17 * 16) // 2]
+
+
+def test_files_that_cannot_be_cut_are_left_alone() -> None:
+    picture = natural(320, 400)
+    for encoded in (
+        encode(picture, subsampling="4:2:0"),  # no markers
+        encode(picture, subsampling="4:2:0", restart_marker_rows=2),
+        encode(picture, subsampling="4:2:0", restart_marker_blocks=7),
+        encode(picture, subsampling="4:2:0", restart_marker_rows=1, progressive=True),
+        encode(picture, "png"),
+    ):
+        assert splice_rows(encoded, probe(encoded), 300, 400) is None
+
+
+def test_damaged_markers_are_left_to_the_decoder() -> None:
+    encoded = with_restarts(320, 400)
+    info = probe(encoded)
+    marker = encoded.index(b"\xff\xd3", info.scan_at)
+    swapped = encoded[: marker + 1] + b"\xd5" + encoded[marker + 2 :]
+    missing = encoded[:marker] + encoded[marker + 2 :]
+    cut = encoded[:-40]
+    out = np.full((3, 50, 320), 9, np.uint8)
+    bottom = ImageMap.identity((320, 400)).crop(0, 350, 320, 50)
+    for damaged in (swapped, missing, cut):
+        assert splice_rows(damaged, probe(damaged), 300, 400) is None
+        with pytest.raises(ImageError):
+            make_decoder("turbo").decode_into(damaged, bottom, out)
+    assert (out == 9).all()
+
+
+def test_views_can_be_spliced() -> None:
+    encoded = with_restarts(320, 400)
+    expected = splice_rows(encoded, probe(encoded), 300, 400)
+    assert splice_rows(memoryview(b"x" + encoded)[1:], probe(encoded), 300, 400) == expected
+
+
+def test_real_pictures_prepared_by_jpegtran() -> None:
+    jpegtran = shutil.which("jpegtran")
+    if jpegtran is None:
+        pytest.skip("jpegtran is not installed")
+    file = min(shared_data("nuscenes-mini").glob("samples/CAM_FRONT/*.jpg"))
+    plain = file.read_bytes()
+    prepared = subprocess.run([jpegtran, "-restart", "1", str(file)], check=True, capture_output=True).stdout
+    assert len(prepared) < 1.002 * len(plain)
+    decoder = make_decoder("turbo")
+    for sample in range(5):
+        augment = ImageAugment(height=256, width=704, train=True, resize_range=(0.38, 0.55), rotate_deg=(-5, 5))
+        (image_map,) = augment.draw([NUSCENES_WH], seed=0, epoch=0, sample=sample)
+        first, second = np.empty((3, 256, 704), np.uint8), np.empty((3, 256, 704), np.uint8)
+        decoder.decode_into(plain, image_map, first)
+        decoder.decode_into(prepared, image_map, second)
+        assert np.array_equal(first, second)
