@@ -58,6 +58,10 @@ def open_dataset(root: str | os.PathLike[str]) -> Dataset:
     folder = Path(root)
     manifest = load_manifest(folder)
     index = SampleIndex(folder / INDEX_FILE)
+    stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
+    size = (folder / INDEX_FILE).stat().st_size
+    if size != stated:
+        raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
     if len(index) != manifest.num_samples:
         raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
     return Dataset(folder, manifest, index)

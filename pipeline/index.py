@@ -8,17 +8,20 @@ of a host share its pages. Rows stand in the order of the samples in the shards.
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.errors import IndexFileError, OrderError
+from fuelrail.pipeline.codecs import suffix
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -105,10 +108,12 @@ class IndexWriter:
 
     def close(self) -> None:
         """Write what is pending and the file's footer."""
-        if self._pending:
-            self._flush()
-        self._writer.close()
-        self._sink.close()
+        try:
+            if self._pending:
+                self._flush()
+            self._writer.close()
+        finally:
+            self._sink.close()
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +121,10 @@ class IndexWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:  # without its footer the file is not an index, as it should be
+            self._sink.close()
 
     def _flush(self) -> None:
         rows, self._pending = self._pending, []
@@ -157,45 +165,48 @@ class SampleIndex:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Map the file; raises IndexFileError where it is not a whole index file of this version."""
         self._path = str(path)
+        self._lock = threading.Lock()
         try:
             self._file = pa.ipc.open_file(pa.memory_map(self._path))
         except (OSError, pa.ArrowException) as error:
             raise IndexFileError(f"index '{self._path}' cannot be opened: {error}") from error
         metadata = self._file.schema.metadata or {}
-        version = metadata.get(_VERSION_KEY, b"none").decode()
+        version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
         if version != str(INDEX_VERSION):
             raise IndexFileError(f"index '{self._path}' has version {version}; this Fuelrail reads {INDEX_VERSION}")
         if not self._file.schema.equals(pa.schema(_COLUMNS)):
             raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
-        self.names: tuple[str, ...] = tuple(json.loads(metadata[_NAMES_KEY]))
-        self.codecs: tuple[str, ...] = tuple(json.loads(metadata[_CODECS_KEY]))
+        self.names = self._vocabulary(metadata, _NAMES_KEY)
+        self.codecs = self._vocabulary(metadata, _CODECS_KEY)
+        for codec in self.codecs:
+            try:
+                suffix(codec)
+            except ConfigError as error:
+                raise IndexFileError(f"index '{self._path}': {error}") from error
         self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
         # Only the last batch may be short, so its length alone gives the total.
-        last = self._file.num_record_batches - 1
-        self._length = last * ROWS_PER_BATCH + self._file.get_batch(last).num_rows if last >= 0 else 0
+        last = len(self._batches) - 1
+        self._length = last * ROWS_PER_BATCH + self._record_batch(last).num_rows if last >= 0 else 0
 
     def __len__(self) -> int:
         return self._length
 
     def row(self, index: int) -> IndexRow:
-        """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for a damaged row."""
+        """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for a damaged batch."""
         if not 0 <= index < self._length:
             raise OrderError(f"sample {index} is outside the index of {self._length} samples")
         batch = self._batch(index // ROWS_PER_BATCH)
         at = index % ROWS_PER_BATCH
         first, end = int(batch.starts[at]), int(batch.starts[at + 1])
-        try:
-            members = tuple(
-                MemberEntry(self.names[name], offset, stored, raw, self.codecs[codec])
-                for name, codec, offset, stored, raw in zip(
-                    *(values[first:end].tolist() for values in batch.members), strict=True
-                )
+        members = tuple(
+            MemberEntry(self.names[name], offset, stored, raw, self.codecs[codec])
+            for name, codec, offset, stored, raw in zip(
+                *(values[first:end].tolist() for values in batch.members), strict=True
             )
-            frame, timestamp_ns, shard, offset, length, xxh3 = (values[at].item() for values in batch.scalars)
-            key, clip_id = batch.key[at].as_py(), batch.clip_id[at].as_py()
-            return IndexRow(key, clip_id, frame, timestamp_ns, shard, offset, length, xxh3, members)
-        except (IndexError, UnicodeDecodeError) as error:
-            raise IndexFileError(f"index '{self._path}' is damaged at row {index}: {error}") from error
+        )
+        frame, timestamp_ns, shard, offset, length, xxh3 = (values[at].item() for values in batch.scalars)
+        key, clip_id = batch.key[at].as_py(), batch.clip_id[at].as_py()
+        return IndexRow(key, clip_id, frame, timestamp_ns, shard, offset, length, xxh3, members)
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
         """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
@@ -209,13 +220,23 @@ class SampleIndex:
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
         """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
-        end = self._length if end is None else end
-        found: list[str] = []
-        for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
-            low = max(first - n * ROWS_PER_BATCH, 0)
-            array = getattr(self._batch(n), name)
-            found += array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)).to_pylist()
+        found: list[str] = self.texts(name, first, end).to_pylist()
         return found
+
+    def texts(self, name: str, first: int = 0, end: int | None = None) -> pa.ChunkedArray:
+        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
+        end = self._length if end is None else end
+        parts = []
+        for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
+            array, low = getattr(self._batch(n), name), max(first - n * ROWS_PER_BATCH, 0)
+            parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
+        return pa.chunked_array(parts, pa.string())
+
+    def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
+        """The clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
+        encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
+        numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
+        return numbers
 
     def find(self, key: str) -> int | None:
         """The row of a key, or None; reads the key column from the start."""
@@ -225,29 +246,51 @@ class SampleIndex:
                 return number * ROWS_PER_BATCH + int(at)
         return None
 
+    def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
+        try:
+            return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise IndexFileError(f"index '{self._path}' has no list {entry.decode()}: {error}") from error
+
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
-            batch = self._batches[number] = self._view(number)
+            with self._lock:  # Arrow's file reader has a read position
+                batch = self._batches[number] = self._batches[number] or self._view(number)
         return batch
 
-    def _view(self, number: int) -> _Batch:
+    def _record_batch(self, number: int) -> pa.RecordBatch:
+        """Map one record batch, unchecked but for its number of rows; raises IndexFileError."""
         try:
             record = self._file.get_batch(number)
         except (OSError, pa.ArrowException) as error:
             raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
-        last = number == len(self._batches) - 1
-        if not last and record.num_rows != ROWS_PER_BATCH:
+        wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
+        if not wanted <= record.num_rows <= ROWS_PER_BATCH:
             raise IndexFileError(f"index '{self._path}': record batch {number} has {record.num_rows} rows")
-        columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
-        members = columns["members"]
-        return _Batch(
-            columns["key"],
-            columns["clip_id"],
-            tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS),
-            members.offsets.to_numpy(zero_copy_only=True),
-            tuple(members.values.field(i).to_numpy(zero_copy_only=True) for i in range(_MEMBER_TYPE.num_fields)),
-        )
+        return record
+
+    def _view(self, number: int) -> _Batch:
+        record = self._record_batch(number)
+        try:
+            # Arrow trusts offsets once a batch is accepted: a damaged one would end the process, not raise. The check
+            # takes about a millisecond for each batch of 65,536 samples, on first use.
+            record.validate(full=True)
+            columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
+            members = columns["members"]
+            batch = _Batch(
+                columns["key"],
+                columns["clip_id"],
+                tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS),
+                members.offsets.to_numpy(zero_copy_only=True),
+                tuple(members.values.field(i).to_numpy(zero_copy_only=True) for i in range(_MEMBER_TYPE.num_fields)),
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
+        for codes, known in zip(batch.members, (self.names, self.codecs), strict=False):
+            if codes.size and not 0 <= codes.min() <= codes.max() < len(known):
+                raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: no such name or codec")
+        return batch
 
 
 def write_index(

@@ -148,11 +148,15 @@ def load_manifest(root: str | os.PathLike[str]) -> Manifest:
 def _check_runs(manifest: Manifest, where: str) -> None:
     """Shards and splits must tile the rows without gap or overlap."""
     row = 0
+    names: set[str] = set()
     for shard in manifest.shards:
         if shard.first_sample != row or shard.num_samples < 1 or shard.split not in manifest.splits:
             raise ManifestError(f"'{where}': shard '{shard.name}' does not continue at sample {row}")
-        if shard.name != Path(shard.name).name or not shard.name:
+        if shard.name in ("", "..") or shard.name != Path(shard.name).name:
             raise ManifestError(f"'{where}': shard name {shard.name!r} is not a plain file name")
+        if shard.name in names:
+            raise ManifestError(f"'{where}': shard '{shard.name}' stands twice")
+        names.add(shard.name)
         row += shard.num_samples
     total = sum(split.num_samples for split in manifest.splits.values())
     if row != manifest.num_samples or total != manifest.num_samples:

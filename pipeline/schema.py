@@ -245,7 +245,8 @@ def decode_points(data: Buffer) -> F32:
 def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 
-    Raises SchemaError, naming key and member, where a member is not what the schema says or a needed one is absent.
+    Raises SchemaError, naming key and member, where a member is not what the schema says, a needed one is absent, or
+    ``meta.json`` is that of another sample.
     """
     images: dict[str, Buffer] = {}
     points: dict[str, F32] = {}
@@ -273,6 +274,8 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
     for needed in (META, GEOMETRY):
         if known[needed] is None:
             raise SchemaError("the member is missing", key=key, member=needed)
+    if known[META].key != key:
+        raise SchemaError(f"it says that the sample is {known[META].key!r}", key=key, member=META)
     return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra)
 
 
