@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import index
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.weights import Weighting  # noqa: TC001, msgspec reads the annotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,30 +30,54 @@ ORDER_VERSION: Final = 1
 """Goes up when any order changes for the same arguments. A saved position means nothing under another version."""
 
 
+Kind = Literal["shuffled", "windowed", "sequential", "lanes"]
+
+
 class OrderSpec(Settings, frozen=True):
-    """How an epoch is ordered.
+    """Which samples an epoch has, how often, and in which order.
 
     * ``shuffled``: every sample anywhere, another permutation each epoch.
     * ``windowed``: shards permuted, cut into windows of ``window`` shards, samples permuted within each window; for
       storage that likes long reads. The last window may hold fewer shards.
-    * ``sequential``: as stored; seed and epoch change nothing.
+    * ``sequential``: as stored; seed and epoch change nothing, save for ``weights``.
+    * ``lanes``: each row of the global batch follows clips through time (`fuelrail.pipeline.lanes`).
+
+    ``filter``, ``subset`` and ``weights`` look at a dataset: `fuelrail.pipeline.compiled_order` applies them.
     """
 
-    kind: Literal["shuffled", "windowed", "sequential"] = "shuffled"
+    kind: Kind = "shuffled"
     seed: int = 0
     """0 .. 2**63 - 1."""
     window: int | None = None
     """Shards in a window, 1 or more; with kind ``windowed`` only, and needed there."""
+    filter: str | None = None
+    """Only samples for which an expression over attributes holds (`fuelrail.pipeline.filters`)."""
+    subset: str | None = None
+    """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
+    weights: tuple[Weighting, ...] = ()
+    """How often samples come, as the product of these (`fuelrail.pipeline.weights`); not with ``lanes``."""
+    epoch_length: int | None = None
+    """Positions in a weighted epoch; None: class balance's own number, else as many as there are selected samples."""
+    pieces_per_clip: int | None = None
+    """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise OrderError(f"order kind must be one of {', '.join(_KINDS)}, got {self.kind!r}")
+        if self.kind not in get_args(Kind):
+            raise OrderError(f"order kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
         if not 0 <= self.seed < 2**63:
             raise OrderError(f"order seed must be in 0 .. 2**63 - 1, got {self.seed}")
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(f"window={self.window} means something with order kind 'windowed' only, got {self.kind!r}")
+        if self.kind == "lanes" and self.weights:
+            raise OrderError("lanes show each frame of a clip once, so they take no weights; filter or subset instead")
+        if self.kind != "lanes" and self.pieces_per_clip is not None:
+            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} goes with order kind 'lanes', got {self.kind!r}")
+        if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
+            raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
+        if self.epoch_length is not None and not self.weights:
+            raise OrderError(f"epoch_length={self.epoch_length} means something with weights only; there are none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +123,10 @@ class PositionMap(Protocol):
 
 
 class Order:
-    """The order of one epoch: ``order(positions)`` gives sample indices, ``len(order)`` positions.
+    """The order of one epoch of all samples: ``order(positions)`` gives sample indices, ``len(order)`` positions.
 
-    Immutable, picklable, and safe to call from any number of threads. Raises OrderError for an epoch out of range.
+    Immutable, picklable, and safe to call from any number of threads. Raises OrderError for an epoch out of range, and
+    for a specification that needs a dataset (`fuelrail.pipeline.compiled_order`).
     """
 
     __slots__ = ("_map", "epoch", "layout", "spec")
@@ -108,6 +134,8 @@ class Order:
     def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights:
+            raise OrderError("lanes, filter, subset and weights need a dataset; see fuelrail.pipeline.compiled_order")
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
         self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
 

@@ -15,6 +15,7 @@ from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
 from fuelrail.pipeline.permutation import MAX_LENGTH
 from fuelrail.pipeline.settings import convert
+from fuelrail.pipeline.weights import AttributeWeights
 from fuelrail.pipeline.world import Batching, Cursor, World
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -180,12 +181,16 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ({"kind": "random"}, "shuffled, windowed, sequential, got 'random'"),
+        ({"kind": "random"}, "shuffled, windowed, sequential, lanes, got 'random'"),
         ({"seed": -1}, "seed must be in 0"),
         ({"seed": 2**63}, "seed must be in 0"),
         ({"kind": "windowed"}, "needs window >= 1"),
         ({"kind": "windowed", "window": 0}, "got 0"),
         ({"window": 4}, "window=4 means something with order kind 'windowed' only, got 'shuffled'"),
+        ({"kind": "lanes", "weights": (AttributeWeights(attribute="a"),)}, "take no weights"),
+        ({"pieces_per_clip": 2}, "pieces_per_clip=2 goes with order kind 'lanes', got 'shuffled'"),
+        ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
+        ({"epoch_length": 5}, "epoch_length=5 means something with weights only"),
     ],
 )
 def test_bad_specs_are_refused(spec, text):
@@ -200,6 +205,14 @@ def test_bad_specs_are_refused(spec, text):
 def test_bad_layouts_are_refused(shards, text):
     with pytest.raises(OrderError, match=text):
         Layout(shards)
+
+
+@pytest.mark.parametrize(
+    "spec", [{"kind": "lanes"}, {"filter": "night"}, {"subset": "f"}, {"weights": (AttributeWeights(attribute="a"),)}]
+)
+def test_what_needs_a_dataset_is_not_ignored(spec):
+    with pytest.raises(OrderError, match="need a dataset"):
+        Order(OrderSpec(**spec), SMALL, 0)
 
 
 @pytest.mark.parametrize("epoch", [-1, 2**63])

@@ -1,0 +1,226 @@
+"""An order specification applied to one split of a dataset: compiled once, arithmetic from then on.
+
+::
+
+    order = compile_order(OrderSpec(filter="night", weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset)
+    samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
+
+Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them into selected
+samples (:class:`~fuelrail.pipeline.weights.SystematicSampling`), the selection turns these into samples of the split.
+Memory: nothing for a whole split, 4 bytes for each selected sample, 8 more with weights, 16 a sample with lanes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.attributes import Attributes
+from fuelrail.pipeline.clips import ClipTable
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.filters import Filter
+from fuelrail.pipeline.lanes import LaneEpoch, Lanes
+from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
+from fuelrail.pipeline.permutation import derive_key
+from fuelrail.pipeline.weights import SystematicSampling, columns_of, compute_weights, natural_length, read_columns
+from fuelrail.pipeline.windows import FrameWindow, WindowLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.order import PositionMap
+
+    Rows = NDArray[np.int64]
+
+_DIGEST_CHARS: Final = 16
+
+
+def compile_order(
+    spec: OrderSpec,
+    dataset: Dataset,
+    split: str = "train",
+    *,
+    global_batch: int | None = None,
+    window: FrameWindow | None = None,
+) -> CompiledOrder | LaneOrder:
+    """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
+
+    ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
+    samples whose window is not complete. Raises OrderError for an expression, file or weights that make no order,
+    and where nothing is selected; ConfigError for an unknown split; IndexFileError for attributes that don't fit.
+    """
+    num_samples = dataset.split(split).num_samples
+    if not num_samples:
+        raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
+    attributes = Attributes(dataset, split)
+    # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
+    identity: dict[str, Any] = {"version": ORDER_VERSION, **msgspec.json.decode(msgspec.json.encode(spec))}
+    selected: Rows | None = None
+    if spec.filter is not None:
+        condition = Filter(spec.filter, attributes.names)
+        selected = _narrow(selected, condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}")
+    if spec.subset is not None:
+        listed = read_keys(spec.subset, attributes.read(("key",))["key"])
+        identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
+        selected = _narrow(selected, listed, f"subset '{spec.subset}'")
+    clips = ClipTable.of_split(dataset, split) if spec.kind == "lanes" or _drops(window) else None
+    if clips is not None and window is not None and _drops(window):
+        complete = np.flatnonzero(WindowLookup(clips, window).complete())
+        selected = _narrow(selected, complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+    if selected is not None:
+        identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
+    if spec.kind == "lanes":
+        if global_batch is None:
+            raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
+        assert clips is not None
+        identity["lanes"] = global_batch
+        lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
+        return LaneOrder(spec, lanes, identity)
+    sampling = None
+    if spec.weights:
+        table = attributes.read(columns_of(spec.weights))
+        if selected is not None:
+            table = table.take(selected)
+        weights = compute_weights(spec.weights, table)
+        sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
+        for described in identity["weights"]:
+            described.pop("file", None)  # what the file says is in the digest
+        identity["weights"].append(f"{sampling.length} of {len(weights)} weights {sampling.digest()[:_DIGEST_CHARS]}")
+    lengths = Layout.of_split(dataset.manifest, split).shard_lengths
+    return CompiledOrder(spec, identity, lengths, selected, sampling)
+
+
+class CompiledOrder:
+    """The epochs of an order over one split. Immutable; safe to call from any number of threads.
+
+    ``identity`` is what a saved position depends on, in plain JSON types: the specification, and digests of what its
+    filter, keys and weights came to.
+    """
+
+    def __init__(
+        self,
+        spec: OrderSpec,
+        identity: dict[str, Any],
+        shard_lengths: Sequence[int],
+        selected: NDArray[np.int64] | None = None,
+        sampling: SystematicSampling | None = None,
+    ) -> None:
+        """``selected``: samples of the split, ascending, each once (None: all); ``sampling``: how often they come."""
+        self.spec, self.identity, self._sampling = spec, identity, sampling
+        self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), epoch_length=None)
+        self._bounds = np.cumsum([0, *shard_lengths])
+        self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
+        self._selected: NDArray[np.integer] | None = None
+        if selected is not None:
+            self._bounds = np.searchsorted(selected, self._bounds)
+            small = np.int32 if int(selected[-1]) <= np.iinfo(np.int32).max else np.int64
+            self._selected = selected.astype(small)
+        self.epoch_length = self.num_selected if sampling is None else sampling.length
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
+
+    def epoch(self, epoch: int) -> PositionMap:
+        """The order of one epoch: positions 0 .. epoch_length - 1 to samples of the split. Same length every epoch."""
+        bounds = self._bounds
+        then: list[Callable[[Rows], Rows]] = []
+        if self._sampling is not None:
+            copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
+            bounds = np.array(copies.first_copies(bounds.tolist()))
+            then.append(copies)
+        if self._selected is not None:
+            then.append(partial(_take, self._selected))
+        lengths = np.diff(bounds)
+        order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
+        return Chain(order, *then) if then else order
+
+
+class LaneOrder:
+    """The epochs of an order of kind ``lanes``; as :class:`CompiledOrder`, with :meth:`epoch` giving lanes."""
+
+    def __init__(self, spec: OrderSpec, lanes: Lanes, identity: dict[str, Any]) -> None:
+        self.spec, self.lanes, self.identity = spec, lanes, identity
+        self.epoch_length, self.num_selected = len(lanes), lanes.num_samples
+
+    def epoch(self, epoch: int) -> LaneEpoch:
+        """The lanes of one epoch; raises OrderError for an epoch out of range."""
+        if not 0 <= epoch < 2**63:
+            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        return self.lanes.epoch(self.spec.seed, epoch)
+
+
+class Chain:
+    """Maps applied one after the other, as one map."""
+
+    __slots__ = ("_first", "_then")
+
+    def __init__(self, first: PositionMap, *then: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+        self._first, self._then = first, then
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
+        values = self._first(positions)
+        for step in self._then:
+            values = step(values)
+        return values
+
+
+def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
+    """The samples (places in ``known``, ascending) that a keys file lists.
+
+    Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
+    have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.
+    """
+    if Path(file).suffix in {".parquet", ".csv"}:
+        listed = read_columns(file, ("key",))["key"].cast(pa.string())
+    else:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
+        keys = [line.strip() for line in lines]
+        listed = pa.chunked_array([pa.array([key for key in keys if key and not key.startswith("#")], pa.string())])
+    wanted = listed.unique()
+    samples: Rows = np.flatnonzero(pc.is_in(known, value_set=wanted).to_numpy())
+    if len(samples) < len(wanted):
+        missing = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known.combine_chunks())))
+        raise OrderError(
+            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that the split hasn't got, "
+            f"the first one {missing[0].as_py()!r}"
+        )
+    return samples
+
+
+def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:
+    """What is in both, ascending; raises OrderError, naming ``what``, where nothing is left."""
+    both = among if selected is None else np.intersect1d(selected, among, assume_unique=True)
+    if not both.size:
+        rest = "" if selected is None or not among.size else f" out of the {len(selected)} selected before"
+        raise OrderError(f"{what} selects no sample{rest}")
+    return both
+
+
+def _drops(window: FrameWindow | None) -> bool:
+    return window is not None and window.pad == "drop"
+
+
+def _take(selected: NDArray[np.integer], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    return selected[numbers].astype(np.int64)
+
+
+def _digest(samples: Rows) -> str:
+    return hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
