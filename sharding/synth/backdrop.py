@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _COARSE: Final = 4  # sky and lamplight are smooth: worked out for every fourth pixel
 _FARTHEST_M: Final = 900.0
 _ZENITH_RGB: Final = {
-    "clear": (84, 138, 206), "rain": (118, 126, 136), "dusk": (112, 112, 132),
+    "clear": (84, 138, 206), "rain": (150, 157, 166), "dusk": (112, 112, 132),
     "night": (8, 10, 18), "night-rain": (12, 13, 18),
 }  # fmt: skip
 _CLOUD_RGB: Final = {
-    "clear": (240, 242, 245), "rain": (176, 182, 188), "dusk": (206, 176, 158),
+    "clear": (240, 242, 245), "rain": (196, 200, 205), "dusk": (206, 176, 158),
     "night": (26, 25, 30), "night-rain": (36, 34, 36),
 }  # fmt: skip
 _CLOUDINESS: Final = {"clear": -0.35, "rain": 0.5, "dusk": 0.25, "night": 0.0, "night-rain": 0.4}
@@ -98,7 +98,7 @@ def _skyline(clip_name: str) -> Floats:
     at = 0
     while at < 2048:
         width = int(draw.integers(8, 46))
-        blocks[at : at + width] = draw.uniform(0.004, 0.05) if draw.random() < 0.75 else draw.uniform(0.05, 0.1)
+        blocks[at : at + width] = draw.uniform(0.004, 0.05) if draw.random() < 0.75 else draw.uniform(0.04, 0.065)
         at += width
     hills = 0.02 + 0.006 * fractal(draw, 1, 2048, 64, 6)
     return np.asarray(np.maximum(blocks, hills), np.float32)

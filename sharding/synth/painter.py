@@ -178,7 +178,7 @@ def _texture(solid: Solid, face: Face, night: bool) -> list[Image]:
         name = "front" if along else "gable"
         width = solid.size_lwh[0] if along else solid.size_lwh[1]
         return facade(solid.style, name, round(width, 3), round(solid.size_lwh[2], 3), night)
-    return texture(face.texture, solid.colour, solid.style, night)
+    return texture(face.texture, solid.colour, solid.style, night and solid.lamps)
 
 
 def _paint_part(canvas: Canvas, solid: Solid, part: Part, placed: NDArray[np.float64]) -> None:
@@ -212,7 +212,7 @@ def _paint_part(canvas: Canvas, solid: Solid, part: Part, placed: NDArray[np.flo
         if drawn.shape[2] == 4:
             see_through = drawn[..., 3].astype(np.float32) * np.float32(1.0 / 255.0)
             drawn = np.ascontiguousarray(drawn[..., :3])
-        gain = _gain(canvas, face, part, placed, normal)
+        gain = _gain(canvas, solid, face, part, placed, normal)
         drawn = _lit(drawn, gain, *canvas.light.through_air(distance))
         if patch is None:
             patch = drawn
@@ -234,7 +234,7 @@ def _homogeneous(frame: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _gain(
-    canvas: Canvas, face: Face, part: Part, placed: NDArray[np.float64], normal_cam: NDArray[np.float64]
+    canvas: Canvas, solid: Solid, face: Face, part: Part, placed: NDArray[np.float64], normal_cam: NDArray[np.float64]
 ) -> NDArray[np.float32]:
     corners = part.vertices[list(face.vertices)].mean(0)
     point = placed[:3, :3] @ corners + placed[:3, 3]
@@ -243,7 +243,7 @@ def _gain(
     if part.flat:
         normal = normal if normal @ (canvas.eye - point) > 0 else -normal
     gain = canvas.light.on_face(point, normal)
-    if canvas.light.weather.night and face.texture in _EMITTING:
+    if canvas.light.weather.night and solid.lamps and face.texture in _EMITTING:
         gain = np.maximum(gain, 0.85)
     elif canvas.light.weather.night and face.texture.startswith("facade"):
         gain = np.minimum(gain + np.float32(0.22), 1.0)
@@ -293,7 +293,7 @@ def _glow(canvas: Canvas, solid: Solid, placed: NDArray[np.float64]) -> None:
             ((0.0, 5.0, 0.97), (255, 206, 140), 0.55, (0.0, 0.0, 0.0)),
             ((0.0, -5.0, 0.97), (255, 206, 140), 0.55, (0.0, 0.0, 0.0)),
         ]
-    elif solid.kind in ("vehicle.car", "vehicle.truck", "vehicle.bus.rigid"):
+    elif solid.lamps and solid.kind in ("vehicle.car", "vehicle.truck", "vehicle.bus.rigid"):
         z = {"vehicle.car": 0.43, "vehicle.truck": 0.26, "vehicle.bus.rigid": 0.27}[solid.kind]
         for y in (-0.37, 0.37):
             lamps.append(((0.5, y, z), (255, 250, 232), 0.34, (1.0, 0.0, 0.0)))

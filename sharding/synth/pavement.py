@@ -28,7 +28,8 @@ PERIOD_M: Final = 90.0
 NUM_LEVELS: Final = 12
 _CROSSING_M: Final = (38.0, 41.4)  # along the road, once in a period
 _PAINT_RGB: Final = (218, 216, 206)
-_GRAIN_PX_PER_M: Final = 40.0
+_MIDDLE_RGB: Final = ((218, 216, 206), (226, 176, 58))  # of the solid lines in the middle, by the region's custom
+_GRAIN_PX_PER_M: Final = 80.0
 _STAIN_PX_PER_M: Final = 3.0
 _TILE_PX: Final = 1024
 
@@ -93,7 +94,8 @@ def _across(style: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     colour[joints > 0] *= 0.74
     verge = side > FACADE_M + 2.2
     colour[verge] = (np.array([92, 98, 66], np.float32) * (1.0 + 0.06 * rough)[:, None])[verge]
-    solid = _near(side, 0.13, 0.06) + _near(side, 2 * LANE_WIDTH_M + 0.05, 0.05)
+    colour[np.abs(side - 0.13) <= 0.06] = _MIDDLE_RGB[style % len(_MIDDLE_RGB)]
+    solid = _near(side, 2 * LANE_WIDTH_M + 0.05, 0.05)
     zebra = np.where((side < 9.0) & (np.mod(left + 60.0, 1.2) < 0.6), 255.0, 0.0).astype(np.float32)
     dashes = _near(side, LANE_WIDTH_M, 0.065)
     stalls = np.where((side > 7.1) & (side < KERB_M - 0.3), 255.0, 0.0).astype(np.float32)
@@ -118,7 +120,7 @@ def _along() -> NDArray[np.uint8]:
 def _grain() -> NDArray[np.uint8]:
     # Gravel of the asphalt in the first channel, cracks and mended places in the second; no seams.
     draw = stream("pavement", "grain")
-    gravel = tile("gravel", _TILE_PX, 8, 4)
+    gravel = tile("gravel", _TILE_PX, 4, 3)
     wear = np.zeros((_TILE_PX, _TILE_PX), np.float32)
     for _ in range(9):
         place, angle = draw.uniform(0, _TILE_PX, 2), float(draw.uniform(0, 2 * np.pi))
@@ -150,7 +152,7 @@ def ground_colour(style: int, along: Floats, left: Floats, size: Footprint, *, w
     gravel = (grain[..., 0].astype(np.float32) - 128.0) * size.grain
     stain *= size.stain
     on_road = np.abs(left) < np.float32(KERB_M)
-    light = 1.0 + np.float32(0.0028) * gravel + np.float32(0.0022) * stain
+    light = 1.0 + np.float32(0.0034) * gravel + np.float32(0.0022) * stain
     light -= grain[..., 1].astype(np.float32) * size.grain * np.where(on_road, np.float32(0.0017), np.float32(0.0004))
     light -= pattern[..., 2].astype(np.float32) * np.float32(0.0011)
     if wet:

@@ -99,12 +99,21 @@ def extrude(
 
 
 def block(
-    x: tuple[float, float], z: tuple[float, float], half_width: float, textures: str | tuple[str, str, str, str]
+    x: tuple[float, float],
+    z: tuple[float, float],
+    half_width: float,
+    textures: str | tuple[str, str, str, str],
 ) -> Part:
     """Upright box; textures of its sides, front, rear and top (the bottom looks as the sides do)."""
     side, front, rear, top = (textures,) * 4 if isinstance(textures, str) else textures
     profile = ((x[0], z[0]), (x[1], z[0]), (x[1], z[1]), (x[0], z[1]))
     return extrude(profile, side, (side, front, top, rear), half_width=(half_width, half_width))
+
+
+def _shifted(part: Part, left: float) -> Part:
+    shift = np.array([0.0, left, 0.0])
+    faces = tuple(Face(f.vertices, f.texture, f.frame + np.column_stack([np.zeros((3, 2)), shift])) for f in part.faces)
+    return Part(part.vertices + shift, faces)
 
 
 def _cutout(y: float, x: tuple[float, float], z: tuple[float, float], texture: str) -> Part:
@@ -113,8 +122,15 @@ def _cutout(y: float, x: tuple[float, float], z: tuple[float, float], texture: s
     return Part(vertices, (Face((0, 1, 2, 3), texture, frame),), flat=True)
 
 
-def _wheels(height: float, texture: str = "wheels") -> tuple[Part, Part]:
-    return tuple(_cutout(y, (-0.5, 0.5), (0.0, height), texture) for y in (-0.498, 0.498))  # type: ignore[return-value]
+def _wheels(texture: str, height: float, clearance: float, places: tuple[float, ...], reach: float) -> tuple[Part, ...]:
+    # Discs at both sides; below the body also the treads, which give them their width from ahead and behind.
+    discs = [_cutout(y, (-0.5, 0.5), (0.0, height), texture) for y in (-0.498, 0.498)]
+    treads = []
+    for x in places:
+        profile = ((x - reach / 2, 0.0), (x + reach / 2, 0.0), (x + reach, clearance), (x - reach, clearance))
+        tread = extrude(profile, "tyre", ("tyre",) * 4, half_width=(0.055, 0.055))
+        treads += [_shifted(tread, y) for y in (-0.435, 0.435)]
+    return (*discs, *treads)
 
 
 def _pillar(radius: float = 0.42) -> Part:
@@ -147,7 +163,7 @@ def _car() -> Shape:
         ("paint", "windshield", "paint", "paint", "paint", "windshield"),
         half_width=(0.46, 0.36),
     )
-    return _drawn(*_wheels(0.40), body, cabin)
+    return _drawn(*_wheels("wheels", 0.40, 0.125, (-0.31, 0.31), 0.05), body, cabin)
 
 
 def _truck() -> Shape:
@@ -159,18 +175,18 @@ def _truck() -> Shape:
         half_width=(0.47, 0.44),
     )
     chassis = block((-0.48, 0.235), (0.09, 0.155), 0.4, "dark")
-    return _drawn(*_wheels(0.31, "truck_wheels"), chassis, cargo, cab)
+    return _drawn(*_wheels("truck_wheels", 0.31, 0.085, (-0.34, 0.35), 0.05), chassis, cargo, cab)
 
 
 def _bus() -> Shape:
     body = block((-0.5, 0.5), (0.09, 1.0), 0.49, ("bus_side", "bus_front", "bus_rear", "plain"))
-    return _drawn(*_wheels(0.30, "truck_wheels"), body)
+    return _drawn(*_wheels("truck_wheels", 0.30, 0.085, (-0.34, 0.35), 0.05), body)
 
 
 def _trailer() -> Shape:
     body = block((-0.5, 0.5), (0.26, 1.0), 0.49, ("cargo", "plain", "doors", "plain"))
     chassis = block((-0.45, 0.45), (0.12, 0.255), 0.38, "dark")
-    return _drawn(*_wheels(0.28, "trailer_wheels"), chassis, body)
+    return _drawn(*_wheels("trailer_wheels", 0.28, 0.115, (-0.4, -0.28), 0.04), chassis, body)
 
 
 def _digger() -> Shape:

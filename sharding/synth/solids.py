@@ -35,6 +35,7 @@ class Solid:
     size_lwh: tuple[float, float, float]
     colour: tuple[int, int, int]
     style: int
+    lamps: bool = False  # whether its lamps are on at night
 
     def footprint(self) -> NDArray[np.float64]:
         """Corners (4, 2) in the ground plane, counter-clockwise from the front left one."""
@@ -62,7 +63,9 @@ def solids_near(clip: Clip, capture_us: int) -> list[Solid]:
         centre, yaw = clip.actor_box(actor, capture_us)
         if near(centre[0], centre[1]):
             width, length, height = actor.size_wlh
-            found.append(Solid(actor.category, index, centre, yaw, (length, width, height), actor.colour, index))
+            lamps = actor.attribute in ("vehicle.moving", "vehicle.stopped", "cycle.with_rider")
+            size = (length, width, height)
+            found.append(Solid(actor.category, index, centre, yaw, size, actor.colour, index, lamps))
     for prop in clip.props:
         if near(prop.x, prop.y):
             width, length, height = prop.size_wlh

@@ -55,7 +55,7 @@ def _painted(name: str, colour: Colour, style: int, night: bool) -> Image:
 
 
 _FLAT: Final[dict[str, Colour]] = {
-    "dark": _DARK, "metal": (96, 100, 104), "concrete": (168, 164, 156), "roof": (110, 108, 106),
+    "dark": _DARK, "tyre": (22, 22, 23), "metal": (96, 100, 104), "concrete": (168, 164, 156), "roof": (110, 108, 106),
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _windshield(look: Look) -> Image:
     if not look.night:
         polygon(image, [(0.2, 0.1), (0.8, 0.1), (0.75, 0.42), (0.3, 0.3)], (96, 110, 120))
     for x in (0.32, 0.68):
-        oval(image, (x, 0.82), (0.075, 0.2), (28, 30, 33))
+        oval(image, (x, 0.80), (0.05, 0.13), (38, 46, 53) if not look.night else (12, 13, 16))
     return image
 
 
@@ -121,7 +121,7 @@ def _rear(look: Look) -> Image:
     for x in (0.02, 0.76):
         box(image, (x, x + 0.22), (0.18, 0.72), lamp)
         box(image, (x + 0.08, x + 0.14), (0.3, 0.6), scaled(lamp, 1.3))
-    _plate(look.draw, image, (0.36, 0.64), (0.46, 0.86))
+    line(image, (0.26, 0.52), (0.74, 0.52), scaled(look.colour, 0.6), 3)
     return image
 
 

@@ -64,10 +64,10 @@ class Weather(NamedTuple):
 
 _WEATHERS: Final = (
     Weather("clear", "day, clear", (0.55, 0.35, 0.76), 0.62, 420.0, (196, 208, 220), night=False, rain=False),
-    Weather("rain", "rain, wet road", None, 0.72, 130.0, (150, 156, 162), night=False, rain=True),
-    Weather("dusk", "dusk, overcast", None, 0.66, 240.0, (178, 160, 152), night=False, rain=False),
-    Weather("night", "night, street lights", None, 0.20, 90.0, (14, 16, 24), night=True, rain=False),
-    Weather("night-rain", "night, rain, wet road", None, 0.18, 60.0, (18, 20, 26), night=True, rain=True),
+    Weather("rain", "rain, wet road", None, 0.92, 150.0, (178, 183, 188), night=False, rain=True),
+    Weather("dusk", "dusk, overcast", None, 0.80, 240.0, (186, 168, 160), night=False, rain=False),
+    Weather("night", "night, street lights", None, 0.26, 110.0, (18, 20, 28), night=True, rain=False),
+    Weather("night-rain", "night, rain, wet road", None, 0.24, 70.0, (22, 24, 30), night=True, rain=True),
 )
 _LOG_HOURS: Final = (14.0, 18.75)
 _VEHICLES: Final = ("synth-a", "synth-b")
