@@ -6,10 +6,13 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import simplejpeg
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 CATEGORIES = ("vehicle.car", "human.pedestrian.adult", "movable_object.barrier", "animal")

@@ -1,0 +1,103 @@
+"""Images are looked at before they are stored: header, size, end."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from PIL import Image
+
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.sharding.images import check_pixels, image_size
+from support.nuscenes_tables import encode_image
+from support.shared_data import shared_data
+
+JPEG = encode_image(1, 64, 48)
+
+
+def png(width=20, height=10) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), (1, 2, 3)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def test_sizes():
+    assert image_size(JPEG, "jpg") == (64, 48)
+    assert image_size(memoryview(JPEG), "jpg") == (64, 48)
+    assert image_size(png(), "png") == (20, 10)
+
+
+def test_padding_after_the_end_is_let_through():
+    assert image_size(JPEG + bytes(100), "jpg") == (64, 48)
+
+
+@pytest.mark.parametrize("keep", [*range(0, 600, 37), len(JPEG) - 2, len(JPEG) - 1])
+def test_every_truncation_is_seen(keep):
+    with pytest.raises(ImageError, match=r"truncated|not a JPEG|header"):
+        image_size(JPEG[:keep], "jpg")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 8, 20, 33, len(png()) - 1])
+def test_every_truncation_of_a_png_is_seen(keep):
+    with pytest.raises(ImageError, match=r"truncated|not a PNG|header"):
+        image_size(png()[:keep], "png")
+
+
+@pytest.mark.parametrize(
+    ("data", "extension", "says"),
+    [
+        (png(), "jpg", "not a JPEG: it starts with 89 50 4e 47"),
+        (JPEG, "png", "not a PNG"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "jpg", "git-LFS pointer"),
+        (b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9", "jpg", "no marker at byte 2"),
+        (b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9", "jpg", "segment of length 1 at byte 2"),
+        (b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x00\x00\x10\x03\xff\xd9", "jpg", "16 x 0 pixels"),
+    ],
+)
+def test_other_bytes_are_refused(data, extension, says):
+    with pytest.raises(ImageError, match=says):
+        image_size(data, extension)
+
+
+def test_pixels_are_decoded():
+    check_pixels(JPEG, "jpg", (64, 48))
+    check_pixels(png(), "png", (20, 10))
+    with pytest.raises(ImageError, match=r"k\.m: 64 x 48 pixels, meta.json says 48 x 64"):
+        check_pixels(JPEG, "jpg", (48, 64), key="k", member="m")
+    damaged = bytearray(JPEG)
+    scan = damaged.index(b"\xff\xda")
+    damaged[scan + 20 : -2] = bytes(len(damaged) - scan - 22)
+    assert image_size(damaged, "jpg") == (64, 48)
+    with pytest.raises(ImageError, match="damaged JPEG"):
+        check_pixels(bytes(damaged), "jpg", None)
+    broken = bytearray(png(40, 40))
+    broken[41:60] = bytes(19)
+    with pytest.raises(ImageError, match="damaged PNG"):
+        check_pixels(bytes(broken), "png", None)
+
+
+def test_sizes_agree_with_pillow_on_real_files():
+    folder = shared_data("jpeg-pillow")
+    compared = 0
+    for path in sorted(folder.rglob("*.jp*g")):
+        data = path.read_bytes()
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                expected = image.size if image.format in ("JPEG", "MPO") else None
+        except (OSError, SyntaxError, Warning):
+            continue
+        try:
+            size = image_size(data, "jpg")
+        except ImageError:
+            continue
+        assert size == expected, path.name
+        compared += 1
+    assert compared >= 5
+
+
+def test_pointers_of_git_lfs_are_named():
+    pointers = sorted(shared_data("lfs-pointers").rglob("*.jpg"))
+    assert pointers
+    for path in pointers:
+        with pytest.raises(ImageError, match="git lfs pull"):
+            image_size(path.read_bytes(), "jpg")

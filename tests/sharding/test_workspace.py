@@ -1,0 +1,104 @@
+"""The output folder in the making: whole files only, one run at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.workspace import WORK_FOLDER, Workspace, check_out, publish, writing_to
+
+RECIPE = make_recipe(source="nuscenes", source_options={})
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    final, temporary = tmp_path / "final", tmp_path / "temporary"
+    with publish(final, temporary) as file:
+        file.write(b"whole")
+        assert not final.exists()
+    assert final.read_bytes() == b"whole"
+    with pytest.raises(RuntimeError), publish(final, temporary) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert final.read_bytes() == b"whole"
+    assert not temporary.exists()
+
+
+def test_a_second_run_is_refused_and_names_the_first(tmp_path):
+    with Workspace(tmp_path / "out"), pytest.raises(DatasetError, match=f"process {os.getpid()}"):
+        Workspace(tmp_path / "out")
+    with Workspace(tmp_path / "out"):
+        pass
+
+
+def test_the_lock_of_a_dead_process_is_stale(tmp_path):
+    code = (
+        "import os, signal, sys, pathlib\n"
+        "from fuelrail.sharding.workspace import Workspace\n"
+        "work = Workspace(pathlib.Path(sys.argv[1]))\n"
+        "(work.temporary / 'half').write_bytes(b'x')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    dead = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], env={**os.environ, "PYTHONPATH": _SRC})
+    assert dead.returncode == -signal.SIGKILL
+    assert (tmp_path / "out" / WORK_FOLDER / "tmp" / "half").exists()
+    with Workspace(tmp_path / "out") as work:
+        assert list(work.temporary.iterdir()) == []
+
+
+_SRC = os.pathsep.join(path for path in sys.path if path)
+
+
+def test_what_was_made_for_nothing_is_removed(tmp_path):
+    out = tmp_path / "a" / "b" / "out"
+    with Workspace(out):
+        assert out.is_dir()
+    assert list(tmp_path.iterdir()) == []
+    out.mkdir(parents=True)
+    with Workspace(out):
+        pass
+    assert out.is_dir()
+    assert list(out.iterdir()) == []
+
+
+def test_begun_work_stays(tmp_path):
+    out = tmp_path / "out"
+    with Workspace(out) as work:
+        assert work.recipe() is None
+        work.begin(RECIPE)
+    with Workspace(out) as work:
+        assert work.recipe() == RECIPE
+        work.remove()
+    assert list(out.iterdir()) == []
+
+
+def test_a_recipe_of_another_version_is_not_guessed(tmp_path):
+    with Workspace(tmp_path) as work:
+        work.begin(RECIPE)
+        (work.folder / "recipe.json").write_text('{"source": "nuscenes", "colour": 1}')
+    with Workspace(tmp_path) as work, pytest.raises(DatasetExistsError, match="another version of fuelrail"):
+        work.recipe()
+
+
+def test_foreign_files_are_not_touched(tmp_path):
+    check_out(tmp_path / "not-there")
+    check_out(tmp_path)
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(DatasetExistsError, match=r"thesis\.tex"):
+        check_out(tmp_path)
+    with pytest.raises(DatasetExistsError, match="is a file"):
+        check_out(tmp_path / "thesis.tex")
+
+
+def test_the_systems_errors_become_one_sentence(tmp_path):
+    says = r"'/x' cannot be written: No space left on device; finished shards are kept"
+    with pytest.raises(DatasetError, match=says), writing_to("/x"):
+        raise OSError(28, "No space left on device")
+    with pytest.raises(DatasetError, match="cannot be written: Not a directory"), writing_to(tmp_path):
+        (tmp_path / "file").write_text("")
+        Workspace(tmp_path / "file" / "out")

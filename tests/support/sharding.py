@@ -1,0 +1,27 @@
+"""Sharding in this process, and digests of what came out."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import Outcome, shard
+from fuelrail.sharding.source import SourceSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def shard_nuscenes(root: Path, out: Path, *, num_workers: int = 1, progress: Quiet | None = None, **values) -> Outcome:
+    """Shard a nuScenes dataroot; ``version``, ``missing_camera``, ``points`` go to the source, others to the recipe."""
+    options = {name: values.pop(name) for name in ("version", "missing_camera", "points") if name in values}
+    recipe = make_recipe(source="nuscenes", source_options=options, **{"seed": 7, **values})
+    return shard(SourceSpec("nuscenes", str(root), options), out, recipe, num_workers, progress or Quiet())
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file under a folder, by relative name."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
