@@ -164,5 +164,5 @@ def _check_splits(splits: Splits | None) -> None:
         if not _SPLIT_NAME.match(name):
             raise ConfigError(f"split name {name!r} is not allowed: lower-case letters, digits and _, a letter first")
     shares = [share for share in splits.values() if isinstance(share, float)]
-    if shares and (min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6):
+    if shares and not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # so put, NaN is refused too
         raise ConfigError(f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, not {sum(shares)}")

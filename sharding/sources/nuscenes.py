@@ -115,7 +115,7 @@ class NuScenesSource:
                 listed = ", ".join(found) or "none"
                 raise ConfigError(f"say which tables of '{self._root}' with --version; there are: {listed}")
             version = found[0]
-        if not version or Path(version).name != version:
+        if version in ("", "..") or Path(version).name != version:
             raise ConfigError(f"--version {version!r} is not the name of a folder in '{self._root}'")
         check_tables(self._root / version)
         return self._root / version

@@ -15,8 +15,8 @@ ATTRIBUTES = {"location": str, "night": bool, "num_boxes": int, "speed": float}
 def meta(clip: str, frame: int) -> Meta:
     return Meta(
         schema=SCHEMA, dataset="", key=frame_key(clip, frame), sample_token="t", clip_id=clip, clip_token="",
-        clip_name=clip, log_id="", vehicle="", frame_idx=frame, num_frames=9, prev_key=None, next_key=None, timestamp_ns=frame * 10,
-        is_key_frame=True, split="", cameras={},
+        clip_name=clip, log_id="", vehicle="", frame_idx=frame, num_frames=9, prev_key=None, next_key=None,
+        timestamp_ns=frame * 10, is_key_frame=True, split="", cameras={},
     )  # fmt: skip
 
 

@@ -105,6 +105,8 @@ def build_nuscenes(
     tables["map"].append(
         {"token": token("map"), "category": "semantic_prior", "filename": "maps/none.png", "log_tokens": []}
     )
+    (root / "maps").mkdir(parents=True, exist_ok=True)
+    (root / "maps" / "none.png").touch()  # the devkit asks only whether it is there
     for clip, (name, num_frames) in enumerate(clips.items()):
         _add_clip(made, rng, clip, name, num_frames, cameras, lidars, size, num_points, num_tracks, images)
     made.write()

@@ -1,0 +1,22 @@
+"""A small world on disk, made once for all tests that only read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuelrail.sharding.synth.build import build
+from fuelrail.sharding.synth.world import WorldSpec
+
+
+@pytest.fixture(scope="session")
+def small_spec() -> WorldSpec:
+    return WorldSpec(seed=5, num_clips=2, num_frames=3, width_px=320, height_px=180, num_camera_sweeps=1)
+
+
+@pytest.fixture(scope="session")
+def small_world(small_spec: WorldSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("synth") / "world"
+    build(small_spec, out, 1)
+    return out
