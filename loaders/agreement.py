@@ -75,8 +75,9 @@ def _feed(digest: xxhash.xxh3_64, value: object) -> None:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        value = value.flatten().view(torch.uint8).numpy()
-        digest.update(value.data)
+        # Numpy hands over arrays of one entry with a stride of 0, which a view as bytes would refuse.
+        dense = value.as_strided((value.numel(),), (1,))
+        digest.update(dense.view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)

@@ -71,6 +71,9 @@ class DecodedSample(NamedTuple):
     sample: Sample
     maps: Sequence[ImageMap]
 
+    def __str__(self) -> str:
+        return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
+
 
 def assemble(decoded: Sequence[DecodedSample], *, points: bool = False) -> dict[str, Any]:
     """Build the batch of samples that share a slot; see the module's table.

@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
-import torch
 
-from fuelrail.loaders import work
+from fuelrail.loaders import hooks, work
 from fuelrail.loaders.agreement import check_ranks_agree
 from fuelrail.loaders.assemble import assemble
 from fuelrail.loaders.budget import default_num_workers
@@ -17,7 +16,7 @@ from fuelrail.loaders.mesh import detect_world, resolve_world
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
 from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
-from fuelrail.loaders.transfer import CudaTransfer
+from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ConfigError, WorldError
@@ -27,9 +26,10 @@ from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.loaders.decode import ImageDecoder
@@ -84,6 +84,10 @@ class DataLoader:
         points: also decode the first lidar's sweep.
         decoder: "turbo" (libjpeg-turbo), "pillow" or "auto".
         verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
+        transform: called with each sample, a dict like a batch but for the B axis, and its ``seed``; returns what goes
+            into the batch. It runs in threads of this process: keep it to numpy and torch
+            (:mod:`fuelrail.loaders.hooks`).
+        collate_fn: called with the list of a batch's samples instead of stacking them; what it returns is the batch.
         check_ranks: at each iteration's start compare settings and first batch over all processes, in one small
             collective that every process must take part in; for debugging.
 
@@ -112,6 +116,8 @@ class DataLoader:
         points: bool = False,
         decoder: str = "auto",
         verify: bool = True,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         check_ranks: bool = False,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
@@ -137,11 +143,10 @@ class DataLoader:
         self._points = points
         self._decoder: ImageDecoder = make_decoder(decoder)
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
-        target = torch.device(device) if device is not None else torch.device("cpu")
-        self._transfer = CudaTransfer(target) if target.type == "cuda" else None
+        self._transfer = make_transfer(device)
         pinned = self._transfer is not None if pin_memory is None else pin_memory
-        if pinned and not torch.cuda.is_available():
-            raise ConfigError("pin_memory=True needs CUDA, and torch finds none here; leave it out")
+        if pinned:
+            require_cuda("pin_memory=True")
         # In flight at most: ready batches, one being assembled, those being decoded, one at the consumer.
         self._decode_ahead = max(batch_size, 2 * self.num_workers)
         keep = prefetch_factor + 3 + -(-self._decode_ahead // batch_size)
@@ -150,6 +155,7 @@ class DataLoader:
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         self._check_ranks = check_ranks
+        self._transform, self._collate_fn = transform, collate_fn
         self._pipeline: Pipeline | None = None
         self._batches = 0
 
@@ -176,7 +182,7 @@ class DataLoader:
         order = Order(self.order, self._layout, self._start.epoch)
         tasks = work.tasks(order, self._start, self._start.rest(self._batching), self._first_row, self._buffers)
         self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}")
-        return self._drain(self._pipeline)
+        return self._drain(self._pipeline, self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs.
@@ -230,24 +236,25 @@ class DataLoader:
     ) -> None:
         self.close()
 
-    def _drain(self, pipeline: Pipeline) -> Iterator[dict[str, Any]]:
+    def _drain(self, pipeline: Pipeline, start: Cursor) -> Iterator[dict[str, Any]]:
         """Hand out the pipeline's batches, keeping the position; closing this iterator stops the threads."""
-        epoch, rest = self._start.epoch, self._start.rest(self._batching)
+        rest = start.rest(self._batching)
         try:
             for number, batch in enumerate(pipeline, 1):
                 if self._transfer is not None:
                     self._transfer.hand_over(batch)
                 if self._check_ranks and number == 1:
                     check_ranks_agree(self._settings(), self.world, batch)
-                self._position = Cursor(epoch, rest.consumed(number))
+                self._position = Cursor(start.epoch, rest.consumed(number))
                 self._batches = number
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
             if self._pipeline is pipeline:
-                self._start = self._position = Cursor(epoch + 1)
+                self._start = self._position = Cursor(start.epoch + 1)
                 self._epoch_is_set = False
         finally:
             pipeline.close()
+            hooks.warn_if_slow(pipeline.clocks())
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, as plain JSON types."""
@@ -262,8 +269,14 @@ class DataLoader:
             Stage("fetch", partial(work.fetch, self._reader), 1, 2 * self.num_workers),
             Stage("parse", partial(work.parse, self._reader, self.image, self.seed), 1, 2 * self.num_workers),
             Stage("decode", partial(work.decode, self._decoder, self._cameras), self.num_workers, self._decode_ahead),
-            Stage("collate", partial(assemble, points=self._points), 1, self.prefetch_factor, group=self.batch_size),
         ]
+        if self._transform is None and self._collate_fn is None:
+            collate = partial(assemble, points=self._points)
+        else:
+            transform = partial(hooks.transform, self._transform, points=self._points, seed=self.seed)
+            stages.append(Stage("transform", transform, self.num_workers, self.batch_size))
+            collate = partial(hooks.collate, self._collate_fn)
+        stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=self.batch_size))
         if self._transfer is not None:
             stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
         return stages

@@ -6,8 +6,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fuelrail.pipeline.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def require_cuda(what: str) -> None:
+    """Raise ConfigError unless torch finds a CUDA device; ``what`` is the argument that asks for one."""
+    if torch.cuda.is_available():
+        return
+    built = torch.version.cuda
+    reason = "this torch was built without CUDA" if built is None else f"torch (CUDA {built}) finds no usable GPU"
+    raise ConfigError(f"{what} needs CUDA, but {reason}; leave it out to keep batches in host memory")
+
+
+def make_transfer(device: torch.device | str | int | None) -> CudaTransfer | None:
+    """What brings batches to a device: nothing for None or the CPU. Raises ConfigError for any but CPU and CUDA."""
+    try:
+        target = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is no device that torch knows: use 'cpu', 'cuda' or 'cuda:N'") from error
+    if target.type == "cpu":
+        return None
+    if target.type != "cuda":
+        raise ConfigError(f"device={device!r} is not served: use 'cpu', 'cuda' or 'cuda:N', and move batches yourself")
+    require_cuda(f"device={device!r}")
+    if target.index is not None and target.index >= torch.cuda.device_count():
+        raise ConfigError(f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    return CudaTransfer(target)
 
 
 class CudaTransfer:
@@ -23,14 +50,14 @@ class CudaTransfer:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Copy every tensor of the batch, lists of tensors included."""
+    def __call__(self, batch: Any) -> Any:  # noqa: ANN401
+        """Copy every tensor of the batch, those in dicts, lists and tuples included."""
         with torch.cuda.stream(self._stream):
             moved = map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
         self._stream.synchronize()
         return moved
 
-    def hand_over(self, batch: dict[str, Any]) -> None:
+    def hand_over(self, batch: Any) -> None:  # noqa: ANN401
         """Record the consumer's current stream on every tensor.
 
         No wait is needed: the copy was complete before the batch left :meth:`__call__`.
@@ -44,14 +71,14 @@ class CudaTransfer:
         map_tensors(batch, record)
 
 
-def map_tensors(batch: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Apply ``change`` to each tensor of a batch and of its lists; everything else stays."""
-
-    def visit(value: Any) -> Any:  # noqa: ANN401
-        if isinstance(value, torch.Tensor):
-            return change(value)
-        if isinstance(value, list):
-            return [visit(entry) for entry in value]
-        return value
-
-    return {name: visit(value) for name, value in batch.items()}
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
+    """Apply ``change`` to each tensor of a batch, in dicts, lists and tuples to any depth; everything else stays."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {name: map_tensors(value, change) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(value, change) for value in batch)
+    return batch

@@ -1,0 +1,81 @@
+"""One of four ranks; writes what its loaders do under several meshes, and what the rank check says, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fuelrail.loaders import DataLoader, ImageAugment, World, mesh_world
+from fuelrail.pipeline.errors import WorldError
+
+MESHES = {
+    "dp": ((4,), ("dp",)),
+    "dp_tp": ((2, 2), ("dp", "tp")),
+    "pp_dp": ((2, 2), ("pp", "dp")),
+    "dp_cp": ((2, 2), ("dp", "cp")),
+    "hsdp": ((2, 2), ("dp_replicate", "dp_shard")),
+    "pp_hsdp_tp": ((1, 2, 1, 2), ("pp", "dp_replicate", "dp_shard", "tp")),
+    "tp": ((4,), ("tp",)),
+}
+
+
+def make(root: str, batch_size: int = 2, **options: object) -> DataLoader:
+    return DataLoader(root, batch_size, image=ImageAugment(height=64, width=96, resize=1.0), num_workers=1, **options)
+
+
+def outcome(loader: DataLoader) -> object:
+    try:
+        with loader:
+            return next(iter(loader))["sample_key"]
+    except WorldError as error:
+        return str(error)
+
+
+def main(root: str, out: str) -> None:
+    early = make(root, world=None)
+    unlaunched = World(0, 1) == DataLoader(root, 2, world=World(0, 1)).world
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found: dict[str, object] = {"unlaunched": unlaunched, "early": [early.world.rank, early.world.size]}
+    for name, (shape, names) in MESHES.items():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        loader = make(root, world=mesh, check_ranks=True)
+        found[name] = {"world": [loader.world.rank, loader.world.size], "keys": outcome(loader)}
+    detected = make(root)
+    found["detected"] = [detected.world.rank, detected.world.size]
+    expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    try:
+        mesh_world(expert)
+    except WorldError as error:
+        found["unclear"] = str(error)
+    told = mesh_world(expert, ("ep",))
+    found["told"] = [told.rank, told.size]
+    submesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    found["submesh"] = [mesh_world(submesh).rank, mesh_world(submesh).size]
+    unnamed = init_device_mesh("cpu", (4,))
+    found["unnamed"] = [mesh_world(unnamed).rank, mesh_world(unnamed).size]
+
+    # What goes wrong in real runs, each seen by every rank alike.
+    found["other seed"] = outcome(make(root, seed=7 if rank == 2 else 0, check_ranks=True))
+    found["other world"] = outcome(make(root, world=World(0, 1) if rank == 3 else World(rank, 4), check_ranks=True))
+    found["same rank"] = outcome(make(root, world=World(rank // 2, 4), check_ranks=True))
+    resumed = make(root, check_ranks=True)
+    if rank == 1:
+        resumed.load_state_dict(resumed.state_dict() | {"samples_consumed": 8})
+    found["other position"] = outcome(resumed)
+
+    def per_process(sample: dict[str, object]) -> dict[str, object]:
+        return sample | {"noise": rank}
+
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found["other batch"] = outcome(make(root, world=pair, transform=per_process, check_ranks=True))
+    Path(out, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])
