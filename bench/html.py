@@ -233,7 +233,7 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
         "loss": "The loss falls when images, geometry and boxes belong together.",
     }
     present = [_figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
-    return [*parts, f'<div class="pair">{"".join(present)}</div>']
+    return [*parts, f'<div class="row">{"".join(present)}</div>']
 
 
 def _loader(report: Report, drawn: dict[str, str]) -> list[str]:
@@ -278,11 +278,12 @@ def _ranks(report: Report) -> list[str]:
         ]
         for rank in report.ranks
     ]
-    header = [
-        *("rank", "device", "all-reduce by", "occupancy", "with all-reduce", "steps"),
-        *("host memory, peak [GiB]", "GPU memory, peak [GiB]"),
-    ]
-    return ["<h2>Ranks</h2>", _table(header, rows)]
+    header = ["rank", "device", "all-reduce by", "occupancy", "with all-reduce", "steps", "host memory [GiB]"]
+    if _emulated(report):
+        rows = [row[:-1] for row in rows]
+    else:
+        header.append("GPU memory [GiB]")
+    return ["<h2>Ranks</h2>", _table(header, rows), '<p class="small">Memory: the peak.</p>']
 
 
 def _definitions(report: Report) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.doubts import doubts, ranks_disagree
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.occupancy import (
     Occupancy,
@@ -170,8 +171,8 @@ def build_report(
         model={"name": settings.model_name, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
-        warnings=_warnings(settings, logs, window, figures),
-        ranks_disagree=_ranks_disagree(logs),
+        warnings=doubts(settings, logs, window, figures),
+        ranks_disagree=ranks_disagree(logs),
         ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
         series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
     )
@@ -270,62 +271,6 @@ def _stage_figures(snapshots: Sequence[Sequence[StageSnapshot]], wall_s: float) 
             )
         )
     return figures
-
-
-def _warnings(settings: TrainSettings, logs: Sequence[RankLog], window: Window, figures: Figures | None) -> list[str]:
-    warnings = []
-    if figures is not None and figures.overrun_share > 0.01:
-        warnings.append(
-            f"The stand-in model's real work on the host outlasted the emulated phases by {figures.overrun_share:.1%} "
-            "of the wall time. It isn't counted as busy, so occupancy is a lower bound: a real accelerator would have "
-            "been occupied more. Use a smaller stand-in, a slower profile, or more CPU cores a rank."
-        )
-    if figures is not None and figures.overshoot_share > 0.01:
-        warnings.append(
-            f"The host woke late from emulated phases, by {figures.overshoot_share:.1%} of the wall time in all: its "
-            "CPUs are overloaded. Occupancy is a lower bound."
-        )
-    first_input = next((log.input for log in logs if log.input), None)
-    if settings.profile is not None and first_input is not None:
-        reference = settings.profile.reference_input
-        want = (reference.cameras, reference.width, reference.height)
-        got = (first_input.num_cameras, first_input.width, first_input.height)
-        if want != got:
-            warnings.append(
-                f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the batches had "
-                f"{got[0]} x {got[1]}x{got[2]}: the emulated step is not this input's."
-            )
-    if first_input is not None and not first_input.labelled:
-        warnings.append("The first batch had no boxes: times are as they are, the loss means little.")
-    if any(step.loss is None for log in logs for step in log.steps):
-        warnings.append("The loss was not finite in some steps: lower the learning rate. The times are as they are.")
-    if _ranks_disagree(logs):
-        warnings.append(
-            "The ranks ended with different weights: their gradients were not the same. Don't trust this run."
-        )
-    share = _prefetched_share(logs, window, settings.accumulation)
-    if figures is not None and share > 0.02:
-        warnings.append(
-            f"Batches that lay ready when the window opened fed {share:.0%} of its steps; a longer run has to load "
-            "them in time, and its occupancy may be lower by up to that share."
-        )
-    return warnings
-
-
-def _ranks_disagree(logs: Sequence[RankLog]) -> bool:
-    return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
-
-
-def _prefetched_share(logs: Sequence[RankLog], window: Window, accumulation: int) -> float:
-    """Largest share of a rank's measured steps that was fed from stock: results that waited before and not after."""
-    shares = [
-        (first.stages[-1].waiting - last.stages[-1].waiting) / accumulation / window.num_measured_steps
-        for log in logs
-        if window.num_measured_steps and len(log.snapshots) == 2
-        for first, last in [log.snapshots]
-        if first.stages and last.stages
-    ]
-    return max(shares, default=0.0)
 
 
 def _rank_facts(rank: int, log: RankLog) -> RankFacts:

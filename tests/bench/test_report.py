@@ -82,6 +82,19 @@ def test_another_input_than_the_profiles_is_said():
     assert any("2 x 64x32" in warning and "6 x 64x32" in warning for warning in report_of([other]).warnings)
 
 
+def test_waits_at_the_turns_of_short_epochs_are_said():
+    first = step(0, 0)
+    records = [first]
+    for number in range(1, 20):
+        turn = number % 4 == 0
+        last = records[-1]
+        records.append(step(number, last.end_ns, wait_ms=20 if turn else 0.1, epoch=number // 4))
+    told = [warning for warning in report_of([log(0, records)]).warnings if "first step of an epoch" in warning]
+    assert "has only 4 steps" in told[0]
+    steady = [step(number, 35_000_000 * number, wait_ms=4, epoch=number // 4) for number in range(20)]
+    assert not any("first step of an epoch" in warning for warning in report_of([log(0, steady)]).warnings)
+
+
 def test_steps_fed_from_stock_are_said():
     fed = log(0, steps(20))
     first = fed.snapshots[0].stages
