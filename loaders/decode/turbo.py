@@ -182,7 +182,7 @@ class TurboDecoder:
         """Write the first three channels of the picture (h, w, 3 or 4) to the planes ``out`` (3, h, w)."""
         planes = list(out)
         if image.shape[2] == 4:
-            planes.append(self._scratch.take("spare", *image.shape[:2], 1)[..., 0])
+            planes.append(self._scratch.take("spare", image.shape[0], image.shape[1], 1)[..., 0])
         cv2.split(image, planes)
 
 
