@@ -83,8 +83,6 @@ def _run_shard(args: argparse.Namespace) -> int:
         options["version"] = args.version
     spec = parse_source(args.source, options)
     recipe = make_recipe(
-        source=spec.kind,
-        source_options=options,
         name=args.name,
         license=args.license,
         seed=args.seed,

@@ -39,15 +39,15 @@ Splits = dict[str, float | list[str]]
 
 
 class Recipe(Settings, frozen=True):
-    """Everything that the bytes of a dataset depend on.
+    """Everything that the bytes of a dataset depend on. The run fills in what the source and its scan say.
 
     ``order``: what stays together when samples are shuffled into shards: ``frame``, ``clip`` or ``window:N``.
     ``splits``: None for the source's own. ``layout``: ``member`` (compress what shrinks) or ``none``. ``scan_sha256``
     is the digest of the scan table: which samples there are, their metadata, and the names and sizes of their files.
     """
 
-    source: str
-    source_options: dict[str, Any]
+    source: str = ""
+    source_options: dict[str, Any] = msgspec.field(default_factory=dict)
     scan_sha256: str = ""
     name: str | None = None
     license: str | None = None

@@ -18,7 +18,7 @@ from fuelrail.sharding.engines.local import make_shards
 from fuelrail.sharding.finish import finish
 from fuelrail.sharding.plan import deal_clips, make_plan
 from fuelrail.sharding.recipe import Recipe, differences
-from fuelrail.sharding.source import ScanInfo, SourceSpec, make_source
+from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source
 from fuelrail.sharding.table import ScanTable, ScanWriter
 from fuelrail.sharding.workspace import Workspace, check_out, publish_file, writing_to
 from fuelrail.sharding.writer import ShardDone, WriteJob, file_is
@@ -64,10 +64,12 @@ def shard(
         raise ConfigError(f"{num_workers} workers are too few: 1 at least")
     folder = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow links
     check_out(folder)
+    source = make_source(spec)
+    recipe = msgspec.structs.replace(recipe, source=spec.kind, source_options=source.options)
     _refuse_other(folder, _finished_recipe(folder), recipe)
     with writing_to(folder), Workspace(folder) as work:
         _refuse_other(folder, work.recipe(), recipe)
-        info, recipe = _scan(work, spec, recipe)
+        info, recipe = _scan(work, source, recipe)
         progress.scanned(info)
         _refuse_other(folder, work.recipe(), recipe)
         _refuse_other(folder, _finished_recipe(folder), recipe)
@@ -108,14 +110,13 @@ def shard(
     return Outcome(manifest, len(plan.shards) - num_kept, num_kept)
 
 
-def _scan(work: Workspace, spec: SourceSpec, recipe: Recipe) -> tuple[ScanInfo, Recipe]:
+def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Recipe]:
     """Scan the source into the working folder; returns what it found and the recipe with the table's digest."""
-    source = make_source(spec)
     path = work.temporary / work.scan_table.name
     with ScanWriter(path, source.attribute_types) as out:
         info = source.scan(out)
     if not info.num_samples:
-        raise SourceError(f"source {spec.kind}:{spec.location} has no samples")
+        raise SourceError(f"the {source.kind} source has no samples")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     publish_file(work.scan_table, path)

@@ -61,6 +61,11 @@ class Source(Protocol):
     kind: str
     attribute_types: Mapping[str, type]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options, defaults filled in: what the source's part of the bytes depends on; no paths."""
+        ...
+
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read tables and file sizes, no sensor bytes; write one row for each sample, clip by clip in time order."""
         ...

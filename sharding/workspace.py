@@ -178,7 +178,8 @@ def check_out(out: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
-        raise DatasetExistsError(f"output '{out}' is a file, not a folder") from error
+        file = next(path for path in (out, *out.parents) if path.is_file())
+        raise DatasetExistsError(f"output folder '{out}' cannot be made: '{file}' is a file") from error
     except OSError as error:
         raise DatasetError(f"output folder '{out}' cannot be read: {error.strerror}") from error
     if names and MANIFEST_FILE not in names and WORK_FOLDER not in names:

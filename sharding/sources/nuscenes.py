@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
@@ -53,6 +54,11 @@ class NuScenesSource:
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         self._root = Path(location)
         self._options = convert(options, NuScenesOptions, "options of source nuscenes")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; the version is that of the one folder of tables where none was given."""
+        return {**msgspec.structs.asdict(self._options), "version": self._folder().name}
 
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
@@ -101,7 +107,7 @@ class NuScenesSource:
             time_base="unix",
             ego_origin="rear_axle_ground",
             splits=source_splits(folder, [clip.clip_name for clip in out.clips]),
-            facts={"version": folder.name, "num_masked_cameras": num_masked},
+            facts={"num_masked_cameras": num_masked},
         )
 
     def _folder(self) -> Path:

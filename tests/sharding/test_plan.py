@@ -26,7 +26,7 @@ def clip_infos(lengths):
 
 
 def recipe(**values):
-    return make_recipe(source="nuscenes", source_options={}, **values)
+    return make_recipe(**values)
 
 
 def columns(lengths, size=1000):

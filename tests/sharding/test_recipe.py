@@ -13,7 +13,7 @@ LIDAR = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "
 
 
 def plain(**values) -> Recipe:
-    return make_recipe(source="nuscenes", source_options={}, **values)
+    return make_recipe(**values)
 
 
 @pytest.mark.parametrize(

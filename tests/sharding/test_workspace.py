@@ -13,7 +13,7 @@ from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.workspace import WORK_FOLDER, Workspace, check_out, publish, writing_to
 
-RECIPE = make_recipe(source="nuscenes", source_options={})
+RECIPE = make_recipe()
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
@@ -91,7 +91,7 @@ def test_foreign_files_are_not_touched(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex"):
         check_out(tmp_path)
-    with pytest.raises(DatasetExistsError, match="is a file"):
+    with pytest.raises(DatasetExistsError, match=r"thesis\.tex' is a file"):
         check_out(tmp_path / "thesis.tex")
 
 

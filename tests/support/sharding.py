@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def shard_nuscenes(root: Path, out: Path, *, num_workers: int = 1, progress: Quiet | None = None, **values) -> Outcome:
     """Shard a nuScenes dataroot; ``version``, ``missing_camera``, ``points`` go to the source, others to the recipe."""
     options = {name: values.pop(name) for name in ("version", "missing_camera", "points") if name in values}
-    recipe = make_recipe(source="nuscenes", source_options=options, **{"seed": 7, **values})
+    recipe = make_recipe(**{"seed": 7, **values})
     return shard(SourceSpec("nuscenes", str(root), options), out, recipe, num_workers, progress or Quiet())
 
 

@@ -211,8 +211,8 @@ def test_points_may_be_left_out(made, tmp_path):
 
 
 def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
-    _, info, _ = scan(made.root, tmp_path)
-    assert info.facts["version"] == "v1.0-mini"
+    source, _, _ = scan(made.root, tmp_path)
+    assert source.options["version"] == "v1.0-mini"
     with pytest.raises(SourceError, match=r"v1\.0-trainval' is not a folder"):
         scan(made.root, tmp_path, version="v1.0-trainval")
     for version in ("..", "../x", ""):
