@@ -37,8 +37,8 @@ class OrderSpec(Settings, frozen=True):
     """Which samples an epoch has, how often, and in which order.
 
     * ``shuffled``: every sample anywhere, another permutation each epoch.
-    * ``windowed``: shards permuted, cut into windows of ``window`` shards, samples permuted within each window; for
-      storage that likes long reads. The last window may hold fewer shards.
+    * ``windowed``: shards permuted, cut into windows of at most ``window`` shards, samples permuted within each window;
+      for storage that likes long reads. Windows hold about as many shards each, so that no small one is left over.
     * ``sequential``: as stored; seed and epoch change nothing, save for ``weights``.
     * ``lanes``: each row of the global batch follows clips through time (`fuelrail.pipeline.lanes`).
 
@@ -189,7 +189,8 @@ class _Windowed:
         self._slot_starts = np.cumsum(lengths) - lengths
         self._shard_origins = (np.cumsum(stored) - stored)[shards]
         self._num_samples = layout.num_samples
-        self._window_starts = self._slot_starts[::window]
+        num_windows = -(-len(stored) // window)
+        self._window_starts = self._slot_starts[np.arange(num_windows) * len(stored) // num_windows]
         # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
         self._permutation: Callable[[int, int], KeyedPermutation] = lru_cache(maxsize=8)(
             lambda number, length: KeyedPermutation(length, derive_key("order windowed samples", seed, epoch, number))

@@ -28,6 +28,7 @@ _COMMANDS: dict[str, _Entry] = {
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset"),
     "inspect": _Entry("fuelrail.sharding.commands", "show a dataset's manifest or one sample's members"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
+    "order": _Entry("fuelrail.bench.order_command", "show what an order does to a dataset, and how well it shuffles"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
 
