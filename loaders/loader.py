@@ -15,6 +15,7 @@ from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.mesh import detect_world, resolve_world
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
+from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
 from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
@@ -139,7 +140,8 @@ class DataLoader:
             order={"version": ORDER_VERSION, **msgspec.json.decode(msgspec.json.encode(self.order))},
             drop_last=drop_last,
         )
-        self._reader = SampleReader(self.dataset, verify=verify, points=points, extra=False)
+        storage = open_storage(self.dataset, verify=verify)
+        self._reader = SampleReader(self.dataset, storage=storage, points=points, extra=False)
         self._points = points
         self._decoder: ImageDecoder = make_decoder(decoder)
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]

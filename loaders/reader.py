@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.loaders.storage import MappedShards
-from fuelrail.pipeline.dataset import check_span, read_members
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.dataset import read_members
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.schema import Sample, decode_sample
 
 if TYPE_CHECKING:
+    from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.index import IndexRow
 
@@ -24,13 +25,15 @@ class FetchedSpan(NamedTuple):
 class SampleReader:
     """Reads single samples of an open dataset, by row of its index. Thread-safe.
 
-    With ``verify`` every span is held against its xxh3 digest. Without ``points`` lidar members are not decoded, and
-    with neither that nor ``extra`` are user members.
+    ``storage`` None: the one that fits the place of the dataset, where every span is held against its xxh3 digest.
+    Without ``points`` lidar members are not decoded, and with neither that nor ``extra`` are user members.
     """
 
-    def __init__(self, dataset: Dataset, *, verify: bool = True, points: bool = True, extra: bool = True) -> None:
-        self._dataset, self._verify = dataset, verify
-        self._storage = MappedShards(dataset)
+    def __init__(
+        self, dataset: Dataset, *, storage: Storage | None = None, points: bool = True, extra: bool = True
+    ) -> None:
+        self._dataset = dataset
+        self.storage = open_storage(dataset) if storage is None else storage
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
@@ -41,10 +44,7 @@ class SampleReader:
     def fetch(self, index: int) -> FetchedSpan:
         """The stored bytes of a sample; raises OrderError outside the dataset, ShardError where bytes are bad."""
         row = self._dataset.index.row(index)
-        span = self._storage.span(row)
-        if self._verify:
-            check_span(row, span, self._shard_name(row))
-        return FetchedSpan(row, span)
+        return FetchedSpan(row, self.storage.span(index, row))
 
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member."""

@@ -6,9 +6,9 @@ into checked members.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -16,21 +16,33 @@ from fuelrail.pipeline import codecs
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, MemberError, TruncatedShardError
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from fuelrail.pipeline.buffers import Buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A local dataset folder: its manifest and its mapped index."""
+    """An open dataset: its manifest and its mapped index.
+
+    ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to, and
+    the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
+    """
 
     root: Path
     manifest: Manifest
     index: SampleIndex
+    url: str | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+
+    @property
+    def location(self) -> str:
+        """Where the dataset is, for messages: folder, or URL without credentials."""
+        return str(self.root) if self.url is None else shown_url(self.url)
 
     def split(self, name: str) -> SplitEntry:
         """The entry of a split; raises ConfigError naming the splits there are."""
@@ -50,13 +62,25 @@ class Dataset:
         return self.root / self.manifest.shards[row.shard].name
 
 
-def open_dataset(root: str | os.PathLike[str]) -> Dataset:
-    """Open a local dataset folder in constant time, whatever its size.
+def open_dataset(
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
-    Raises DatasetNotReadyError, ManifestError, IndexFileError. Contents are not read: `fuelrail verify` does that.
+    Of a dataset at a URL the manifest is fetched, and unless they are here already the index and the attributes, into
+    ``cache_dir`` (None: the user's cache folder). Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL
+    also DatasetError where storage refuses or does not answer, and ConfigError. Contents are not read: `fuelrail verify`
+    does that.
     """
-    folder = Path(root)
-    manifest = load_manifest(folder)
+    url = str(root) if is_url(root) else None
+    if url is not None:
+        folder, manifest = fetch_dataset(url, storage_options, Path(cache_dir) if cache_dir is not None else None)
+    else:
+        folder = Path(str(root).removeprefix("file://"))
+        manifest = load_manifest(folder)
     index = SampleIndex(folder / INDEX_FILE)
     stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
     size = (folder / INDEX_FILE).stat().st_size
@@ -64,7 +88,7 @@ def open_dataset(root: str | os.PathLike[str]) -> Dataset:
         raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
     if len(index) != manifest.num_samples:
         raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
-    return Dataset(folder, manifest, index)
+    return Dataset(folder, manifest, index, url, storage_options)
 
 
 def check_span(row: IndexRow, span: Buffer, shard: str) -> None:

@@ -1,0 +1,278 @@
+"""One request against a storage that fails and stalls now and then: retried, hedged, and not too many at once.
+
+::
+
+    acquire a place --> attempt --> answer
+                        |  no answer within the p95 of recent ones: a second, equal request; the first answer counts
+                        |  fault or time-out: give the place back, wait (backoff, jitter), again until the deadline
+
+*Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few per cent more
+requests. A budget keeps it at that: when all of storage is slow, second requests would only make it slower.
+
+*Concurrency* adapts by additive increase and multiplicative decrease on measured throughput: more in flight while
+that brings more bytes a second, fewer when storage says "slow down".
+
+Everything here runs on one event loop and needs no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import collections
+import contextlib
+import random
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.retry import Fault, RetryPolicy, fault_of
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+    from typing import Any
+
+    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.retry import FaultKind
+
+_RECENT: Final = 200
+_ENOUGH: Final = 20
+"""So many answers tell what is usual."""
+_HEDGE_TOKENS: Final = 10.0
+_FIRST_HEDGE_S: Final = 1.0
+"""When to hedge before there are enough answers to know what is usual."""
+_SHORT_ANSWERS: Final = 3
+"""So many short answers in a row mean that the file ends there."""
+
+
+class HedgePolicy(Settings, frozen=True):
+    """When a second request goes out. ``quantile`` of recent latencies; at most ``part`` of all requests are hedged."""
+
+    quantile: float = 0.95
+    part: float = 0.1
+    min_delay_s: float = 0.02
+
+
+class FetchFailedError(Exception):
+    """A request that failed for good; ``fault`` says why. For the code that knows shard, offset and key."""
+
+    def __init__(self, fault: Fault, num_attempts: int, elapsed_s: float) -> None:
+        super().__init__(fault.text)
+        self.fault, self.num_attempts, self.elapsed_s = fault, num_attempts, elapsed_s
+
+
+class Latencies:
+    """The last 200 latencies, sorted too, for quantiles at the price of two bisections."""
+
+    def __init__(self) -> None:
+        self._recent: collections.deque[float] = collections.deque()
+        self._sorted: list[float] = []
+
+    def add(self, latency_s: float) -> None:
+        """Count one more."""
+        if len(self._recent) == _RECENT:
+            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(latency_s)
+        bisect.insort(self._sorted, latency_s)
+
+    def quantile(self, part: float) -> float | None:
+        """The latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
+        if len(self._sorted) < _ENOUGH:
+            return None
+        return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
+
+
+class Concurrency:
+    """A gate for requests in flight, whose width follows the throughput.
+
+    After every ``width`` answers it compares bytes a second with the round before. While requests wait at the gate and
+    a wider one brought at least 5 % more, it widens by a quarter; where widening brought nothing it goes back; every
+    now and then it tries again. Told to slow down it narrows by 30 %, once a round.
+    """
+
+    def __init__(self, start: int = 8, at_most: int = 64) -> None:
+        self.width, self._at_most = min(start, at_most), at_most
+        self.in_flight = 0
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._round_started: float | None = None
+        self._answers = 0
+        self._bytes = 0
+        self._last_rate = 0.0
+        self._last_step = 0
+        self._was_throttled = False
+        self._rest_rounds = 0
+        self._had_waiters = False
+
+    async def __aenter__(self) -> None:
+        if self.in_flight >= self.width or self._waiting:
+            self._had_waiters = True
+            place = asyncio.get_running_loop().create_future()
+            self._waiting.append(place)
+            try:
+                await place
+            except asyncio.CancelledError:
+                if place.done() and not place.cancelled():
+                    self._leave()
+                raise
+        else:
+            self.in_flight += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.in_flight -= 1
+        while self._waiting and self.in_flight < self.width:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.in_flight += 1
+                place.set_result(None)
+
+    def answered(self, num_bytes: int, now_s: float) -> None:
+        """Count an answer; at the end of a round, decide."""
+        if self._round_started is None:
+            self._round_started = now_s
+            return
+        self._answers += 1
+        self._bytes += num_bytes
+        if self._answers < max(8, self.width):
+            return
+        rate = self._bytes / max(now_s - self._round_started, 1e-9)
+        self._decide(rate)
+        self._round_started, self._answers, self._bytes = now_s, 0, 0
+        self._had_waiters, self._was_throttled = bool(self._waiting), False
+
+    def throttled(self) -> None:
+        """Storage said "slow down"."""
+        if not self._was_throttled:
+            self._was_throttled = True
+            self.width = max(1, int(self.width * 0.7))
+            self._last_step, self._rest_rounds = 0, 16
+
+    def _decide(self, rate: float) -> None:
+        if self._was_throttled or not self._had_waiters:
+            self._last_rate, self._last_step = rate, 0
+            return
+        if self._last_step > 0 and rate < self._last_rate * 1.05:
+            self.width -= self._last_step
+            self._last_step, self._rest_rounds = 0, 16
+        elif self._rest_rounds > 0:
+            self._rest_rounds -= 1
+            self._last_step = 0
+        else:
+            self._last_step = min(max(1, self.width // 4), self._at_most - self.width)
+            self.width += self._last_step
+        self._last_rate = rate
+
+
+class Requester:
+    """Makes requests under the three policies; ``now`` is the event loop's clock.
+
+    Counters: ``requests`` answered and their ``request_bytes``, ``retries``, ``hedges``, ``hedges_won``.
+    """
+
+    def __init__(
+        self,
+        retry: RetryPolicy,
+        hedge: HedgePolicy | None,
+        concurrency: Concurrency,
+        storage_options: Mapping[str, Any] | None = None,
+        on_fault: Callable[[Fault], None] | None = None,
+    ) -> None:
+        self._retry, self._hedge, self.concurrency = retry, hedge, concurrency
+        self._options, self._on_fault = storage_options, on_fault
+        self._latencies = Latencies()
+        self._tokens = _HEDGE_TOKENS
+        self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
+
+    async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
+        """The ``length`` bytes that ``get()`` brings. Raises FetchFailedError."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        failures = short = 0
+        while True:
+            try:
+                async with self.concurrency:
+                    data = await self._attempt(get, started + self._retry.deadline_s)
+                view = memoryview(data).cast("B")
+                if len(view) == length:
+                    self.requests += 1
+                    self.request_bytes += length
+                    self.concurrency.answered(length, loop.time())
+                    return view
+                short += len(view) < length
+                fault = _wrong_length(len(view), length, short)
+            except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of tells them apart
+                fault = fault_of(error, self._options)
+            failures += 1
+            if fault.kind == "throttled":
+                self.concurrency.throttled()
+            pause_s = self._retry.delay_s(failures, random.random())  # noqa: S311 - jitter, not order
+            elapsed_s = loop.time() - started
+            if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
+                raise FetchFailedError(fault, failures, elapsed_s)
+            self.retries += 1
+            if self._on_fault is not None:
+                self._on_fault(fault)
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float) -> Buffer:
+        """One request and perhaps its hedge; whichever answers first counts, the other one is given up."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        end = min(deadline, began + self._timeout_s())
+        tasks = {loop.create_task(get())}
+        first = next(iter(tasks))
+        error: BaseException = TimeoutError(f"no answer within {end - began:.1f} s")
+        try:
+            hedge_at = self._hedge_at(began)
+            while tasks:
+                now = loop.time()
+                until = end if hedge_at is None else min(end, hedge_at)
+                done, _ = await asyncio.wait(tasks, timeout=max(0.0, until - now), return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    tasks.discard(task)
+                    if task.exception() is None:
+                        self._latencies.add(loop.time() - began)
+                        self.hedges_won += task is not first
+                        return task.result()
+                    error = task.exception() or error
+                if not done and loop.time() >= end:
+                    self._latencies.add(end - began)  # at least that long
+                    break
+                if not done and hedge_at is not None:
+                    hedge_at = None
+                    if self._tokens >= 1.0:
+                        self._tokens -= 1.0
+                        self.hedges += 1
+                        tasks.add(loop.create_task(get()))
+            raise error
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_ignore)
+
+    def _hedge_at(self, began: float) -> float | None:
+        if self._hedge is None:
+            return None
+        self._tokens = min(_HEDGE_TOKENS, self._tokens + self._hedge.part)
+        usual_s = self._latencies.quantile(self._hedge.quantile)
+        return began + max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._hedge.min_delay_s)
+
+    def _timeout_s(self) -> float:
+        """How long one attempt may take: ten times what is usual, at least 2 s, never over the policy's limit."""
+        usual_s = self._latencies.quantile(0.95)
+        limit_s = self._retry.attempt_timeout_s
+        return limit_s if usual_s is None else min(limit_s, max(2.0, 10 * usual_s))
+
+
+def _wrong_length(got: int, wanted: int, num_short: int) -> Fault:
+    if got > wanted:
+        return Fault("invalid", f"the server sent {got} bytes for a range of {wanted}: it does not serve byte ranges")
+    kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
+    return Fault(kind, f"the answer came short: {got} of {wanted} bytes")
+
+
+def _ignore(task: asyncio.Task[Buffer]) -> None:
+    """Look at the outcome of a request that was given up, or asyncio warns that nobody did."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()

@@ -1,0 +1,91 @@
+"""Where a sample's bytes come from: one protocol, and the backend that fits the place.
+
+=========  ==========================================  =====================================================
+backend    for                                         how
+=========  ==========================================  =====================================================
+mapped     local disks                                 memory maps, read-ahead, bulk page faults, no copies
+pread      NFS, Lustre, FUSE and other network mounts  ``pread`` into reused buffers, retries
+remote     any fsspec URL; local paths with a cache    coalesced concurrent ranges, retries, hedging, cache
+=========  ==========================================  =====================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.loaders.storage.mapped import MappedShards
+from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.retry import RetryPolicy
+
+__all__ = ["BACKENDS", "Session", "Storage", "StorageStats", "open_storage"]
+
+BACKENDS: Final = ("auto", "mapped", "pread", "remote", "fsspec", "obstore")
+"""Names that :func:`open_storage` knows; the last two are ``remote`` with the client said."""
+
+
+def open_storage(
+    dataset: Dataset,
+    backend: str = "auto",
+    *,
+    verify: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_size: int | str | None = None,
+    retry: RetryPolicy | None = None,
+) -> Storage:
+    """The storage of an open dataset.
+
+    ``auto`` is ``remote`` for a dataset at a URL and wherever a cache is asked for, ``pread`` on a network file system,
+    ``mapped`` elsewhere. ``verify`` holds every span against its xxh3. ``storage_options`` go to fsspec (None: those
+    the dataset was opened with). ``cache_dir`` keeps spans on a local disk, up to ``cache_size`` bytes.
+
+    Raises ConfigError for an unknown backend or one that cannot read the dataset, and for a cache that cannot be used.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"storage={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    if cache_dir is None and cache_size is not None:
+        raise ConfigError(f"cache_size={cache_size!r} means something with cache_dir only; say where the cache lies")
+    local = dataset.url is None
+    if backend in ("mapped", "pread"):
+        if not local:
+            raise ConfigError(f"storage={backend!r} reads local files; the dataset is at '{dataset.location}'")
+        if cache_dir is not None:
+            raise ConfigError(f"cache_dir means something with storage='remote' only, got storage={backend!r}")
+    if backend == "mapped" or (backend == "auto" and local and cache_dir is None):
+        from fuelrail.loaders.storage.pread import is_network_file_system
+
+        if backend == "mapped" or not is_network_file_system(dataset.root):
+            return MappedShards(dataset, verify=verify)
+        backend = "pread"
+    if backend == "pread":
+        from fuelrail.loaders.storage.pread import PreadShards
+
+        return PreadShards(dataset, verify=verify, retry=retry)
+    return _remote(dataset, backend, verify, storage_options, cache_dir, cache_size, retry)
+
+
+def _remote(
+    dataset: Dataset,
+    backend: str,
+    verify: bool,  # noqa: FBT001
+    storage_options: Mapping[str, Any] | None,
+    cache_dir: str | os.PathLike[str] | None,
+    cache_size: int | str | None,
+    retry: RetryPolicy | None,
+) -> Storage:
+    from fuelrail.loaders.cache import SpanCache
+    from fuelrail.loaders.storage.clients import make_client
+    from fuelrail.loaders.storage.remote import RemoteShards
+
+    url = dataset.url or f"file://{dataset.root.absolute()}"
+    options = dataset.storage_options if storage_options is None else storage_options
+    client = make_client(url, options, kind=backend if backend in ("fsspec", "obstore") else "auto")
+    cache = SpanCache.open_for(dataset, cache_dir, cache_size) if cache_dir is not None else None
+    return RemoteShards(dataset, client, url, verify=verify, storage_options=options, retry=retry, cache=cache)

@@ -1,0 +1,128 @@
+"""Open shard files, as few at a time as the process may have, and what to say when one changed under a run."""
+
+from __future__ import annotations
+
+import collections
+import os
+import resource
+import threading
+from typing import TYPE_CHECKING, Final, Generic, NoReturn, TypeVar
+
+from fuelrail.pipeline.dataset import check_span
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    DatasetError,
+    ShardError,
+    TruncatedShardError,
+)
+from fuelrail.pipeline.manifest import load_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.index import IndexRow
+
+T = TypeVar("T")
+
+_FILES_AT_MOST: Final = 512
+
+
+class OpenShards(Generic[T]):
+    """Opened shards by number, least recently used ones forgotten beyond ``limit``. Thread-safe.
+
+    A forgotten one is closed when its last user lets go of it, by reference counting.
+    """
+
+    def __init__(self, opened: Callable[[int], T], limit: int) -> None:
+        self._open, self._limit = opened, limit
+        self._shards: collections.OrderedDict[int, T] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, number: int) -> T:
+        with self._lock:
+            shard = self._shards.get(number)
+            if shard is None:
+                shard = self._shards[number] = self._open(number)
+                if len(self._shards) > self._limit:
+                    self._shards.popitem(last=False)
+            else:
+                self._shards.move_to_end(number)
+            return shard
+
+    def drop(self, number: int) -> None:
+        """Forget one, so that the next use opens it anew."""
+        with self._lock:
+            self._shards.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._shards.clear()
+
+
+def open_files_limit(files_each: int) -> int:
+    """How many shards may be open at once, each taking ``files_each`` descriptors: half of what the process may have."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(_FILES_AT_MOST, allowed // 2 // files_each))
+
+
+class ShardFile:
+    """An open shard of the size that the manifest states; closed when nobody refers to it any more.
+
+    Raises OSError where it cannot be opened, TruncatedShardError or ShardError where its size is another.
+    """
+
+    def __init__(self, path: Path, expected_bytes: int) -> None:
+        self.path = path
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._opened = os.fstat(self.fd)
+        if self._opened.st_size != expected_bytes:
+            # A shard that shrinks under a map kills the process with SIGBUS, so its size is settled here.
+            kind = TruncatedShardError if self._opened.st_size < expected_bytes else ShardError
+            raise kind(f"has {self._opened.st_size} bytes, the manifest says {expected_bytes}", shard=path.name)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def size_now(self) -> int:
+        """Bytes in the file at this moment."""
+        return os.fstat(self.fd).st_size
+
+    def was_replaced(self) -> bool:
+        """Whether the name now leads to another file, or the file was written to since it was opened."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return True
+        then = self._opened
+        return (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns)
+
+
+def check_or_explain(dataset: Dataset, file: ShardFile, row: IndexRow, span: memoryview) -> None:
+    """Hold a span against its digest; an error says whether the shard was replaced while the loader ran."""
+    try:
+        check_span(row, span, file.path.name)
+    except ChecksumError as error:
+        if file.was_replaced():
+            raise_replaced(dataset, row, str(error))
+        raise
+
+
+def raise_replaced(dataset: Dataset, row: IndexRow, what: str) -> NoReturn:
+    """Raise ChecksumError saying that the shard is another one than the dataset was opened with."""
+    try:
+        fingerprint = load_manifest(dataset.root).fingerprint
+    except DatasetError:
+        fingerprint = "none, its dataset.json cannot be read"
+    raise ChecksumError(replaced_message(dataset, fingerprint, what), shard=None, offset=row.offset, key=row.key)
+
+
+def replaced_message(dataset: Dataset, fingerprint: str, what: str) -> str:
+    """One sentence on a shard that changed, with the dataset's fingerprint at opening and now."""
+    ours = dataset.manifest.fingerprint
+    now = "the same" if fingerprint == ours else fingerprint
+    return f"{what}; the shard was replaced while in use: dataset fingerprint at opening {ours}, now {now}; open it again"

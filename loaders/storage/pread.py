@@ -1,0 +1,144 @@
+"""Shards on a network file system, read with ``pread`` into reused buffers.
+
+On NFS and its like a mapped page that cannot be served hangs the thread that touches it, or kills the process. A read
+comes back with an error instead, and an error can be tried again: with a freshly opened file, which is what a stale
+handle or a server that came back wants.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.loaders.storage.buffers import SpanBuffers
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, check_or_explain, open_files_limit
+from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
+from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.index import IndexRow
+    from fuelrail.pipeline.retry import Fault
+
+_LOG = logging.getLogger(__name__)
+
+_NETWORK_FILE_SYSTEMS: Final = frozenset(
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs"),
+        *("wekafs", "vastnfs", "pvfs2", "virtiofs"),
+    }
+)
+_KEEP_BUFFERS_BYTES: Final = 64 << 20
+
+
+class PreadShards:
+    """Local paths whose shards are read, not mapped. Thread-safe. ``verify`` holds every span against its digest."""
+
+    def __init__(self, dataset: Dataset, *, verify: bool = True, retry: RetryPolicy | None = None) -> None:
+        self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
+        self._files: OpenShards[ShardFile] = OpenShards(self._open, open_files_limit(1))
+        self._buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
+        self._spans = self._span_bytes = self._retries = self._refetched = 0
+
+    def span(self, index: int, row: IndexRow) -> memoryview:
+        """A sample's bytes in a buffer of its own, which is reused once nobody looks at it.
+
+        A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
+        TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
+        """
+        self._dataset.shard_path(row)
+
+        def give_up(fault: Fault, pause_s: float | None) -> None:
+            name = self._dataset.manifest.shards[row.shard].name
+            if pause_s is None:
+                raise StorageError(f"cannot be read: {fault.text}", shard=name, offset=row.offset, key=row.key)
+            _LOG.warning("shard %s, offset %d: %s; trying again", name, row.offset, fault.text)
+            self._retries += 1
+            self._files.drop(row.shard)
+
+        try:
+            span = call_with_retries(lambda: self._read(row), self._retry, give_up)
+        except (TruncatedShardError, ChecksumError) as error:
+            _LOG.warning("%s; reading it again", error)
+            self._refetched += 1
+            file = self._files[row.shard]
+            os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
+            self._files.drop(row.shard)
+            span = self._read(row)
+        self._spans += 1
+        self._span_bytes += row.length
+        return span
+
+    def session(self) -> _PreadSession:
+        """A stream of requests, with the kernel's read-ahead."""
+        return _PreadSession(self, self._files)
+
+    def stats(self) -> StorageStats:
+        """Spans handed out, and what had to be read again."""
+        return StorageStats(
+            "pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched
+        )
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.clear()
+
+    def _open(self, number: int) -> ShardFile:
+        entry = self._dataset.manifest.shards[number]
+        return ShardFile(self._dataset.root / entry.name, entry.bytes)
+
+    def _read(self, row: IndexRow) -> memoryview:
+        file = self._files[row.shard]
+        buffer = self._buffers.take(row.length)
+        done = 0
+        while done < row.length:
+            count = os.preadv(file.fd, [buffer[done:]], row.offset + done)
+            if count == 0:
+                raise TruncatedShardError(
+                    f"sample needs bytes up to {row.offset + row.length}, the shard ends at {row.offset + done}",
+                    shard=file.path.name, offset=row.offset, key=row.key,
+                )  # fmt: skip
+            done += count
+        if self._verify:
+            check_or_explain(self._dataset, file, row, buffer)
+        return buffer.toreadonly()
+
+
+class _PreadSession:
+    def __init__(self, storage: PreadShards, files: OpenShards[ShardFile]) -> None:
+        self._storage, self._files = storage, files
+
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+        """Let the kernel read ahead."""
+        for _, row in rows:
+            try:
+                os.posix_fadvise(self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_WILLNEED)
+            except (OSError, ShardError):
+                continue  # advice only; whoever takes the span meets the error with its address
+        return [partial(self._storage.span, index, row) for index, row in rows]
+
+    def close(self) -> None:
+        """Nothing is under way that would need an end."""
+
+
+def is_network_file_system(folder: Path) -> bool:
+    """Whether a folder lies on a file system served over a network (or by FUSE), by the kernel's list of mounts."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        where = folder.resolve()
+    except OSError:
+        return False
+    best, found = -1, ""
+    for line in mounts:
+        _, point, kind, *_ = line.split(" ")
+        mount = Path(point.replace("\\040", " "))
+        if (where == mount or mount in where.parents) and len(mount.parts) >= best:
+            best, found = len(mount.parts), kind
+    return found in _NETWORK_FILE_SYSTEMS or found.startswith("fuse.")

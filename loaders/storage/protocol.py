@@ -1,0 +1,72 @@
+"""What a storage backend is: spans at once, or asked for ahead of time.
+
+A *session* is one iteration's stream of requests. The loader knows the order, so it asks for spans long before it
+needs them: ``request`` starts whatever makes them come (read-ahead, a coalesced download, nothing) and returns one
+call for each row, which waits for the bytes, checks them and hands them over. Bytes that were asked for and not yet
+taken are bounded by the look-ahead of who asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fuelrail.pipeline.index import IndexRow
+
+    PendingSpan: TypeAlias = Callable[[], memoryview]
+    """Waits for one span's bytes. Raises ShardError; called once."""
+
+
+class StorageStats(NamedTuple):
+    """What a backend did so far; counts are of this process."""
+
+    backend: str
+    spans: int = 0
+    """Spans handed out, and their bytes."""
+    span_bytes: int = 0
+    requests: int = 0
+    """Requests to remote storage that were answered, and the bytes they brought (gaps and hedges included)."""
+    request_bytes: int = 0
+    retries: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    refetched: int = 0
+    """Spans read again because they came short or with a wrong checksum."""
+    concurrency: int = 0
+    """Requests that may be in flight at this moment."""
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_hit_bytes: int = 0
+    cache_bytes: int = 0
+    """Bytes in the cache, of all processes that share it."""
+    cache_evictions: int = 0
+    cache_damaged: int = 0
+    """Cache files that were missing, cut or corrupt, and were fetched again."""
+
+
+class Session(Protocol):
+    """One iteration's requests."""
+
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+        """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
+
+    def close(self) -> None:
+        """Give up what was asked for; whoever waits gets a StorageError. May be called twice, from any thread."""
+
+
+class Storage(Protocol):
+    """Where the shards of one dataset lie. Safe to use from many threads."""
+
+    def span(self, index: int, row: IndexRow) -> memoryview:
+        """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
+
+    def session(self) -> Session:
+        """A new stream of requests."""
+
+    def stats(self) -> StorageStats:
+        """What was done so far."""
+
+    def close(self) -> None:
+        """Let go of files, connections and threads; views handed out stay valid."""

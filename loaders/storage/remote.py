@@ -1,0 +1,259 @@
+"""Shards at a URL: coalesced ranges, fetched ahead and concurrently on an event loop, checked, tried again.
+
+What a session was asked for is planned (:mod:`fuelrail.loaders.fetch_plan`) and requested at once
+(:mod:`fuelrail.loaders.hedging`); the loader's fetch stage waits for each sample in order. A range lives until the
+last of its samples was taken and let go, so memory is bounded by the look-ahead of who asks.
+
+With a cache (:mod:`fuelrail.loaders.cache`) a span is looked for there first and put there afterwards. Local paths can
+be read this way too (``file://``), to cache a slow file system on a fast disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fuelrail.loaders.fetch_plan import WantedSpan, plan_ranges
+from fuelrail.loaders.hedging import Concurrency, FetchFailedError, HedgePolicy, Requester
+from fuelrail.loaders.storage.files import replaced_message
+from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.pipeline.dataset import check_span
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    DatasetError,
+    FuelrailError,
+    ShardError,
+    StorageError,
+    TruncatedShardError,
+)
+from fuelrail.pipeline.remote import read_fingerprint, shown_url
+from fuelrail.pipeline.retry import RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fuelrail.loaders.cache import CachedSpan, SpanCache
+    from fuelrail.loaders.storage.clients import RangeClient
+    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.index import IndexRow
+    from fuelrail.pipeline.retry import Fault
+
+_LOG = logging.getLogger(__name__)
+_EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)
+"""For looking up what changed, when something is wrong already."""
+
+
+class RemoteShards:
+    """Shards of a dataset that a client reads by ranges. Thread-safe.
+
+    ``verify`` holds every span against its digest; a wrong one is fetched once more on its own. With a ``cache`` it is
+    always done, for a damaged span must not stay.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        client: RangeClient,
+        url: str,
+        *,
+        verify: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        retry: RetryPolicy | None = None,
+        hedge: HedgePolicy | None = HedgePolicy(),  # noqa: B008 - immutable
+        concurrency: int = 64,
+        cache: SpanCache | None = None,
+    ) -> None:
+        import fsspec.asyn
+
+        self.dataset, self.client, self.cache = dataset, client, cache
+        self._url, self._options = url, storage_options
+        self._retry = retry or RetryPolicy()
+        self._verify = verify or cache is not None
+        self.loop: asyncio.AbstractEventLoop = fsspec.asyn.get_loop()
+        self.requester = Requester(
+            self._retry, hedge, Concurrency(at_most=concurrency), storage_options, self._on_fault
+        )
+        self._spans = self._span_bytes = self._refetched = 0
+        self._lock = threading.Lock()
+
+    def span(self, index: int, row: IndexRow) -> memoryview:
+        """One sample's bytes, from the cache or fetched now. Raises StorageError, ChecksumError, TruncatedShardError."""
+        session = self.session()
+        return session.request([(index, row)])[0]()
+
+    def session(self) -> _RemoteSession:
+        """A stream of requests."""
+        return _RemoteSession(self)
+
+    def stats(self) -> StorageStats:
+        """What was done so far."""
+        made = self.requester
+        stats = StorageStats(
+            self.client.kind, self._spans, self._span_bytes, made.requests, made.request_bytes, made.retries,
+            made.hedges, made.hedges_won, self._refetched, made.concurrency.width,
+        )  # fmt: skip
+        return stats if self.cache is None else self.cache.add_stats(stats)
+
+    def close(self) -> None:
+        """Let go of the client's threads and the cache."""
+        self.client.close()
+        if self.cache is not None:
+            self.cache.close()
+
+    def fetch(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
+        """Start fetching a range of a shard."""
+        name = self.dataset.manifest.shards[shard].name
+        get = partial(self.client.get, name, start, end)
+        return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
+
+    def fetch_again(self, row: IndexRow) -> memoryview:
+        """One span on its own, after its first coming failed a check. Raises what :meth:`span` raises."""
+        self._refetched += 1
+        try:
+            span = self.fetch(row.shard, row.offset, row.offset + row.length).result()
+        except FetchFailedError as error:
+            self.fail(row, error)
+        if self._verify:
+            try:
+                check_span(row, span, self.shard_name(row))
+            except ChecksumError as error:
+                self._explain(row, ChecksumError, f"{error}, twice")
+        return span
+
+    def is_good(self, row: IndexRow, span: memoryview) -> bool:
+        """Whether a span is what the index says; True where nothing is to be checked."""
+        if not self._verify:
+            return True
+        try:
+            check_span(row, span, self.shard_name(row))
+        except ShardError as error:
+            _LOG.warning("%s; fetching it again", error)
+            return False
+        return True
+
+    def handed_out(self, span: memoryview) -> memoryview:
+        """Count a span."""
+        with self._lock:
+            self._spans += 1
+            self._span_bytes += len(span)
+        return span.toreadonly()
+
+    def fail(self, row: IndexRow, error: FetchFailedError) -> NoReturn:
+        """Raise what a request that failed for good means for this sample."""
+        fault, name = error.fault, self.shard_name(row)
+        if fault.kind == "cut":
+            self._explain(row, TruncatedShardError, f"the shard ends before the sample does: {fault.text}")
+        reason = {
+            "missing": "the shard is not there",
+            "refused": "access is refused: check credentials, profile and endpoint (environment or storage_options)",
+            "invalid": "the request was rejected",
+        }.get(fault.kind, f"no answer after {error.num_attempts} attempts in {error.elapsed_s:.0f} s")
+        raise StorageError(
+            f"'{shown_url(self._url)}': {reason}; {fault.text}", shard=name, offset=row.offset, key=row.key
+        ) from None
+
+    def shard_name(self, row: IndexRow) -> str:
+        """The file that holds a sample."""
+        return self.dataset.shard_path(row).name
+
+    def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
+        """Raise ``kind``, saying whether the dataset at the URL is another one by now."""
+        try:
+            fingerprint = read_fingerprint(self._url, self._options, _EXPLAIN)
+        except (FuelrailError, OSError) as error:
+            fingerprint = f"unknown ({type(error).__name__})" if isinstance(error, DatasetError) else "unknown"
+        if fingerprint != self.dataset.manifest.fingerprint:
+            what = replaced_message(self.dataset, fingerprint, what)
+        raise kind(what, shard=self.shard_name(row), offset=row.offset, key=row.key)
+
+    def _on_fault(self, fault: Fault) -> None:
+        _LOG.info("'%s': %s; trying again", shown_url(self._url), fault.text)
+
+
+class _RemoteSession:
+    """Ranges asked for and not yet taken."""
+
+    def __init__(self, storage: RemoteShards) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._under_way: set[concurrent.futures.Future[memoryview]] = set()
+        self._closed = False
+
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+        """Plan and start the ranges of all spans that are not in the cache."""
+        storage, cache = self._storage, self._storage.cache
+        pending: dict[int, PendingSpan] = {}
+        for number, (index, row) in enumerate(rows):
+            storage.shard_name(row)  # raises for a row that names no shard, before anything is under way
+            cached = cache.open(index, row.length) if cache is not None else None
+            if cached is not None:
+                pending[number] = partial(self._take_cached, cached, index, row)
+        missing = [number for number in range(len(rows)) if number not in pending]
+        wanted = [WantedSpan(row.shard, row.offset, row.length) for row in (rows[number][1] for number in missing)]
+        for planned in plan_ranges(wanted):
+            future = self._start(planned.shard, planned.start, planned.end)
+            for member in planned.members:
+                index, row = rows[missing[member]]
+                alone = len(planned.members) == 1
+                pending[missing[member]] = partial(self._take, future, planned.start, alone, index, row)
+        return [pending[number] for number in range(len(rows))]
+
+    def close(self) -> None:
+        """Give up all requests."""
+        with self._lock:
+            self._closed = True
+            under_way = list(self._under_way)
+        for future in under_way:
+            future.cancel()
+
+    def _start(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
+        future = self._storage.fetch(shard, start, end)
+        with self._lock:
+            self._under_way.add(future)
+            closed = self._closed
+        future.add_done_callback(self._done)
+        if closed:
+            future.cancel()
+        return future
+
+    def _done(self, future: concurrent.futures.Future[memoryview]) -> None:
+        with self._lock:
+            self._under_way.discard(future)
+
+    def _take(
+        self, future: concurrent.futures.Future[memoryview], start: int, alone: bool, index: int, row: IndexRow
+    ) -> memoryview:
+        storage = self._storage
+        try:
+            data = future.result()
+        except concurrent.futures.CancelledError:
+            raise StorageError(
+                "the loader was closed before the sample came", shard=storage.shard_name(row), offset=row.offset,
+                key=row.key,
+            ) from None  # fmt: skip
+        except FetchFailedError as error:
+            if alone or error.fault.kind != "cut":
+                storage.fail(row, error)
+            span = storage.fetch_again(row)  # the cut may lie behind this sample
+        else:
+            first = row.offset - start
+            span = data[first : first + row.length]
+            if not storage.is_good(row, span):
+                span = storage.fetch_again(row)
+        if storage.cache is not None:
+            storage.cache.put(index, span)
+        return storage.handed_out(span)
+
+    def _take_cached(self, cached: CachedSpan, index: int, row: IndexRow) -> memoryview:
+        storage = self._storage
+        span = cached.read()
+        if span is not None and storage.is_good(row, span):
+            return storage.handed_out(span)
+        assert storage.cache is not None
+        storage.cache.forget(index, row.length)
+        return self._take(self._start(row.shard, row.offset, row.offset + row.length), row.offset, True, index, row)

@@ -1,0 +1,179 @@
+"""Datasets at a URL: what any fsspec file system serves, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
+
+Opening one fetches the manifest, and the index and attribute table once into a local folder named by the dataset's
+fingerprint, where the index is mapped as every local one is. Shards stay where they are; loaders read ranges of them.
+Credentials and endpoints come by each library's own means (environment, profiles, ``storage_options``) and go into
+no message, file or log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.index import INDEX_FILE
+from fuelrail.pipeline.manifest import MANIFEST_FILE, FileEntry, decode_manifest
+from fuelrail.pipeline.retry import RetryPolicy, call_with_retries, redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fuelrail.pipeline.manifest import Manifest
+    from fuelrail.pipeline.retry import Fault
+
+_LOG = logging.getLogger(__name__)
+_EXTRAS: Final = {
+    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
+    "http": "http", "https": "http",
+}  # fmt: skip
+_SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet")
+
+
+def is_url(root: str | os.PathLike[str]) -> bool:
+    """Whether a dataset's place is a URL and not a local path; ``file://`` counts as local."""
+    return isinstance(root, str) and "://" in root and not root.startswith("file://")
+
+
+def shown_url(url: str) -> str:
+    """The URL as messages may show it: without user, password and query."""
+    return redacted(url)
+
+
+def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The fsspec file system for a URL, and the dataset's path in it.
+
+    Raises ConfigError where the protocol is unknown, its library is not installed or an option is wrong.
+    """
+    try:
+        import fsspec
+    except ImportError as error:  # a base requirement; but a trimmed environment may lack it
+        raise ConfigError(f"'{shown_url(url)}' needs fsspec: pip install fsspec") from error
+    protocol = url.partition("://")[0]
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **dict(storage_options or {}))
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        hint = f"pip install 'fuelrail[{extra}]'" if extra else "install its fsspec implementation"
+        raise ConfigError(f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})") from error
+    except (ValueError, TypeError) as error:
+        text = redacted(str(error), storage_options)
+        raise ConfigError(f"'{shown_url(url)}' cannot be opened with these storage_options: {text}") from None
+    return fs, str(path).rstrip("/")
+
+
+def default_cache_folder() -> Path:
+    """Where manifests and indices of remote datasets are kept: ``fuelrail`` in the user's cache folder (XDG)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fuelrail"
+
+
+def fetch_dataset(
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_folder: Path | None = None,
+    retry: RetryPolicy | None = None,
+) -> tuple[Path, Manifest]:
+    """Bring a remote dataset's manifest, index and attributes here; returns the local folder and the manifest.
+
+    Files that are here already are used if their SHA-256 is the manifest's. Raises DatasetNotReadyError where there is
+    no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, ConfigError.
+    """
+    fs, path = filesystem(url, storage_options)
+    source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
+    data = source.read(MANIFEST_FILE)
+    manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}")
+    folder = (cache_folder or default_cache_folder()) / "datasets" / manifest.fingerprint
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in manifest.files:
+            if entry.name in _SIDE_FILES and not _is_here(folder / entry.name, entry):
+                _publish(folder / entry.name, source.checked(entry))
+        if not (folder / MANIFEST_FILE).is_file() or (folder / MANIFEST_FILE).read_bytes() != data:
+            _publish(folder / MANIFEST_FILE, data)
+    except OSError as error:
+        raise DatasetError(
+            f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; say another place with cache_dir"
+        ) from error
+    return folder, manifest
+
+
+def read_fingerprint(url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> str:
+    """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
+    fs, path = filesystem(url, storage_options)
+    source = _Source(fs, path, shown_url(url), storage_options, retry)
+    return decode_manifest(source.read(MANIFEST_FILE), f"{source.shown}/{MANIFEST_FILE}").fingerprint
+
+
+class _Source:
+    """Whole files of a remote dataset, with retries."""
+
+    def __init__(
+        self, fs: Any, path: str, shown: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy  # noqa: ANN401
+    ) -> None:
+        self._fs, self._path, self.shown = fs, path, shown
+        self._options, self._retry = storage_options, retry
+
+    def read(self, name: str) -> bytes:
+        def work() -> bytes:
+            data: bytes = self._fs.cat_file(f"{self._path}/{name}")
+            return data
+
+        return call_with_retries(work, self._retry, self._on_fault(name), self._options)
+
+    def checked(self, entry: FileEntry) -> bytes:
+        """A file whose SHA-256 the manifest states; read twice before it is called wrong."""
+        for _ in range(2):
+            data = self.read(entry.name)
+            if hashlib.sha256(data).hexdigest() == entry.sha256:
+                return data
+        raise ManifestError(
+            f"'{self.shown}/{entry.name}' is not the file that dataset.json describes ({len(data)} bytes of "
+            f"{entry.bytes}, SHA-256 differs): was the dataset replaced in part?"
+        )
+
+    def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
+        def told(fault: Fault, pause_s: float | None) -> None:
+            if pause_s is None:
+                self._fail(name, fault)
+            _LOG.warning("%s/%s: %s; trying again in %.1f s", self.shown, name, fault.text, pause_s)
+
+        return told
+
+    def _fail(self, name: str, fault: Fault) -> NoReturn:
+        if fault.kind == "missing" and name == MANIFEST_FILE:
+            raise DatasetNotReadyError(f"'{self.shown}' has no dataset.json: sharding has not finished there") from None
+        reason = {
+            "missing": "is not there",
+            "refused": "may not be read: check credentials, profile and endpoint (environment or storage_options)",
+            "invalid": "cannot be read",
+        }.get(fault.kind, f"could not be read for {self._retry.deadline_s:g} s")
+        raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
+
+
+def _is_here(file: Path, entry: FileEntry) -> bool:
+    try:
+        if file.stat().st_size != entry.bytes:
+            return False
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == entry.sha256
+    except OSError:
+        return False
+
+
+def _publish(file: Path, data: bytes) -> None:
+    """Write under another name, then rename: nobody ever sees a part of it."""
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,176 @@
+"""When to try again: faults told apart, and delays with backoff and jitter under a deadline.
+
+A request to storage ends in one of six ways besides success, and each wants another answer::
+
+    missing     404                        report at once
+    refused     401, 403, no credentials   report at once
+    invalid     other 4xx, bad arguments   report at once
+    cut         416, the file ends sooner  report at once: it is not the file that was expected
+    throttled   429, 503, "slow down"      again later, with fewer requests in flight
+    transient   5xx, resets, timeouts      again later
+
+Texts of errors pass through :func:`redacted` before anybody sees them: URLs may carry signatures.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
+
+from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+FaultKind = Literal["missing", "refused", "invalid", "cut", "throttled", "transient"]
+T = TypeVar("T")
+
+_MAX_TEXT: Final = 300
+_THROTTLED: Final = frozenset({429, 503})
+_TRANSIENT_4XX: Final = frozenset({408, 409, 425})
+_REFUSED: Final = frozenset({401, 402, 403, 407})
+_RANGE_NOT_SATISFIABLE: Final = 416
+_MISSING: Final = frozenset({404, 410})
+_NO_CREDENTIALS: Final = ("NoCredentials", "PartialCredentials", "NoAuth", "Unauthenticated", "PermissionDenied")
+_STATUS_IN_TEXT: Final = re.compile(r"\b(?:status|code|error|http)\D{0,24}([45]\d\d)\b", re.IGNORECASE)
+_QUERY: Final = re.compile(r"(\w+://[^\s'\"?<>]*)\?[^\s'\"<>)]*")
+_USERINFO: Final = re.compile(r"(\w+://)[^\s/@'\"]+@")
+
+
+class RetryPolicy(Settings, frozen=True):
+    """How often and how long to try. Times in seconds.
+
+    The ``n``-th failure is followed by a pause drawn evenly from 0 to ``min(max_delay_s, first_delay_s * 2**n)``
+    ("full jitter", Brooker, AWS Architecture Blog, 2015): clients that failed together do not come back together.
+    """
+
+    deadline_s: float = 120.0
+    """From the first attempt on; then the last error is reported."""
+    attempt_timeout_s: float = 30.0
+    """A single attempt that takes longer counts as failed."""
+    first_delay_s: float = 0.1
+    max_delay_s: float = 5.0
+
+    def delay_s(self, num_failures: int, draw: float) -> float:
+        """The pause after failure number ``num_failures`` (1 for the first); ``draw`` in [0, 1)."""
+        # 2**60 of anything is over the cap; larger exponents would overflow a float.
+        return draw * min(self.max_delay_s, self.first_delay_s * 2.0 ** min(num_failures - 1, 60))
+
+
+class Fault(NamedTuple):
+    """One failed request: which kind, and its text without secrets."""
+
+    kind: FaultKind
+    text: str
+
+    @property
+    def is_final(self) -> bool:
+        """Whether trying again is pointless."""
+        return self.kind not in ("throttled", "transient")
+
+
+def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
+    """Tell what kind of fault an exception of any storage library stands for."""
+    return Fault(_kind(error), redacted(_text(error), storage_options))
+
+
+def _text(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
+
+
+def _kind(error: BaseException) -> FaultKind:
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return "missing"
+    # s3fs makes PermissionError of AccessDenied, of bad signatures and of unknown keys alike.
+    if isinstance(error, PermissionError) or type(error).__name__.startswith(_NO_CREDENTIALS):
+        return "refused"
+    status = _status(error)
+    if status is not None:
+        return _kind_of_status(status)
+    if isinstance(error, TimeoutError | ConnectionError | OSError | EOFError):
+        return "transient"
+    # aiohttp's, botocore's and urllib3's own base classes of what can go wrong on a connection.
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & {"ClientError", "ClientPayloadError", "HTTPClientError", "BotoCoreError", "HTTPError", "BaseError"}:
+        return "transient"
+    if names & {"RequestError", "IncompleteRead", "IncompleteReadError"}:
+        return "transient"
+    return "invalid"
+
+
+def _kind_of_status(status: int) -> FaultKind:
+    if status in _MISSING:
+        return "missing"
+    if status in _REFUSED:
+        return "refused"
+    if status in _THROTTLED:
+        return "throttled"
+    if status == _RANGE_NOT_SATISFIABLE:
+        return "cut"
+    return "transient" if status >= 500 or status in _TRANSIENT_4XX else "invalid"
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error or its cause carries, in the attribute that its library uses."""
+    for one in (error, error.__cause__):
+        if one is None:
+            continue
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):  # botocore's ClientError
+            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        for found in (getattr(one, "status", None), getattr(one, "status_code", None), getattr(one, "code", None), response):
+            if isinstance(found, int) and 400 <= found < 600:
+                return found
+    match = _STATUS_IN_TEXT.search(str(error))  # obstore says it in words only
+    return int(match[1]) if match else None
+
+
+def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Text without user names, passwords and query strings of URLs, and without any value of ``storage_options``."""
+    text = _USERINFO.sub(r"\1", _QUERY.sub(r"\1?...", text))
+    for secret in sorted(_strings(storage_options), key=len, reverse=True):
+        text = text.replace(secret, "...")
+    return text
+
+
+def _strings(value: object) -> set[str]:
+    """All strings of four characters or more in nested options, but for plain URLs, which help to find a mistake."""
+    if isinstance(value, str):
+        return {value} if len(value) >= 4 and "://" not in value else set()
+    if isinstance(value, dict):
+        value = list(value.values())
+    return {text for item in value for text in _strings(item)} if isinstance(value, list | tuple) else set()
+
+
+def call_with_retries(
+    work: Callable[[], T],
+    policy: RetryPolicy,
+    on_fault: Callable[[Fault, float | None], None],
+    storage_options: Mapping[str, Any] | None = None,
+) -> T:
+    """Call ``work`` until it succeeds.
+
+    ``on_fault(fault, pause)`` is told of every failure; with the pause None it was the last, and should raise; if it
+    does not, the original exception is raised. A FuelrailError is never tried again.
+    """
+    deadline = time.monotonic() + policy.deadline_s
+    failures = 0
+    while True:
+        try:
+            return work()
+        except FuelrailError:
+            raise  # judged already
+        except Exception as error:
+            failures += 1
+            fault = fault_of(error, storage_options)
+            pause_s = policy.delay_s(failures, random.random())  # noqa: S311 - jitter, not order
+            if fault.is_final or time.monotonic() + pause_s > deadline:
+                on_fault(fault, None)
+                raise
+            on_fault(fault, pause_s)
+        time.sleep(pause_s)
