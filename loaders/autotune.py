@@ -1,0 +1,181 @@
+"""Finds the number of decoding threads and of ready batches while the trainer runs, for ``num_workers="auto"``.
+
+Only while the trainer waits for data is there anything to gain, so that is when the tuner acts: one change at a time,
+kept if batches come measurably faster with it, else taken back. What to change, the stages' clocks say: a stage that
+is busy all the time gets a thread more; where none is, batches come in bursts, and more of them in store even those
+out; where decoding has all the threads it may have, one fewer is tried, for threads beyond the cores that are really
+free get into each other's way, and into the trainer's. When nothing helps it rests, longer each time.
+
+The order of samples and every byte of a batch are the same whatever it picks. Changes go to the log at INFO.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fuelrail.pipeline.stages import StageClock
+
+_LOG = logging.getLogger(__name__)
+
+WINDOW_S: Final = 2.0
+WINDOW_BATCHES: Final = 8
+_HUNGRY: Final = 0.05
+"""Share of a window spent waiting from which on the trainer counts as kept waiting."""
+_SATURATED: Final = 0.85
+"""Share of a stage's thread time in work from which on more threads are expected to help."""
+_GAIN: Final = 1.03
+"""A change is kept if the rate grows by this factor: less is noise."""
+_PAUSE: Final = 0.5
+"""A window of which one step took this share holds a pause (validation, a checkpoint) and says nothing."""
+_REST_WINDOWS: Final = 8
+_LONGEST_REST: Final = 512
+
+
+class Tuning(NamedTuple):
+    """What the tuner sets: decoding threads, and finished batches that may wait for the trainer."""
+
+    num_workers: int
+    ready: int
+
+
+class _Window(NamedTuple):
+    """What happened in one window: batches a second, share of the time waited, each stage's share of time in work."""
+
+    rate: float
+    waiting: float
+    busy: dict[str, float]
+
+
+class _Trial(NamedTuple):
+    """A change under test: what was before, the rate then, and the windows left until it is judged."""
+
+    before: Tuning
+    rate: float
+    windows: int
+
+
+class Autotuner:
+    """One loader's tuner; told of every batch, it now and then answers with a new tuning.
+
+    ``start`` is where it begins, ``most`` what it stays within; a decision depends on what it is told alone.
+    """
+
+    def __init__(
+        self, start: Tuning, most: Tuning, *, window_s: float = WINDOW_S, window_batches: int = WINDOW_BATCHES
+    ) -> None:
+        self.tuning = start
+        self._most = Tuning(max(start.num_workers, most.num_workers), max(start.ready, most.ready))
+        self._window_s, self._window_batches = window_s, window_batches
+        self._trial: _Trial | None = None
+        self._ideas: Iterator[Tuning] = iter(())
+        self._rest = 0
+        self._next_rest = _REST_WINDOWS
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new window, after a break: another pipeline, or one whose clocks begin anew."""
+        self._begun_s: float | None = None
+        self._last_s = 0.0
+        self._longest_s = 0.0
+        self._batches = 0
+        self._waited_s = 0.0
+        self._clocks: Sequence[StageClock] = ()
+
+    def due(self, now_s: float) -> bool:
+        """Note that a batch was handed out; whether a window is full, and :meth:`update` should be called."""
+        if self._begun_s is None:
+            return True
+        self._longest_s = max(self._longest_s, now_s - self._last_s)
+        self._last_s = now_s
+        self._batches += 1
+        return self._batches >= self._window_batches and now_s - self._begun_s >= self._window_s
+
+    def update(self, now_s: float, waited_s: float, clocks: Sequence[StageClock]) -> Tuning | None:
+        """Judge the window that ends now; the new tuning, if there is one.
+
+        ``waited_s`` and ``clocks`` are the pipeline's, since its start.
+        """
+        window = self._close_window(now_s, waited_s, clocks)
+        if window is None:
+            return None
+        before = self.tuning
+        self._decide(window)
+        return self.tuning if self.tuning != before else None
+
+    def _close_window(self, now_s: float, waited_s: float, clocks: Sequence[StageClock]) -> _Window | None:
+        begun_s, batches, longest_s = self._begun_s, self._batches, self._longest_s
+        earlier, waited_before = self._clocks, self._waited_s
+        self._begun_s = self._last_s = now_s
+        self._batches, self._longest_s = 0, 0.0
+        self._waited_s, self._clocks = waited_s, clocks
+        if begun_s is None:
+            return None
+        length_s = now_s - begun_s
+        waiting = (waited_s - waited_before) / length_s
+        if longest_s > _PAUSE * length_s and waiting < _PAUSE:
+            return None
+        busy = {
+            new.name: (new.busy_s - old.busy_s) / (length_s * max(old.num_threads, new.num_threads))
+            for old, new in zip(earlier, clocks, strict=True)
+        }
+        return _Window(batches / length_s, waiting, busy)
+
+    def _decide(self, window: _Window) -> None:
+        if self._trial is not None:
+            self._judge(self._trial, window)
+        elif self._rest:
+            self._rest -= 1
+        elif window.waiting < _HUNGRY:
+            self._next_rest = _REST_WINDOWS  # well fed: should that change, react at once
+        else:
+            self._ideas = iter(self._changes(window))
+            self._try_next(window)
+
+    def _judge(self, trial: _Trial, window: _Window) -> None:
+        if trial.windows > 1:  # what was in the queues came from before the change
+            self._trial = trial._replace(windows=trial.windows - 1)
+            return
+        self._trial = None
+        change = f"{_say(trial.before)} -> {_say(self.tuning)}"
+        if window.rate >= _GAIN * trial.rate or window.waiting < _HUNGRY:
+            _LOG.info("autotune: kept %s, %.0f %% faster", change, 100 * (window.rate / trial.rate - 1))
+            self._ideas = iter(())
+            self._next_rest = _REST_WINDOWS
+            return
+        _LOG.info("autotune: took back %s, %.0f %% faster only", change, 100 * (window.rate / trial.rate - 1))
+        self.tuning = trial.before
+        self._try_next(window._replace(rate=trial.rate))
+
+    def _try_next(self, window: _Window) -> None:
+        tuning = next(self._ideas, None)
+        if tuning is None:
+            self._rest = self._next_rest
+            self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+            return
+        _LOG.info(
+            "autotune: trying %s -> %s; the trainer waited %.0f %% of the time, busy: %s",
+            _say(self.tuning),
+            _say(tuning),
+            100 * window.waiting,
+            ", ".join(f"{name} {100 * share:.0f} %" for name, share in window.busy.items()),
+        )
+        self._trial = _Trial(self.tuning, window.rate, 2)
+        self.tuning = tuning
+
+    def _changes(self, window: _Window) -> list[Tuning]:
+        """What to try in this situation, most promising first."""
+        now, most = self.tuning, self._most
+        more = now._replace(num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers))
+        fewer = now._replace(num_workers=max(1, now.num_workers - max(1, now.num_workers // 8)))
+        ahead = now._replace(ready=min(now.ready + 1, most.ready))
+        working = max(window.busy.get("decode", 0.0), window.busy.get("transform", 0.0))
+        ideas = [more, fewer] if working >= _SATURATED else [ahead, more]
+        return [idea for idea in ideas if idea != now]
+
+
+def _say(tuning: Tuning) -> str:
+    return f"{tuning.num_workers} threads, {tuning.ready} ready batches"
