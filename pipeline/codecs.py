@@ -14,6 +14,7 @@ All are exact, byte for byte. Sizes read from untrusted data are capped before m
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from typing import TYPE_CHECKING, Final
@@ -124,6 +125,7 @@ def decode(codec: str, stored: Buffer, raw_bytes: int | None = None) -> Buffer:
     return _from_planes(raw, row) if row else raw
 
 
+@functools.lru_cache(maxsize=64)
 def _row_bytes(codec: str) -> int:
     """Rows' bytes of a plane codec, 0 for plain zstd; raises ConfigError for any other name."""
     if codec == ZSTD:

@@ -17,6 +17,7 @@ from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError,
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
+from fuelrail.pipeline.shardfile import is_member_at
 
 if TYPE_CHECKING:
     import os
@@ -53,13 +54,20 @@ class Dataset:
         return entry
 
     def shard_path(self, row: IndexRow) -> Path:
-        """The file that holds a sample; raises IndexFileError where the index names a shard the manifest hasn't."""
-        if not 0 <= row.shard < len(self.manifest.shards):
+        """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
+        shards = self.manifest.shards
+        if not 0 <= row.shard < len(shards):
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
-                f"but the manifest has {len(self.manifest.shards)}"
+                f"but the manifest has {len(shards)}"
             )
-        return self.root / self.manifest.shards[row.shard].name
+        shard = shards[row.shard]
+        if not 0 <= row.offset <= row.offset + row.length <= shard.bytes:
+            raise IndexFileError(
+                f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
+                f"of shard {shard.name}, which has {shard.bytes}"
+            )
+        return self.root / shard.name
 
 
 def open_dataset(
@@ -109,8 +117,8 @@ def read_members(
 ) -> dict[str, memoryview]:
     """Decode the members of a span: field name to raw bytes, in stored order; raw ones are views of the span.
 
-    ``wanted`` restricts it to some field names. Raises IndexFileError for an entry outside the span, and the codec's
-    errors with key and member.
+    ``wanted`` restricts it to some field names. Raises IndexFileError for an entry outside the span or at odds with the
+    tar header there (the span's digest says nothing about the index), and the codec's errors with key and member.
     """
     view = memoryview(span)
     members: dict[str, memoryview] = {}
@@ -122,6 +130,12 @@ def read_members(
             raise IndexFileError(
                 f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} "
                 f"of a span of {len(view)} bytes"
+            )
+        name = f"{row.key}.{entry.name}{codecs.suffix(entry.codec)}"
+        if not is_member_at(view, entry.offset, name, entry.stored_bytes):
+            raise IndexFileError(
+                f"index entry of {row.key}.{entry.name}: no member '{name}' of {entry.stored_bytes} bytes "
+                f"lies at offset {row.offset + entry.offset} of shard {shard}"
             )
         try:
             members[entry.name] = memoryview(codecs.decode(entry.codec, view[entry.offset : end], entry.raw_bytes))

@@ -135,6 +135,13 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
     return PackedSpan(pieces, offsets, position)
 
 
+def is_member_at(span: memoryview, offset: int, name: str, size: int) -> bool:
+    """Whether the member whose data begin at ``offset`` is called ``name`` and has ``size`` bytes, by its header."""
+    header = bytes(span[max(offset - BLOCK_BYTES, 0) : offset])
+    front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES].ljust(_USTAR_NAME_BYTES, b"\0")
+    return len(header) == BLOCK_BYTES and header.startswith(front) and header[124:136] == b"%011o\0" % size
+
+
 def split_member_name(name: str) -> tuple[str, str]:
     """Split a member's full name at the first dot of its base name, as webdataset does: (key, field)."""
     folder, slash, base = name.rpartition("/")

@@ -1,0 +1,200 @@
+"""The manifest: exact round trip, a fingerprint anybody can compute, and everything that does not add up refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    CameraEntry,
+    FileEntry,
+    LidarEntry,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    decode_manifest,
+    encode_manifest,
+    fingerprint,
+    load_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def shard(number: int, split: str, first: int, count: int) -> ShardEntry:
+    return ShardEntry(
+        name=f"{split}-{number:06d}.tar", split=split, first_sample=first, num_samples=count, bytes=4096,
+        sha256=f"{number:064x}",
+    )  # fmt: skip
+
+
+def manifest(**changes: Any) -> Manifest:
+    whole = Manifest(
+        format=FORMAT, version=FORMAT_VERSION, name="straße", fingerprint="", num_samples=9, num_clips=3, seed=7,
+        order_unit="frame",
+        cameras=(CameraEntry(channel="cam_front", source_name="CAM_FRONT", sizes=((1600, 900),)),),
+        lidars=(LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z")),),
+        classes=("car",), attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
+        compression={"level": 3, "ratio": 0.5},
+        splits={
+            "train": SplitEntry(first_sample=0, num_samples=7, first_shard=0, num_shards=2, num_clips=2),
+            "val": SplitEntry(first_sample=7, num_samples=2, first_shard=2, num_shards=1, num_clips=1),
+        },
+        shards=(shard(0, "train", 0, 4), shard(1, "train", 4, 3), shard(0, "val", 7, 2)),
+        files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
+        provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
+    )  # fmt: skip
+    return msgspec.structs.replace(whole, **changes)
+
+
+def signed(**changes: Any) -> bytes:
+    """The file with a right fingerprint, whatever else is wrong."""
+    return encode_manifest(manifest(**changes))
+
+
+GOOD = signed()
+
+
+def test_round_trip() -> None:
+    found = decode_manifest(GOOD, "here")
+    assert found == manifest(fingerprint=found.fingerprint)
+    assert encode_manifest(found) == GOOD
+
+
+def test_the_file_is_indented_json_with_a_closing_newline() -> None:
+    assert GOOD.endswith(b"}\n")
+    assert list(json.loads(GOOD)) == list(Manifest.__struct_fields__)
+    assert "straße" in GOOD.decode()
+
+
+def test_fingerprint_is_what_plain_python_computes() -> None:
+    found = json.loads(GOOD)
+    stated, found["fingerprint"] = found["fingerprint"], ""
+    canonical = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert hashlib.sha256(canonical).hexdigest() == stated
+
+
+@given(st.permutations(list(manifest().provenance.items()) + list(manifest().compression.items())))
+def test_fingerprint_does_not_depend_on_the_order_of_keys(items) -> None:
+    assert fingerprint(manifest(provenance=dict(items))) == fingerprint(manifest(provenance=dict(sorted(items))))
+
+
+def test_fingerprint_covers_every_entry() -> None:
+    changes = {
+        "name": "other", "num_clips": 4, "seed": 8, "order_unit": "clip", "cameras": (), "lidars": (), "classes": (),
+        "attributes": ("parked",), "time_base": "clip", "ego_origin": "imu", "license": "MIT", "compression": {},
+        "splits": {}, "shards": (), "files": (), "provenance": {}, "num_samples": 1, "format": "x", "version": 2,
+    }  # fmt: skip
+    assert changes.keys() == set(Manifest.__struct_fields__) - {"fingerprint"}
+    assert len({fingerprint(manifest())} | {fingerprint(manifest(**{k: v})) for k, v in changes.items()}) == 20
+
+
+def test_channels_are_cameras_then_lidars() -> None:
+    assert manifest().channels == ("cam_front", "lidar_top")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is not JSON"),
+        (GOOD[:-3], "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "not a Fuelrail manifest: its format is not 'fuelrail-dataset'"),
+        (b"{}", "not a Fuelrail manifest"),
+        (b'{"format": "webdataset"}', "not a Fuelrail manifest"),
+        (b'{"format": "fuelrail-dataset"}', "has format version None; this reads 1"),
+        (b'{"format": "fuelrail-dataset", "version": 2}', "has format version 2; this reads 1"),
+        (b'{"format": "fuelrail-dataset", "version": true}', "Expected `int`, got `bool` - at `$.version`"),
+        (GOOD.replace(b'"seed": 7,', b""), "missing required field `seed`"),
+        (GOOD.replace(b'"seed"', b'"sed": 1, "seed"'), "unknown field `sed`"),
+        (GOOD.replace(b'"seed": 7', b'"seed": "7"'), "$.seed"),
+        (GOOD.replace(b'"seed": 7', b'"seed": 8'), "was edited or damaged"),
+        (GOOD.replace(b'"zwei"', b'"drei"'), "was edited or damaged"),
+        (signed(shards=(shard(0, "train", 0, 4), shard(1, "train", 5, 3))), "'train-000001.tar' does not continue at"),
+        (signed(shards=(shard(0, "train", 1, 4),)), "'train-000000.tar' does not continue at sample 0"),
+        (signed(shards=(shard(0, "test", 0, 9),)), "'test-000000.tar' does not continue"),
+        (signed(shards=(shard(0, "train", 0, 0), *manifest().shards)), "does not continue"),
+        (signed(num_samples=10), "shards hold 9 samples, splits 9, stated 10"),
+        (signed(splits={"train": manifest().splits["train"], "val": SplitEntry(
+            first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1)}), "splits 10, stated 9"),
+        (signed(splits={"val": manifest().splits["train"], "train": manifest().splits["val"]}), "does not match"),
+        (signed(splits=manifest().splits | {"train": SplitEntry(
+            first_sample=1, num_samples=7, first_shard=0, num_shards=2, num_clips=2)}), "'train' does not match"),
+        (signed(splits=manifest().splits | {"train": SplitEntry(
+            first_sample=0, num_samples=7, first_shard=0, num_shards=1, num_clips=2)}), "'train' does not match"),
+    ],
+)  # fmt: skip
+def test_what_does_not_add_up_is_refused(data, words) -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(data, "OUT/dataset.json")
+    assert words in str(caught.value)
+    assert "'OUT/dataset.json'" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/"])
+def test_shard_names_cannot_leave_the_folder(name) -> None:
+    shards = (msgspec.structs.replace(manifest().shards[0], name=name), *manifest().shards[1:])
+    with pytest.raises(ManifestError, match="not a plain file name"):
+        decode_manifest(signed(shards=shards), "here")
+
+
+def test_a_shard_stands_once() -> None:
+    first, second, third = manifest().shards
+    shards = (first, msgspec.structs.replace(second, name=first.name), third)
+    with pytest.raises(ManifestError, match=r"'train-000000\.tar' stands twice"):
+        decode_manifest(signed(shards=shards), "here")
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_a_flipped_byte_is_found_or_changes_nothing(at, flip) -> None:
+    damaged = bytearray(GOOD)
+    damaged[at] ^= flip
+    try:
+        found = decode_manifest(bytes(damaged), "here")
+    except ManifestError as error:
+        assert "here" in str(error)
+    else:
+        assert found == decode_manifest(GOOD, "here")
+
+
+@given(st.integers(0, len(GOOD) - len(b"}\n")))
+def test_a_cut_file_is_found(length) -> None:
+    with pytest.raises(ManifestError, match="'here'"):
+        decode_manifest(GOOD[:length], "here")
+
+
+NOT_READY: list[tuple[Callable[[Path], Path], str]] = [
+    (lambda folder: folder, "has no dataset.json: sharding has not finished there"),
+    (lambda folder: folder / "missing", "is not a folder"),
+    (lambda folder: Path(__file__), "is not a folder"),
+]
+
+
+@pytest.mark.parametrize(("place", "words"), NOT_READY)
+def test_a_folder_without_manifest_is_not_ready(tmp_path: Path, place, words) -> None:
+    with pytest.raises(DatasetNotReadyError, match=words) as caught:
+        load_manifest(place(tmp_path))
+    assert str(place(tmp_path)) in str(caught.value)
+    assert "fuelrail shard" in str(caught.value)
+
+
+def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_FILE).mkdir()
+    with pytest.raises(ManifestError, match="cannot be read"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST_FILE).rmdir()
+    (tmp_path / MANIFEST_FILE).write_bytes(GOOD)
+    assert load_manifest(str(tmp_path)).seed == 7
