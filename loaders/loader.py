@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
@@ -22,7 +23,7 @@ from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ConfigError, WorldError
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
-from fuelrail.pipeline.stages import Pipeline, Stage, StageClock
+from fuelrail.pipeline.stages import Pipeline, Stage, StageClock, add_clocks
 from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ DEFAULT_IMAGE = ImageAugment(height=256, width=704)
 
 
 class LoaderStats(NamedTuple):
-    """Clocks of the running (or last) epoch's stages, and the batches it handed out."""
+    """What the loader did since it was made: its stages' clocks, and the batches handed out."""
 
     stages: tuple[StageClock, ...]
     batches: int
@@ -159,6 +160,8 @@ class DataLoader:
         self._check_ranks = check_ranks
         self._transform, self._collate_fn = transform, collate_fn
         self._pipeline: Pipeline | None = None
+        self._ahead: Cursor | None = None  # where the running pipeline stands, between two epochs
+        self._past: tuple[StageClock, ...] = ()  # clocks of the pipelines before
         self._batches = 0
 
     def __len__(self) -> int:
@@ -168,9 +171,9 @@ class DataLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start the epoch, from its beginning or from where a restored state stands; ends an iteration under way.
 
-        Once it is exhausted the next iteration is the next epoch.
+        Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
+        go on over the epoch's end, until :meth:`close` or garbage collection.
         """
-        self.close()
         if self._world_is_detected and (world := detect_world()) != self.world:
             raise WorldError(
                 f"this loader was made as {self.world}, but the process is {world} by now: make it after "
@@ -180,10 +183,12 @@ class DataLoader:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
         self._position = self._start
-        self._batches = 0
-        order = Order(self.order, self._layout, self._start.epoch)
-        tasks = work.tasks(order, self._start, self._start.rest(self._batching), self._first_row, self._buffers)
-        self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}")
+        if self._pipeline is None or self._ahead != self._start:
+            self.close()
+            order_of = partial(Order, self.order, self._layout)
+            tasks = work.tasks(order_of, self._start, self._batching, self._first_row, self._buffers)
+            self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}")
+        self._ahead = None
         return self._drain(self._pipeline, self._start)
 
     def set_epoch(self, epoch: int) -> None:
@@ -220,15 +225,17 @@ class DataLoader:
         self._epoch_is_set = False
 
     def stats(self) -> LoaderStats:
-        """The stages' clocks since the epoch's start, and what was handed out."""
+        """The stages' clocks and what was handed out, since the loader was made; empty before the first iteration."""
         samples = self._batches * self.batch_size
-        clocks = self._pipeline.clocks() if self._pipeline is not None else ()
+        clocks = self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
         return LoaderStats(clocks, self._batches, samples, samples * len(self._cameras))
 
     def close(self) -> None:
-        """Stop the threads of the iteration under way, if any. The loader can be iterated again."""
+        """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         if self._pipeline is not None:
             self._pipeline.close()
+            self._past = add_clocks(self._past, self._pipeline.clocks())
+            self._pipeline = self._ahead = None
 
     def __enter__(self) -> Self:
         return self
@@ -239,24 +246,27 @@ class DataLoader:
         self.close()
 
     def _drain(self, pipeline: Pipeline, start: Cursor) -> Iterator[dict[str, Any]]:
-        """Hand out the pipeline's batches, keeping the position; closing this iterator stops the threads."""
+        """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
         rest = start.rest(self._batching)
+        handed_out = 0
         try:
-            for number, batch in enumerate(pipeline, 1):
+            for batch in islice(pipeline, rest.num_steps):
                 if self._transfer is not None:
                     self._transfer.hand_over(batch)
-                if self._check_ranks and number == 1:
+                if self._check_ranks and not handed_out:
                     check_ranks_agree(self._settings(), self.world, batch)
-                self._position = Cursor(start.epoch, rest.consumed(number))
-                self._batches = number
+                handed_out += 1
+                self._batches += 1
+                self._position = Cursor(start.epoch, rest.consumed(handed_out))
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
-            if self._pipeline is pipeline:
-                self._start = self._position = Cursor(start.epoch + 1)
+            if self._pipeline is pipeline and handed_out == rest.num_steps:
+                self._start = self._position = self._ahead = Cursor(start.epoch + 1)
                 self._epoch_is_set = False
         finally:
-            pipeline.close()
             hooks.warn_if_slow(pipeline.clocks())
+            if self._pipeline is pipeline and self._ahead is None:
+                self.close()
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, as plain JSON types."""

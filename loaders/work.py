@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.world import Cursor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.reader import FetchedSpan, SampleReader
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.geometry import ImageMap
     from fuelrail.pipeline.order import Order
     from fuelrail.pipeline.schema import Sample
-    from fuelrail.pipeline.world import Batching, Cursor
+    from fuelrail.pipeline.world import Batching
 
 
 class Task(NamedTuple):
@@ -57,8 +58,16 @@ class Parsed(NamedTuple):
         return f"sample {self.sample.key!r}, {self.task}"
 
 
-def tasks(order: Order, start: Cursor, rest: Batching, first_row: int, buffers: BufferPool) -> Iterator[Task]:
-    """The samples of this rank from ``start`` to the epoch's end, in order, with their places in batches."""
+def tasks(
+    order_of: Callable[[int], Order], start: Cursor, whole: Batching, first_row: int, buffers: BufferPool
+) -> Iterator[Task]:
+    """The samples of this rank from ``start`` on, epoch after epoch without end, with their places in batches."""
+    while True:
+        yield from _epoch_tasks(order_of(start.epoch), start, start.rest(whole), first_row, buffers)
+        start = Cursor(start.epoch + 1)
+
+
+def _epoch_tasks(order: Order, start: Cursor, rest: Batching, first_row: int, buffers: BufferPool) -> Iterator[Task]:
     steps_done = start.samples_consumed // rest.global_batch
     for step in range(rest.num_steps):
         slot = BatchSlot(start.epoch, steps_done + step, buffers.take())

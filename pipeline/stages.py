@@ -159,6 +159,21 @@ class _Crew:
         )
 
 
+def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:
+    """The clocks of one chain of stages over two runs; ``before`` may be empty."""
+    if not before:
+        return tuple(now)
+    return tuple(
+        new._replace(
+            items=old.items + new.items,
+            busy_s=old.busy_s + new.busy_s,
+            starved_s=old.starved_s + new.starved_s,
+            blocked_s=old.blocked_s + new.blocked_s,
+        )
+        for old, new in zip(before, now, strict=True)
+    )
+
+
 class Pipeline:
     """A running chain of stages; iterate it for the results. Close it, or let it be collected, to end its threads.
 

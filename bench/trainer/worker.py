@@ -123,41 +123,11 @@ def _peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Epochs:
-    """A loader's batches over epoch after epoch, and its stage clocks summed over them (a loader's own start anew).
-
-    Without end if ``num_epochs`` is None.
-    """
-
-    def __init__(self, loader: DataLoader, num_epochs: int | None) -> None:
-        self._loader, self._num_epochs = loader, num_epochs
-        self._finished: list[StageClock] = []
-        self._running = False
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        for epoch in range(self._num_epochs) if self._num_epochs is not None else itertools.count():
-            self._loader.set_epoch(epoch)
-            self._running = True
-            yield from self._loader
-            self._finished = self.stage_clocks()
-            self._running = False
-
-    def stage_clocks(self) -> list[StageClock]:
-        """The stages' clocks since the first epoch began."""
-        if not self._running:
-            return self._finished
-        running = self._loader.stats().stages
-        if not self._finished:
-            return list(running)
-        return [
-            now._replace(
-                items=before.items + now.items,
-                busy_s=before.busy_s + now.busy_s,
-                starved_s=before.starved_s + now.starved_s,
-                blocked_s=before.blocked_s + now.blocked_s,
-            )
-            for before, now in zip(self._finished, running, strict=True)
-        ]
+def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
+    """A loader's batches over epoch after epoch, without end if ``num_epochs`` is None."""
+    for epoch in range(num_epochs) if num_epochs is not None else itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -200,8 +170,7 @@ def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
         num_workers=settings.num_workers,
         device=device,
     ) as loader:
-        epochs = Epochs(loader, settings.num_epochs)
-        run_rank(settings, epochs, writer, epochs.stage_clocks)
+        run_rank(settings, batches(loader, settings.num_epochs), writer, lambda: loader.stats().stages)
     # Not after a failure: leaving the group waits for ranks that may be gone.
     dist.destroy_process_group()
 

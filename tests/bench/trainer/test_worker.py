@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from fuelrail.bench.records import RankWriter, rank_path, read_rank
 from fuelrail.bench.trainer.model import BevOccupancy
 from fuelrail.bench.trainer.settings import MODELS
-from fuelrail.bench.trainer.worker import Epochs, parameters_digest, run_rank
+from fuelrail.bench.trainer.worker import batches, parameters_digest, run_rank
 from fuelrail.loaders import DataLoader, ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset
@@ -27,32 +29,18 @@ def loader_of(dataset, batch_size=2):
     return DataLoader(dataset, batch_size, image=IMAGE, num_workers=1)
 
 
-def test_epochs_follow_each_other_and_their_clocks_add_up(dataset):
+def test_epochs_follow_each_other(dataset):
     with loader_of(dataset) as loader:
-        epochs = Epochs(loader, 2)
-        batches = [(batch["epoch"], batch["step"]) for batch in epochs]
-        assert batches == [(epoch, step) for epoch in (0, 1) for step in range(4)]
-        clocks = {clock.name: clock for clock in epochs.stage_clocks()}
-    assert clocks["decode"].items == 2 * 8
-    assert clocks["collate"].items == 2 * 4
-
-
-def test_clocks_in_the_middle_of_an_epoch_include_the_one_before(dataset):
-    with loader_of(dataset) as loader:
-        epochs = Epochs(loader, None)
-        batches = iter(epochs)
-        for _ in range(6):
-            next(batches)
-        collate = next(clock for clock in epochs.stage_clocks() if clock.name == "collate")
-        assert 6 <= collate.items <= 8
-        batches.close()
+        steps = [(batch["epoch"], batch["step"]) for batch in batches(loader, 2)]
+        assert steps == [(epoch, step) for epoch in (0, 1) for step in range(4)]
+        endless = [batch["epoch"] for batch in islice(batches(loader, None), 10)]
+        assert endless == [0] * 4 + [1] * 4 + [2] * 2
 
 
 def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, num_steps=6, num_warmup_steps=2, profile=QUICK)
     with loader_of(dataset) as loader, RankWriter(rank_path(tmp_path, 0)) as writer:
-        epochs = Epochs(loader, None)
-        run_rank(settings, epochs, writer, epochs.stage_clocks)
+        run_rank(settings, batches(loader, None), writer, lambda: loader.stats().stages)
     log = read_rank(rank_path(tmp_path, 0))
     assert (log.header.rank, log.header.world_size, log.header.backend) == (0, 1, None)
     assert (log.input.num_cameras, log.input.height, log.input.width, log.input.labelled) == (2, 32, 64, True)

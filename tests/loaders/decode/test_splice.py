@@ -36,8 +36,8 @@ def with_restarts(width: int, height: int, subsampling: str = "4:2:0", **options
 def test_spliced_rows_are_the_rows_of_the_whole(wh, subsampling, rows) -> None:
     encoded = with_restarts(*wh, subsampling)
     whole = open_with_pillow(encoded)
-    top, bottom = sorted(int(share * wh[1]) for share in rows)
-    bottom = max(bottom, top + 1)
+    top, bottom = sorted(int(share * (wh[1] - 1)) for share in rows)
+    bottom += 1
     spliced = splice_rows(encoded, probe(encoded), top, bottom)
     if spliced is None:
         return
