@@ -61,16 +61,16 @@ def check_spec(spec: WorldSpec) -> None:
     """Raise ConfigError for a world that cannot be made."""
     limits = {
         "seed": (spec.seed, 0, 2**63 - 1),
-        "clips": (spec.num_clips, 1, 999),
-        "frames": (spec.num_frames, 1, 400),
-        "lidar sweeps": (spec.num_lidar_sweeps, 0, 9),
-        "camera sweeps": (spec.num_camera_sweeps, 0, 5),
-        "image width": (spec.width_px, 64, 4096),
-        "image height": (spec.height_px, 36, 2304),
+        "number of clips": (spec.num_clips, 1, 999),
+        "number of frames": (spec.num_frames, 1, 400),
+        "number of lidar sweeps": (spec.num_lidar_sweeps, 0, 9),
+        "number of camera sweeps": (spec.num_camera_sweeps, 0, 5),
+        "image width in pixels": (spec.width_px, 64, 4096),
+        "image height in pixels": (spec.height_px, 36, 2304),
     }
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
-            raise ConfigError(f"number of {name}: got {value}, must be {low} to {high}")
+            raise ConfigError(f"{name}: got {value}, must be {low} to {high}")
     plain = spec.version.replace("-", "").replace(".", "").replace("_", "").isalnum()
     if not plain or spec.version in ("samples", "sweeps", "maps") or spec.version.startswith("."):
         raise ConfigError(

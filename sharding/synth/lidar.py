@@ -12,6 +12,7 @@ import numpy as np
 
 from fuelrail.sharding.synth.painter import unit2global
 from fuelrail.sharding.synth.poses import inverse, stream
+from fuelrail.sharding.synth.raster import normal_of
 from fuelrail.sharding.synth.shapes import shape_of
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _hit(
     slant = np.ones(directions.shape[1:])
     for face in part.faces:
         corners = vertices[list(face.vertices)]
-        normal = np.cross(corners[1] - corners[0], corners[2] - corners[1])
+        normal = normal_of(corners)
         normal /= np.linalg.norm(normal)
         speed = np.einsum("i,ijk->jk", normal, directions)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -15,7 +15,7 @@ from fuelrail.sharding.synth.facades import facade
 from fuelrail.sharding.synth.light import Light, light_of
 from fuelrail.sharding.synth.noise import to_pixels
 from fuelrail.sharding.synth.poses import inverse, stream
-from fuelrail.sharding.synth.raster import Image, Window, blend, clip_depth, convex_hull, coverage, window_of
+from fuelrail.sharding.synth.raster import Image, Window, blend, clip_depth, convex_hull, coverage, normal_of, window_of
 from fuelrail.sharding.synth.shapes import Face, Part, painting_order, shape_of
 from fuelrail.sharding.synth.solids import Solid, far_to_near
 from fuelrail.sharding.synth.textures import texture
@@ -190,7 +190,7 @@ def _paint_part(canvas: Canvas, solid: Solid, part: Part, placed: NDArray[np.flo
     faces = []
     for face in part.faces:
         corners = vertices[list(face.vertices)]
-        normal = np.cross(corners[1] - corners[0], corners[2] - corners[1])
+        normal = normal_of(corners)
         if part.flat or normal @ corners[0] < 0:
             kept = clip_depth(corners, NEAR_M)
             if len(kept) >= 3:

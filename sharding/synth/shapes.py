@@ -190,7 +190,7 @@ def _trailer() -> Shape:
 
 
 def _digger() -> Shape:
-    tracks = block((-0.42, 0.36), (0.0, 0.3), 0.48, "tracks")
+    tracks = block((-0.42, 0.36), (0.0, 0.3), 0.5, "tracks")
     body = block((-0.5, 0.02), (0.305, 0.64), 0.44, ("machine", "plain", "machine", "plain"))
     cab = block((0.03, 0.3), (0.305, 0.98), 0.3, "cab_box")
     arm = extrude(
@@ -266,23 +266,22 @@ def painting_order(parts: Sequence[Part], eye: NDArray[np.float64]) -> list[int]
 
     Each two of an object's parts are parted by a plane along one of the axes; the one on the eye's side comes later.
     """
-    lows = np.array([part.vertices.min(0) for part in parts])
-    highs = np.array([part.vertices.max(0) for part in parts])
-    before = np.zeros((len(parts), len(parts)), bool)
-    for a in range(len(parts)):
-        for b in range(len(parts)):
-            parted = highs[a] <= lows[b] + 1e-9
-            # The eye beyond b's low side sees b ahead of a; with the eye on a's side, b cannot hide a.
-            before[a, b] = a != b and bool((parted & (eye >= lows[b])).any())
-            if not before[a, b]:
-                parted = highs[b] <= lows[a] + 1e-9
-                before[a, b] = a != b and bool((parted & (eye <= highs[b])).any())
+    lows, highs = _extents(tuple(parts))
+    # below[a, b]: a plane across an axis has a on its low side and b on its high side. An eye on b's side sees b first.
+    below = highs[:, None] <= lows[None] + 1e-9
+    before = (below & (eye >= lows)[None]).any(-1) | (below & (eye <= highs)[:, None]).any(-1).T
     # Where one plane says yes and another says no, neither hides the other.
     before &= ~before.T
+    behind = [set(np.nonzero(before[:, index])[0].tolist()) for index in range(len(parts))]
     order: list[int] = []
     left = list(range(len(parts)))
     while left:
-        ready = [a for a in left if not any(before[b, a] for b in left)] or left
-        order.append(ready[0])
-        left.remove(ready[0])
+        index = next((a for a in left if behind[a].isdisjoint(left)), left[0])
+        order.append(index)
+        left.remove(index)
     return order
+
+
+@lru_cache(maxsize=32)
+def _extents(parts: tuple[Part, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return np.array([part.vertices.min(0) for part in parts]), np.array([part.vertices.max(0) for part in parts])
