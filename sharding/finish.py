@@ -22,6 +22,7 @@ from fuelrail.pipeline.manifest import (
     ShardEntry,
     SplitEntry,
     encode_manifest,
+    load_manifest,
 )
 from fuelrail.sharding.recipe import codec_of
 from fuelrail.sharding.workspace import publish, publish_file
@@ -112,10 +113,9 @@ def finish(
             "num_clips_in_no_split": len(info.clips) - sum(map(len, dealt.values())),
         },
     )
-    encoded = encode_manifest(manifest)
     with publish(work.out / MANIFEST_FILE, work.temporary / MANIFEST_FILE) as file:
-        file.write(encoded)
-    return manifest
+        file.write(encode_manifest(manifest))
+    return load_manifest(work.out)
 
 
 def _splits(plan: Plan, dealt: Mapping[str, Sequence[int]]) -> dict[str, SplitEntry]:

@@ -163,15 +163,17 @@ class _ShardCheck:
             self._fault(f"has {len(view)} bytes, the manifest says {shard.bytes}")
         elif hashlib.sha256(view).hexdigest() != shard.sha256:
             self._fault("its SHA-256 is not the manifest's")
-        found: list[FoundMember] = []
+        found: dict[int, FoundMember] = {}
+        readable = len(view)
         try:
-            found.extend(iter_members(view, shard=shard.name))
+            for member in iter_members(view, shard=shard.name):
+                found[member.offset] = member
         except ShardError as error:
             self._fault(error.message, error.offset, error.key)
+            readable = error.offset or 0
         if self._dataset is None:
             return
-        at, members = 0, iter(found)
-        listing = IndexText()
+        at, listing = 0, IndexText()
         for row in self._rows(self._dataset):
             if row.shard != self.number or row.offset != at:
                 text = f"the index has it in shard number {row.shard} at {row.offset}, not in {self.number} at {at}"
@@ -182,11 +184,13 @@ class _ShardCheck:
                 for entry in row.members
             ]
             listing.add(row.key, at, stored, [entry.offset for entry in row.members])
-            self._check_sample(row, view[at : at + row.length], members)
+            self._check_sample(row, view[at : at + row.length], found, readable)
             at += row.length
             self.num_samples += 1
         if at + len(END_OF_ARCHIVE) != shard.bytes:
             self._fault(f"the index covers {at} bytes of {shard.bytes}", at)
+        for member in found.values():
+            self._fault(f"member '{member.name}' is not in the index", member.header_offset)
         name = Path(shard.name).with_suffix(".idx").name
         with contextlib.suppress(OSError):  # told already, with the other files
             if not self.faults and (self._folder / name).read_bytes() != listing.encode():
@@ -201,20 +205,21 @@ class _ShardCheck:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
 
-    def _check_sample(self, row: IndexRow, span: memoryview, members: Iterator[FoundMember]) -> None:
+    def _check_sample(self, row: IndexRow, span: memoryview, found: dict[int, FoundMember], readable: int) -> None:
+        """Check one sample and take its members out of ``found``, which has those up to the offset ``readable``."""
+        for entry in row.members:
+            at = row.offset + entry.offset
+            name = f"{row.key}.{entry.name}{suffix(entry.codec)}"
+            there = found.pop(at, None)
+            if at < readable and (there is None or (there.name, there.length) != (name, entry.stored_bytes)):
+                seen = "nothing" if there is None else f"'{there.name}' of {there.length} bytes"
+                text = f"the index says '{name}' of {entry.stored_bytes} bytes at {at}; the tar has {seen} there"
+                self._fault(text, row.offset, row.key)
         try:
             check_span(row, span, self.shard.name)
         except ShardError as error:
             self._fault(error.message, row.offset, row.key)
             return
-        for entry in row.members:
-            expected = (f"{row.key}.{entry.name}{suffix(entry.codec)}", row.offset + entry.offset, entry.stored_bytes)
-            there = next(members, None)
-            if there is None or (there.name, there.offset, there.length) != expected:
-                seen = "nothing" if there is None else f"'{there.name}', {there.length} bytes at {there.offset}"
-                text = f"the index says '{expected[0]}', {expected[2]} bytes at {expected[1]}; the tar has {seen}"
-                self._fault(text, row.offset, row.key)
-                return
         if self._deep:
             self._decode(row, span)
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
@@ -69,8 +70,11 @@ def writing_to(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = error.strerror or str(error)
-        hint = "; finished shards are kept, the same command goes on" if error.errno == errno.ENOSPC else ""
+        # Arrow's errors have the number in their text alone.
+        found = re.search(r"\[errno ([0-9]+)\]", str(error))
+        number = int(found.group(1)) if error.errno is None and found else error.errno
+        what = str(error) if number is None else os.strerror(number)
+        hint = "; finished shards are kept, the same command goes on" if number == errno.ENOSPC else ""
         raise DatasetError(f"output folder '{out}' cannot be written: {what}{hint}") from error
 
 

@@ -116,7 +116,10 @@ class NuScenesSource:
             raise SourceError(f"nuScenes dataroot '{self._root}' is not a folder")
         version = self._options.version
         if version is None:
-            found = sorted(path.parent.name for path in self._root.glob("*/sample.json"))
+            try:
+                found = sorted(path.name for path in self._root.iterdir() if (path / "sample.json").is_file())
+            except OSError as error:
+                raise SourceError(f"nuScenes dataroot '{self._root}' cannot be read: {error.strerror}") from error
             if len(found) != 1:
                 listed = ", ".join(found) or "none"
                 raise ConfigError(f"say which tables of '{self._root}' with --version; there are: {listed}")

@@ -1,0 +1,298 @@
+"""The commands as a user types them: what they print, and one clear sentence for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.sharding.workspace import WORK_FOLDER
+from support.nuscenes_tables import build_nuscenes
+from support.sharding import digests
+from support.shared_data import shared_data
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return build_nuscenes(tmp_path_factory.mktemp("source"), {"a": 3, "b": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
+
+
+@pytest.fixture
+def run(capfd):
+    """Run a command; returns exit code, stdout, stderr."""
+
+    def running(*arguments):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse's own way out
+            code = end.code
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return running
+
+
+def refused(result) -> str:
+    """The one sentence of a refusal."""
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.startswith("fuelrail: error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    return err
+
+
+def shard(run, root, out, *more):
+    return run("shard", f"nuscenes:{root}", out, "--seed", "7", "--workers", "1", *more)
+
+
+def test_shard_verify_inspect(run, source, tmp_path):
+    out = tmp_path / "out"
+    code, said, err = shard(run, source.root, out, "--version", "v1.0-mini", "--splits", "train=0.5,val=0.5")
+    assert (code, err) == (0, "")
+    assert said.startswith("6 samples (train 3, val 3) of 2 clips in 2 shards, ")
+    code, said, _ = run("verify", out, "--deep")
+    assert code == 0
+    assert "6 samples in 2 shards" in said
+    assert "12 images decoded: all is well" in said
+    code, said, _ = run("inspect", out)
+    assert code == 0
+    assert "cam_front" in said
+    code, said, _ = run("inspect", out, "a-000001")
+    assert code == 0
+    assert "a-000001" in said
+    code, said, _ = shard(run, source.root, out, "--splits", "train=0.5,val=0.5")
+    assert (code, "(2 were there already)" in said) == (0, True)
+
+
+def test_progress_for_machines(run, source, tmp_path):
+    code, said, _ = shard(run, source.root, tmp_path / "out", "--json")
+    events = [json.loads(line) for line in said.splitlines()]
+    assert code == 0
+    assert [event["event"] for event in events] == ["scanned", "planned", "shard", "finished"]
+    assert events[0] == {"event": "scanned", "clips": 2, "samples": 6}
+    assert events[2]["name"] == "train-000000.tar"
+    assert events[3]["bytes"] == (tmp_path / "out" / "train-000000.tar").stat().st_size
+    assert events[3]["fingerprint"] == json.loads((tmp_path / "out" / "dataset.json").read_text())["fingerprint"]
+
+
+def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
+    import pty
+    import sys
+
+    main_end, child_end = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "fuelrail",
+        "shard",
+        f"nuscenes:{source.root}",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(command, stderr=child_end, stdout=subprocess.PIPE, env=environment)
+    os.close(child_end)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a pseudo terminal is an error
+        while piece := os.read(main_end, 4096):
+            shown += piece
+    os.close(main_end)
+    said = process.communicate()[0]
+    assert process.returncode == 0
+    assert b"scanned 6 samples in 2 clips, 2 cameras, 1 lidars" in shown
+    assert b"1/1 shards, wrote train-000000" in shown
+    assert said.startswith(b"6 samples")
+
+
+def test_ctrl_c_says_how_to_go_on(run, source, tmp_path, monkeypatch):
+    from fuelrail.sharding.writer import ShardWriter
+
+    def interrupted(self, number, pulse):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "make", interrupted)
+    code, _, err = shard(run, source.root, tmp_path / "out")
+    assert code == 130
+    assert "run the same command to go on" in err
+
+
+def test_unknown_options(run, source, tmp_path):
+    code, _, err = shard(run, source.root, tmp_path / "out", "--colour", "red")
+    assert code == 2
+    assert "unrecognized arguments: --colour red" in err
+    code, _, err = shard(run, source.root, tmp_path / "out", "--layout", "zip")
+    assert code == 2
+    assert "'zip'" in err
+    assert "invalid int value: 'x'" in run("shard", "nuscenes:x", "out", "--seed", "x")[2]
+    assert "known kinds: nuscenes" in refused(run("shard", "kitti:/data", tmp_path / "out"))
+    assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
+    assert "compression_level" in refused(shard(run, source.root, tmp_path / "out", "--compression", "99"))
+    assert "0 workers" not in refused(shard(run, source.root, tmp_path / "out", "--shard-size", "1"))
+    assert "-1 workers are too few" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_table(run, source, tmp_path):
+    shutil.copytree(source.root, tmp_path / "source")
+    (tmp_path / "source" / "v1.0-mini" / "ego_pose.json").unlink()
+    sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
+    assert "ego_pose.json missing" in sentence
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_real_mini_tables_without_three_of_them(run, tmp_path):
+    root = shared_data("nuscenes-mini")
+    sentence = refused(shard(run, root, tmp_path / "out", "--version", "v1.0-mini"))
+    assert "ego_pose.json, sample_annotation.json, sample_data.json missing" in sentence
+    assert "there are: v1.0-derived, v1.0-mini" in refused(shard(run, root, tmp_path / "out"))
+
+
+def test_pointers_instead_of_tables(run, tmp_path):
+    root = shared_data("lfs-pointers")
+    folder = next(root.rglob("scene.json")).parent
+    (tmp_path / "source").mkdir()
+    shutil.copytree(folder, tmp_path / "source" / "v1.0-mini")
+    sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
+    assert "git-LFS pointer" in sentence
+    assert "git lfs pull" in sentence
+
+
+def test_a_missing_camera_file(run, source, tmp_path):
+    shutil.copytree(source.root, tmp_path / "source")
+    gone = next((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())
+    gone.unlink()
+    assert gone.name in refused(shard(run, tmp_path / "source", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    code, _, _ = shard(run, tmp_path / "source", tmp_path / "out", "--missing-camera", "mask")
+    assert code == 0
+    assert run("verify", tmp_path / "out", "--deep")[0] == 0
+
+
+def test_a_truncated_jpeg(run, source, tmp_path):
+    shutil.copytree(source.root, tmp_path / "source")
+    victim = next((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())
+    victim.write_bytes(victim.read_bytes()[:-100])
+    sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
+    assert f"samples/CAM_BACK/{victim.name}" in sentence
+    assert "truncated JPEG" in sentence
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
+
+
+def test_an_output_that_holds_something_else(run, source, tmp_path):
+    out = tmp_path / "out"
+    assert shard(run, source.root, out)[0] == 0
+    before = digests(out)
+    sentence = refused(run("shard", f"nuscenes:{source.root}", out, "--seed", "8"))
+    assert "holds another dataset: seed is 7 there and 8 here" in sentence
+    other = build_nuscenes(tmp_path / "other", {"z": 2})
+    sentence = refused(shard(run, other.root, out))
+    assert "the source's content" in sentence
+    assert digests(out) == before
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("")
+    assert "thesis.tex" in refused(shard(run, source.root, tmp_path / "home"))
+
+
+@contextlib.contextmanager
+def without_privileges():
+    """As a user whom permissions bind: root is not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_an_output_that_is_read_only(run, source):
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        shutil.copytree(source.root, root / "source")
+        (root / "locked").mkdir()
+        (root / "locked").chmod(0o555)
+        for folder in (root, root / "source"):
+            folder.chmod(0o755)
+        shard(run, root / "source", root / "first")  # imports what it needs, with the rights to read it
+        with without_privileges():
+            results = [shard(run, root / "source", root / "locked" / name) for name in ("", "out", "a/b")]
+        for result in results:
+            assert "cannot be written: Permission denied" in refused(result)
+        assert list((root / "locked").iterdir()) == []
+
+
+def test_a_file_that_may_not_grow(run, tmp_path):
+    # What a full disk does, short of one: the system refuses to write on in the middle of a shard.
+    source = build_nuscenes(tmp_path / "source", {"a": 6}, cameras=("CAM_FRONT", "CAM_BACK"), size=(320, 240))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        result = shard(run, source.root, tmp_path / "out", "--name", "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot be written: File too large" in refused(result)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
+    assert shard(run, source.root, tmp_path / "out", "--name", "x")[0] == 0
+    assert run("verify", tmp_path / "out")[0] == 0
+
+
+def test_a_full_disk(run, source, tmp_path):
+    (tmp_path / "small").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80k", "none", tmp_path / "small"], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    out = tmp_path / "small" / "out"
+    try:
+        result = shard(run, source.root, out, "--shard-size", "20kB")
+        assert "No space left on device; finished shards are kept, the same command goes on" in refused(result)
+        assert not (out / "dataset.json").exists()
+        left = {name: digest for name, digest in digests(out).items() if name.endswith(".tar")}
+        subprocess.run(["mount", "-o", "remount,size=4M", tmp_path / "small"], check=True)
+        assert shard(run, source.root, out, "--shard-size", "20kB")[0] == 0
+        assert left.items() <= digests(out).items()
+        assert run("verify", out)[0] == 0
+    finally:
+        subprocess.run(["umount", tmp_path / "small"], check=True)
+
+
+def test_unicode_and_blanks_in_paths(run, source, tmp_path):
+    root, out = tmp_path / "Füße und ελ 数据", tmp_path / "aus gabe ü"
+    shutil.copytree(source.root, root)
+    assert shard(run, root, out)[0] == 0
+    assert run("verify", out, "--deep")[0] == 0
+
+
+def test_what_is_no_dataset(run, tmp_path):
+    for word in ("verify", "inspect"):
+        assert "has no dataset.json" in refused(run(word, tmp_path))
+        assert "is not a folder" in refused(run(word, tmp_path / "nowhere"))
+
+
+def test_verify_ends_with_1_where_something_is_wrong(run, source, tmp_path):
+    out = tmp_path / "out"
+    shard(run, source.root, out)
+    path = out / "train-000000.tar"
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1
+    path.write_bytes(data)
+    code, said, _ = run("verify", out)
+    assert code == 1
+    assert "train-000000.tar, offset 0, sample" in said
+    assert said.splitlines()[-1].endswith("2 faults")
+    code, said, _ = run("verify", out, "--json")
+    assert code == 1
+    assert json.loads(said)["faults"][1]["offset"] == 0
