@@ -269,7 +269,9 @@ def painting_order(parts: Sequence[Part], eye: NDArray[np.float64]) -> list[int]
     lows, highs = _extents(tuple(parts))
     # below[a, b]: a plane across an axis has a on its low side and b on its high side. An eye on b's side sees b first.
     below = highs[:, None] <= lows[None] + 1e-9
-    before = (below & (eye >= lows)[None]).any(-1) | (below & (eye <= highs)[:, None]).any(-1).T
+    ahead = (below & (eye >= lows)[None]).any(-1)
+    astern = (below & (eye <= highs)[:, None]).any(-1)
+    before = np.asarray(ahead | astern.T)
     # Where one plane says yes and another says no, neither hides the other.
     before &= ~before.T
     behind = [set(np.nonzero(before[:, index])[0].tolist()) for index in range(len(parts))]

@@ -71,7 +71,7 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
         for part in shape_of(solid.kind).bodies
     ]
     ground = (global2lidar[:3, :3] @ [0, 0, 1.0], global2lidar[:3, 3])
-    for point in points[:: len(points) // 60].astype(np.float64):
+    for point in points[:: len(points) // 25].astype(np.float64):
         distance = np.linalg.norm(point[:3])
         ray = point[:3] / distance
         nearest = ground[0] @ ground[1] / (ground[0] @ ray) if ground[0] @ ray < 0 else np.inf
