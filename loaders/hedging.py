@@ -86,7 +86,7 @@ class Concurrency:
 
     After every ``width`` answers it compares bytes a second with the round before. While requests wait at the gate and
     a wider one brought at least 5 % more, it widens by a quarter; where widening brought nothing it goes back; every
-    now and then it tries again. Told to slow down it narrows by 30 %, once a round.
+    now and then it tries again. It narrows by 30 % after a round of which more than a fifth was told to slow down.
     """
 
     def __init__(self, start: int = 8, at_most: int = 64) -> None:
@@ -98,7 +98,7 @@ class Concurrency:
         self._bytes = 0
         self._last_rate = 0.0
         self._last_step = 0
-        self._was_throttled = False
+        self._throttles = 0
         self._rest_rounds = 0
         self._had_waiters = False
 
@@ -134,22 +134,27 @@ class Concurrency:
             return
         self._answers += 1
         self._bytes += num_bytes
-        if self._answers < max(8, self.width):
-            return
-        rate = self._bytes / max(now_s - self._round_started, 1e-9)
-        self._decide(rate)
-        self._round_started, self._answers, self._bytes = now_s, 0, 0
-        self._had_waiters, self._was_throttled = bool(self._waiting), False
+        self._end_round(now_s)
 
-    def throttled(self) -> None:
-        """Storage said "slow down"."""
-        if not self._was_throttled:
-            self._was_throttled = True
-            self.width = max(1, int(self.width * 0.7))
-            self._last_step, self._rest_rounds = 0, 16
+    def throttled(self, now_s: float) -> None:
+        """Count a "slow down"."""
+        self._throttles += 1
+        self._end_round(now_s)
+
+    def _end_round(self, now_s: float) -> None:
+        if self._answers + self._throttles < max(8, self.width):
+            return
+        if self._round_started is not None:
+            self._decide(self._bytes / max(now_s - self._round_started, 1e-9))
+        self._round_started, self._answers, self._bytes, self._throttles = now_s, 0, 0, 0
+        self._had_waiters = bool(self._waiting)
 
     def _decide(self, rate: float) -> None:
-        if self._was_throttled or not self._had_waiters:
+        if self._throttles >= 3 and self._throttles * 5 > self._answers + self._throttles:
+            self.width = max(1, int(self.width * 0.7))
+            self._last_rate, self._last_step, self._rest_rounds = rate, 0, 16
+            return
+        if not self._had_waiters:
             self._last_rate, self._last_step = rate, 0
             return
         if self._last_step > 0 and rate < self._last_rate * 1.05:
@@ -205,8 +210,8 @@ class Requester:
                 fault = fault_of(error, self._options)
             failures += 1
             if fault.kind == "throttled":
-                self.concurrency.throttled()
-            pause_s = self._retry.delay_s(failures, random.random())  # noqa: S311 - jitter, not order
+                self.concurrency.throttled(loop.time())
+            pause_s = self._retry.delay_s(failures, random.random())
             elapsed_s = loop.time() - started
             if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
                 raise FetchFailedError(fault, failures, elapsed_s)

@@ -113,7 +113,12 @@ class _Source:
     """Whole files of a remote dataset, with retries."""
 
     def __init__(
-        self, fs: Any, path: str, shown: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy  # noqa: ANN401
+        self,
+        fs: Any,  # noqa: ANN401
+        path: str,
+        shown: str,
+        storage_options: Mapping[str, Any] | None,
+        retry: RetryPolicy,
     ) -> None:
         self._fs, self._path, self.shown = fs, path, shown
         self._options, self._retry = storage_options, retry
@@ -173,7 +178,7 @@ def _publish(file: Path, data: bytes) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(name, file)
+        Path(name).replace(file)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

@@ -35,6 +35,10 @@ _REFUSED: Final = frozenset({401, 402, 403, 407})
 _RANGE_NOT_SATISFIABLE: Final = 416
 _MISSING: Final = frozenset({404, 410})
 _NO_CREDENTIALS: Final = ("NoCredentials", "PartialCredentials", "NoAuth", "Unauthenticated", "PermissionDenied")
+_ON_THE_WAY: Final = frozenset(
+    {"ClientError", "BotoCoreError", "HTTPClientError", "HTTPError", "RequestError", "BaseError"}
+)
+"""Base classes of what can go wrong on a connection: aiohttp's, botocore's, urllib3's, gcsfs's, obstore's."""
 _STATUS_IN_TEXT: Final = re.compile(r"\b(?:status|code|error|http)\D{0,24}([45]\d\d)\b", re.IGNORECASE)
 _QUERY: Final = re.compile(r"(\w+://[^\s'\"?<>]*)\?[^\s'\"<>)]*")
 _USERINFO: Final = re.compile(r"(\w+://)[^\s/@'\"]+@")
@@ -92,15 +96,8 @@ def _kind(error: BaseException) -> FaultKind:
     status = _status(error)
     if status is not None:
         return _kind_of_status(status)
-    if isinstance(error, TimeoutError | ConnectionError | OSError | EOFError):
-        return "transient"
-    # aiohttp's, botocore's and urllib3's own base classes of what can go wrong on a connection.
     names = {base.__name__ for base in type(error).__mro__}
-    if names & {"ClientError", "ClientPayloadError", "HTTPClientError", "BotoCoreError", "HTTPError", "BaseError"}:
-        return "transient"
-    if names & {"RequestError", "IncompleteRead", "IncompleteReadError"}:
-        return "transient"
-    return "invalid"
+    return "transient" if isinstance(error, OSError | EOFError) or names & _ON_THE_WAY else "invalid"
 
 
 def _kind_of_status(status: int) -> FaultKind:
@@ -118,15 +115,15 @@ def _kind_of_status(status: int) -> FaultKind:
 def _status(error: BaseException) -> int | None:
     """The HTTP status that an error or its cause carries, in the attribute that its library uses."""
     for one in (error, error.__cause__):
-        if one is None:
-            continue
-        response = getattr(one, "response", None)
-        if isinstance(response, dict):  # botocore's ClientError
-            response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        for found in (getattr(one, "status", None), getattr(one, "status_code", None), getattr(one, "code", None), response):
+        response = getattr(one, "response", None)  # botocore's ClientError, which s3fs's OSErrors have as a cause
+        stated = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        for found in (stated, *(getattr(one, name, None) for name in ("status", "status_code"))):
             if isinstance(found, int) and 400 <= found < 600:
                 return found
-    match = _STATUS_IN_TEXT.search(str(error))  # obstore says it in words only
+    code = getattr(error, "code", None)  # gcsfs
+    if isinstance(code, int) and type(error).__module__.startswith("gcsfs"):
+        return code
+    match = _STATUS_IN_TEXT.search(str(error)) if type(error).__module__.startswith("obstore") else None
     return int(match[1]) if match else None
 
 
@@ -168,7 +165,7 @@ def call_with_retries(
         except Exception as error:
             failures += 1
             fault = fault_of(error, storage_options)
-            pause_s = policy.delay_s(failures, random.random())  # noqa: S311 - jitter, not order
+            pause_s = policy.delay_s(failures, random.random())
             if fault.is_final or time.monotonic() + pause_s > deadline:
                 on_fault(fault, None)
                 raise

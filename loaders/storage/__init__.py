@@ -74,7 +74,7 @@ def open_storage(
 def _remote(
     dataset: Dataset,
     backend: str,
-    verify: bool,  # noqa: FBT001
+    verify: bool,
     storage_options: Mapping[str, Any] | None,
     cache_dir: str | os.PathLike[str] | None,
     cache_size: int | str | None,

@@ -38,7 +38,7 @@ class SpanBuffers:
             base = np.empty(size, np.uint8)
         lent = base[:length]
         weakref.finalize(lent, self._put, base).atexit = False
-        return memoryview(lent)
+        return memoryview(lent)  # type: ignore[arg-type]  # numpy 1 and 2 type the buffer protocol differently
 
     def _put(self, base: NDArray[np.uint8]) -> None:
         # Garbage collection may run this in a thread that holds the lock right now; then the buffer is let go.

@@ -101,7 +101,11 @@ class ObstoreClient:
         self._store = S3Store(
             bucket,
             config=dict(config),  # type: ignore[arg-type]
-            client_options={"timeout": f"{max(1, round(timeout_s))}s", "connect_timeout": "5s", "allow_http": plain_http},
+            client_options={
+                "timeout": f"{max(1, round(timeout_s))}s",
+                "connect_timeout": "5s",
+                "allow_http": plain_http,
+            },
             retry_config={"max_retries": 0},
             **options,
         )
@@ -127,7 +131,7 @@ def make_client(
     fs, path = filesystem(url, storage_options)
     if kind == "fsspec" or (kind == "auto" and not url.startswith(("s3://", "s3a://"))):
         return FsspecClient(fs, path)
-    config = _obstore_config(fs, storage_options or {})
+    config = _obstore_config(storage_options or {})
     if config is None:
         if kind == "obstore":
             raise ConfigError(f"obstore cannot read '{shown_url(url)}' with these storage_options; use 'fsspec'")
@@ -142,7 +146,7 @@ def make_client(
         return FsspecClient(fs, path)
 
 
-def _obstore_config(fs: Any, storage_options: Mapping[str, Any]) -> dict[str, Any] | None:  # noqa: ANN401
+def _obstore_config(storage_options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Translate s3fs's options; None where one has no counterpart, so that s3fs itself must be used."""
     flat = dict(storage_options)
     nested = flat.pop("client_kwargs", None) or {}
@@ -171,7 +175,9 @@ def _obstore_config(fs: Any, storage_options: Mapping[str, Any]) -> dict[str, An
     if "services" in profile:
         return None
     config.setdefault("region", region or "us-east-1")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url")
+    endpoint = (
+        os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or profile.get("endpoint_url")
+    )
     if endpoint:
         config.setdefault("endpoint", endpoint)
     return config

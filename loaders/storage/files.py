@@ -63,7 +63,7 @@ class OpenShards(Generic[T]):
 
 
 def open_files_limit(files_each: int) -> int:
-    """How many shards may be open at once, each taking ``files_each`` descriptors: half of what the process may have."""
+    """How many shards may be open at once, each taking ``files_each`` descriptors: half of the process's."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(_FILES_AT_MOST, allowed // 2 // files_each))
 
@@ -95,7 +95,7 @@ class ShardFile:
     def was_replaced(self) -> bool:
         """Whether the name now leads to another file, or the file was written to since it was opened."""
         try:
-            now = os.stat(self.path)
+            now = self.path.stat()
         except OSError:
             return True
         then = self._opened
@@ -125,4 +125,6 @@ def replaced_message(dataset: Dataset, fingerprint: str, what: str) -> str:
     """One sentence on a shard that changed, with the dataset's fingerprint at opening and now."""
     ours = dataset.manifest.fingerprint
     now = "the same" if fingerprint == ours else fingerprint
-    return f"{what}; the shard was replaced while in use: dataset fingerprint at opening {ours}, now {now}; open it again"
+    return (
+        f"{what}; the shard was replaced while in use: dataset fingerprint at opening {ours}, now {now}; open it again"
+    )

@@ -35,6 +35,7 @@ from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardErr
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.index import IndexRow
@@ -101,7 +102,7 @@ class MappedShards:
         self._can_populate = sys.platform == "linux"
         self._spans = self._span_bytes = 0
 
-    def span(self, index: int, row: IndexRow) -> memoryview:
+    def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
         """A read-only view of a sample's bytes.
 
         Raises TruncatedShardError where the shard is shorter than the index says, ChecksumError where its bytes differ
@@ -123,7 +124,7 @@ class MappedShards:
         self._span_bytes += row.length
         return span
 
-    def session(self) -> _MappedSession:
+    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
         """A stream of requests, which read ahead and let go behind."""
         return _MappedSession(self, self._files, self._kept_part)
 

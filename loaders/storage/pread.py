@@ -22,6 +22,7 @@ from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.index import IndexRow
@@ -47,7 +48,7 @@ class PreadShards:
         self._buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
-    def span(self, index: int, row: IndexRow) -> memoryview:
+    def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
         """A sample's bytes in a buffer of its own, which is reused once nobody looks at it.
 
         A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
@@ -76,15 +77,13 @@ class PreadShards:
         self._span_bytes += row.length
         return span
 
-    def session(self) -> _PreadSession:
+    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
         """A stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files)
 
     def stats(self) -> StorageStats:
         """Spans handed out, and what had to be read again."""
-        return StorageStats(
-            "pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched
-        )
+        return StorageStats("pread", self._spans, self._span_bytes, retries=self._retries, refetched=self._refetched)
 
     def close(self) -> None:
         """Close all files."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fuelrail.loaders.foresight import Foresight
     from fuelrail.pipeline.index import IndexRow
 
     PendingSpan: TypeAlias = Callable[[], memoryview]
@@ -62,8 +63,11 @@ class Storage(Protocol):
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
 
-    def session(self) -> Session:
-        """A new stream of requests."""
+    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> Session:
+        """A new stream of requests, made in the order that ``foresight`` foresees; a cache evicts by it.
+
+        ``uses_per_step`` samples a step are used on this host.
+        """
 
     def stats(self) -> StorageStats:
         """What was done so far."""

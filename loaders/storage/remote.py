@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fuelrail.loaders.cache import CachedSpan, SpanCache
+    from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.storage.clients import RangeClient
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.dataset import Dataset
@@ -82,13 +83,14 @@ class RemoteShards:
         self._lock = threading.Lock()
 
     def span(self, index: int, row: IndexRow) -> memoryview:
-        """One sample's bytes, from the cache or fetched now. Raises StorageError, ChecksumError, TruncatedShardError."""
-        session = self.session()
-        return session.request([(index, row)])[0]()
+        """One sample's bytes, from the cache or fetched now. Raises StorageError and the other ShardErrors."""
+        return _RemoteSession(self).request([(index, row)])[0]()
 
-    def session(self) -> _RemoteSession:
-        """A stream of requests."""
-        return _RemoteSession(self)
+    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _RemoteSession:
+        """A stream of requests, whose future the cache may know."""
+        if self.cache is not None:
+            self.cache.foresee(foresight, uses_per_step)
+        return _RemoteSession(self, foresight)
 
     def stats(self) -> StorageStats:
         """What was done so far."""
@@ -178,8 +180,9 @@ class RemoteShards:
 class _RemoteSession:
     """Ranges asked for and not yet taken."""
 
-    def __init__(self, storage: RemoteShards) -> None:
-        self._storage = storage
+    def __init__(self, storage: RemoteShards, foresight: Foresight | None = None) -> None:
+        self._storage, self._foresight = storage, foresight
+        self._asked = 0
         self._lock = threading.Lock()
         self._under_way: set[concurrent.futures.Future[memoryview]] = set()
         self._closed = False
@@ -188,11 +191,12 @@ class _RemoteSession:
         """Plan and start the ranges of all spans that are not in the cache."""
         storage, cache = self._storage, self._storage.cache
         pending: dict[int, PendingSpan] = {}
+        first, self._asked = self._asked, self._asked + len(rows)
         for number, (index, row) in enumerate(rows):
             storage.shard_name(row)  # raises for a row that names no shard, before anything is under way
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
-                pending[number] = partial(self._take_cached, cached, index, row)
+                pending[number] = partial(self._take_cached, cached, first + number, index, row)
         missing = [number for number in range(len(rows)) if number not in pending]
         wanted = [WantedSpan(row.shard, row.offset, row.length) for row in (rows[number][1] for number in missing)]
         for planned in plan_ranges(wanted):
@@ -200,7 +204,8 @@ class _RemoteSession:
             for member in planned.members:
                 index, row = rows[missing[member]]
                 alone = len(planned.members) == 1
-                pending[missing[member]] = partial(self._take, future, planned.start, alone, index, row)
+                asked = first + missing[member]
+                pending[missing[member]] = partial(self._take, future, planned.start, alone, asked, index, row)
         return [pending[number] for number in range(len(rows))]
 
     def close(self) -> None:
@@ -226,7 +231,13 @@ class _RemoteSession:
             self._under_way.discard(future)
 
     def _take(
-        self, future: concurrent.futures.Future[memoryview], start: int, alone: bool, index: int, row: IndexRow
+        self,
+        future: concurrent.futures.Future[memoryview],
+        start: int,
+        alone: bool,
+        asked: int,
+        index: int,
+        row: IndexRow,
     ) -> memoryview:
         storage = self._storage
         try:
@@ -246,14 +257,15 @@ class _RemoteSession:
             if not storage.is_good(row, span):
                 span = storage.fetch_again(row)
         if storage.cache is not None:
-            storage.cache.put(index, span)
+            storage.cache.put(index, span, None if self._foresight is None else self._foresight.time_of(asked))
         return storage.handed_out(span)
 
-    def _take_cached(self, cached: CachedSpan, index: int, row: IndexRow) -> memoryview:
+    def _take_cached(self, cached: CachedSpan, asked: int, index: int, row: IndexRow) -> memoryview:
         storage = self._storage
         span = cached.read()
         if span is not None and storage.is_good(row, span):
             return storage.handed_out(span)
         assert storage.cache is not None
-        storage.cache.forget(index, row.length)
-        return self._take(self._start(row.shard, row.offset, row.offset + row.length), row.offset, True, index, row)
+        storage.cache.forget(index)
+        future = self._start(row.shard, row.offset, row.offset + row.length)
+        return self._take(future, row.offset, True, asked, index, row)

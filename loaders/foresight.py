@@ -1,0 +1,180 @@
+"""What will be used when, and so what a full cache should part with: the sample whose next use is farthest away.
+
+Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any policy. Others have to
+guess; a loader knows its order for all epochs to come. Time here counts uses: time t is the t-th sample that any rank
+of this host takes from the start of an iteration on.
+
+A newcomer that will be needed later than everything in the cache is not admitted at all: that, too, is the optimum when
+storage may be read past the cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from fuelrail.pipeline.world import Cursor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.world import Batching
+
+NEVER: Final = int(np.iinfo(np.int64).max)
+"""Not used again, as far as one can see."""
+MAX_HORIZON: Final = 1 << 22
+"""Uses looked ahead at most: 8 bytes each."""
+_TIME_BITS: Final = 32
+
+
+class Coming(Protocol):
+    """The samples to come: rows used at times ``first`` to ``first + count - 1``; fewer where all ends."""
+
+    def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
+        """Rows, int64."""
+
+
+class Foresight:
+    """Next uses over a sliding horizon of the coming rows.
+
+    ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are looked up. Where it
+    is twice an epoch (and up to 4 million uses it is) every sample's next use is always known.
+    ``time_of(k)`` is the time of this rank's k-th sample.
+    """
+
+    def __init__(self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k) -> None:
+        self._coming, self.time_of = coming, time_of
+        self._horizon = max(2, min(horizon, MAX_HORIZON))
+        self._base = 0
+        self._rows: NDArray[np.int64] | None = None
+        self._keys: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:
+        """When each row is used next, later than time ``after``; NEVER where not within the horizon."""
+        self._see(after)
+        # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is the answer.
+        at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self._base))
+        found = self._keys[np.minimum(at, len(self._keys) - 1)] if len(self._keys) else np.full(len(rows), -1)
+        known = (at < len(self._keys)) & (found >> _TIME_BITS == rows)
+        times: NDArray[np.int64] = np.where(known, self._base + (found & ((1 << _TIME_BITS) - 1)), NEVER)
+        return times
+
+    def used(self, first: int, end: int) -> NDArray[np.int64]:
+        """The rows used at times ``first`` to ``end - 1``, which must not lie before the horizon."""
+        self._see(first)
+        assert self._rows is not None
+        return self._rows[first - self._base : end - self._base]
+
+    def _see(self, now: int) -> None:
+        if self._rows is not None and now - self._base <= self._horizon // 2:
+            return
+        self._base = max(0, now)
+        self._rows = self._coming(self._base, self._horizon)
+        self._keys = np.sort((self._rows << _TIME_BITS) | np.arange(len(self._rows)))
+
+
+def coming_rows(
+    order_of: Callable[[int], Callable[[NDArray[np.int64]], NDArray[np.int64]]],
+    start: Cursor,
+    whole: Batching,
+    first_row: int,
+    ranks: range,
+) -> tuple[Coming, int]:
+    """The rows that ``ranks`` (of the data-parallel world, in step) take from ``start`` on; and how many in each step.
+
+    Step by step, and in each step rank by rank; epoch after epoch.
+    """
+    uses_per_step = len(ranks) * whole.rank_batch
+    full_steps = Cursor(start.epoch + 1).rest(whole).num_steps
+    first_steps = start.rest(whole).num_steps
+
+    def coming(first: int, count: int, /) -> NDArray[np.int64]:
+        parts: list[NDArray[np.int64]] = []
+        step, skip = divmod(first, uses_per_step)
+        missing = count + skip
+        while missing > 0:
+            if step < first_steps:
+                cursor, done, steps = start, step, first_steps
+            else:
+                if full_steps == 0:
+                    break
+                epochs, done = divmod(step - first_steps, full_steps)
+                cursor, steps = Cursor(start.epoch + 1 + epochs), full_steps
+            num = min(steps - done, -(-missing // uses_per_step))
+            begin = cursor.samples_consumed + ranks.start * whole.rank_batch
+            starts = begin + np.arange(done, done + num, dtype=np.int64) * whole.global_batch
+            positions = (starts[:, None] + np.arange(uses_per_step)).reshape(-1) % whole.epoch_length
+            parts.append(order_of(cursor.epoch)(positions) + first_row)
+            step += num
+            missing -= num * uses_per_step
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return rows[skip : skip + count]
+
+    return coming, uses_per_step
+
+
+class FarthestFirst:
+    """The residents of a cache, the one with the farthest next use first.
+
+    Exact for what it is told: :meth:`rebuild` at the start, :meth:`add` for each newcomer, and :meth:`advance` as time
+    goes by, for a resident's use moves its next use.
+    """
+
+    def __init__(self, foresight: Foresight, is_resident: Callable[[int], bool], lag: int = 0) -> None:
+        self._foresight, self._is_resident, self._lag = foresight, is_resident, lag
+        self._now = 0
+        self._walked = 0
+        self._rows: list[int] = []
+        self._times: list[int] = []
+        self._heap: list[tuple[int, int]] = []
+
+    def rebuild(self, rows: NDArray[np.int64]) -> None:
+        """Take stock of all residents."""
+        times = self._foresight.next_use(rows, self._now)
+        nearest_first = np.argsort(times, kind="stable")
+        self._rows, self._times = rows[nearest_first].tolist(), times[nearest_first].tolist()
+        self._heap.clear()
+
+    def add(self, row: int, next_use: int) -> None:
+        """A newcomer, or a resident whose next use moved."""
+        heapq.heappush(self._heap, (-next_use, row))
+
+    def advance(self, now: int) -> None:
+        """Time is ``now``: what was used until ``lag`` uses before has another next use."""
+        if now <= self._now:
+            return
+        self._now = now
+        end = now + 1 - self._lag
+        if end > self._walked:
+            for row in (
+                self._foresight.used(self._walked, end).tolist() if end - self._walked < MAX_HORIZON // 2 else ()
+            ):
+                if self._is_resident(row):
+                    self.add(row, self.next_use(row))
+            self._walked = end
+
+    def next_use(self, row: int) -> int:
+        """When a row is used next after now."""
+        return int(self._foresight.next_use(np.array([row]), self._now)[0])
+
+    def pop(self) -> tuple[int, int] | None:
+        """Take out the resident with the farthest next use: (row, next use); None where no resident is known."""
+        while self._rows or self._heap:
+            if not self._heap or (self._rows and self._times[-1] >= -self._heap[0][0]):
+                stated, row = self._times.pop(), self._rows.pop()
+            else:
+                negative, row = heapq.heappop(self._heap)
+                stated = -negative
+            if not self._is_resident(row):
+                continue
+            actual = self.next_use(row)
+            if actual == stated:
+                return row, actual
+            if actual < stated:  # it came into sight
+                self.add(row, actual)
+            # Else it was used since, and stands in the heap with its new time.
+        return None
