@@ -162,7 +162,7 @@ def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
     [
         (
             {"name": "boxes.safetensors"},
-            "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; the tar has",
+            "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; ",
         ),
         ({"stored_bytes": 99}, "the index says '{key}.geometry.safetensors.zst' of 99 bytes at {at}; the tar has"),
         ({"codec": "raw"}, "the index says '{key}.geometry.safetensors' of {size} bytes at {at}; the tar has"),
