@@ -64,34 +64,45 @@ def write_synthetic_index(
             yield IndexRow(key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members)
 
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
-    files = [_entry(folder / INDEX_FILE)]
+    files = [file_entry(folder / INDEX_FILE)]
     if attributes is not None:
         keys = [f"clip-{c:07d}-{f:06d}" for c, f in zip(clip.tolist(), frame.tolist(), strict=True)]
         pq.write_table(pa.table({"key": keys, **attributes}).take(stored), folder / ATTRIBUTES_FILE)
-        files.append(_entry(folder / ATTRIBUTES_FILE))
-    shards = [
+        files.append(file_entry(folder / ATTRIBUTES_FILE))
+    lengths = [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
+    return write_manifest(
+        folder, lengths, num_clips=len(clip_lengths), seed=shuffle_seed or 0, split=split,
+        order_unit="clip" if shuffle_seed is None else "frame", files=files,
+    )  # fmt: skip
+
+
+def write_manifest(
+    folder: Path, shard_lengths: Sequence[int], *, num_clips: int, split: str, seed: int = 0, order_unit: str = "frame",
+    files: Sequence[FileEntry] = (), shard_bytes: Sequence[int] | None = None,
+) -> Manifest:  # fmt: skip
+    """Write the manifest of a dataset of one split without cameras, its shards named as `fuelrail shard` names them."""
+    firsts = np.cumsum([0, *shard_lengths]).tolist()
+    shards = tuple(
         ShardEntry(
-            name=f"{split}-{number:06d}.tar", split=split, first_sample=first,
-            num_samples=min(samples_per_shard, num_samples - first), bytes=0, sha256="0" * 64,
+            name=f"{split}-{number:06d}.tar", split=split, first_sample=firsts[number], num_samples=length,
+            bytes=0 if shard_bytes is None else shard_bytes[number], sha256="0" * 64,
         )
-        for number, first in enumerate(range(0, num_samples, samples_per_shard))
-    ]  # fmt: skip
+        for number, length in enumerate(shard_lengths)
+    )  # fmt: skip
+    whole = SplitEntry(
+        first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
+    )
     manifest = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="", num_samples=num_samples,
-        num_clips=len(clip_lengths), seed=shuffle_seed or 0, order_unit="clip" if shuffle_seed is None else "frame",
-        cameras=(), lidars=(), classes=(), attributes=(), time_base="unix", ego_origin="rear_axle_ground",
-        license=None, compression={}, provenance={}, shards=tuple(shards), files=tuple(files),
-        splits={
-            split: SplitEntry(
-                first_sample=0, num_samples=num_samples, first_shard=0, num_shards=len(shards),
-                num_clips=len(clip_lengths),
-            )
-        },
+        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="", num_samples=firsts[-1],
+        num_clips=num_clips, seed=seed, order_unit=order_unit, cameras=(), lidars=(), classes=(), attributes=(),
+        time_base="unix", ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, shards=shards,
+        files=tuple(files), splits={split: whole},
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest
 
 
-def _entry(file: Path) -> FileEntry:
+def file_entry(file: Path) -> FileEntry:
+    """The manifest's entry of a file that lies there."""
     data = file.read_bytes()
     return FileEntry(name=file.name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
