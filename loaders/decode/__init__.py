@@ -14,6 +14,7 @@ __all__ = ["BACKENDS", "INTERPOLATIONS", "ImageDecoder", "ImageInfo", "Interpola
 BACKENDS = {
     "turbo": "fuelrail.loaders.decode.turbo:TurboDecoder",
     "pillow": "fuelrail.loaders.decode.pillow:PillowDecoder",
+    "dali": "fuelrail.loaders.decode.dali:DaliDecoder",
 }
 """Backend name to the class that is imported when it is chosen."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.two_step import two_steps
 from fuelrail.pipeline.errors import ConfigError, ImageError
 
 try:
@@ -101,30 +102,13 @@ def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
 
 
 def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
-    a, b, _, c, d, _ = image_map.coefficients
-    # Shrink only: the affine transform interpolates well when it magnifies.
-    sx, sy = min(1.0, math.hypot(a, c)), min(1.0, math.hypot(b, d))
-    reach = _REACH[interpolation] + 1.0
-    left, top, right, bottom = image_map.source_roi(reach / min(sx, sy))
-    if left >= right or top >= bottom:
+    steps = two_steps(image_map, _REACH[interpolation] + 1.0)
+    if steps is None:
         out[:] = 0
         return
-    # Whole pixels at the exact scale; the box may end up to one of them beyond the region, never beyond the image.
-    width, height = max(1, math.ceil((right - left) * sx)), max(1, math.ceil((bottom - top) * sy))
-    box = (left, top, min(left + width / sx, source.size[0]), min(top + height / sy, source.size[1]))
-    sx, sy = width / (box[2] - box[0]), height / (box[3] - box[1])
-    image = source.resize((width, height), _FILTERS[interpolation], box=box)
-    inverse = image_map.inverse_coefficients()
-    to_image = (
-        inverse[0] * sx,
-        inverse[1] * sx,
-        (inverse[2] - box[0]) * sx,
-        inverse[3] * sy,
-        inverse[4] * sy,
-        (inverse[5] - box[1]) * sy,
-    )
+    image = source.resize(steps.size_wh, _FILTERS[interpolation], box=steps.box)
     # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is. Bilinear
     # always: the bicubic kernel of its transforms (a = -1) does not reproduce a ramp and shifts by up to 0.1 pixels.
-    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, to_image, Image.Resampling.BILINEAR)
+    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR)
     out[:] = np.asarray(image).transpose(2, 0, 1)
     black_out_unseen(image_map, out)

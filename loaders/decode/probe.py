@@ -195,6 +195,15 @@ def _probe_png(encoded: Buffer) -> ImageInfo:
     )
 
 
+def check_jpeg_end(encoded: Buffer) -> None:
+    """Refuse a JPEG without an end-of-image marker in its last 64 KiB (trailers follow it in some): it was cut.
+
+    For decoders that read only some rows, or fill up what is missing. Raises ImageError.
+    """
+    if bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
+        raise ImageError(f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut")
+
+
 def check_png(encoded: Buffer) -> None:
     """Verify the checksum of every chunk, and that the file is whole; raises ImageError.
 

@@ -9,6 +9,9 @@ import numpy as np
 from fuelrail.pipeline.errors import ConfigError, ImageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.probe import ImageInfo
@@ -46,6 +49,36 @@ class ImageDecoder(Protocol):
 
         Raises:
             ImageError: bytes that are not a decodable image of the promised size. ``out`` is untouched then.
+            ConfigError: ``out`` or ``interpolation`` is not as described.
+
+        """
+        ...
+
+
+class BatchDecoder(Protocol):
+    """A decode backend that takes batches, because its device wants many images at once. Thread-safe as the other."""
+
+    name: str
+
+    def decode_batch(
+        self,
+        encoded: Sequence[Buffer],
+        image_maps: Sequence[ImageMap],
+        out: torch.Tensor,
+        interpolation: Interpolation = "bilinear",
+    ) -> list[ImageError | None]:
+        """Decode B images and write each under its map into ``out[i]``.
+
+        Args:
+            encoded: B whole JPEG or PNG files.
+            image_maps: B maps; all of them to the size of ``out``.
+            out: uint8 [B, 3, height, width] RGB on the backend's device. Finished, not just queued, on return.
+            interpolation: one of `INTERPOLATIONS`.
+
+        Returns:
+            For each image None, or the ImageError that says why ``out[i]`` is untouched. The others are decoded.
+
+        Raises:
             ConfigError: ``out`` or ``interpolation`` is not as described.
 
         """

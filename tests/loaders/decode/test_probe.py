@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import struct
 import zlib
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders.decode import BACKENDS, ImageInfo, make_decoder, probe
-from fuelrail.loaders.decode.probe import MAX_PIXELS, MAX_SCANS, check_png
+from fuelrail.loaders.decode.probe import MAX_PIXELS, MAX_SCANS, check_jpeg_end, check_png
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from support.pictures import encode, natural
 
@@ -147,6 +148,14 @@ def test_the_limit_of_pixels_can_be_set() -> None:
         probe(encode(PICTURE), max_pixels=1000)
 
 
+def test_the_end_of_jpegs_is_looked_for() -> None:
+    encoded = encode(PICTURE)
+    for trailer in (b"", b"\0" * 40, b"a trailer of the camera's maker"):
+        check_jpeg_end(encoded + trailer)
+    with pytest.raises(ImageError, match="no end-of-image marker: the file was cut"):
+        check_jpeg_end(encoded[:-1])
+
+
 def test_png_checksums() -> None:
     encoded = encode(PICTURE, "png")
     check_png(encoded)
@@ -180,5 +189,8 @@ def test_backends_are_chosen_by_name() -> None:
     assert make_decoder("auto").name == "turbo"
     for name in ("turbo", "pillow"):
         assert make_decoder(name).name == name
+    if importlib.util.find_spec("nvidia") is None:
+        with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[dali\]'"):
+            make_decoder("dali")
     with pytest.raises(ConfigError, match=f"decoder='gpu' must be one of auto, {', '.join(BACKENDS)}"):
         make_decoder("gpu")

@@ -1,0 +1,295 @@
+"""NVIDIA DALI: whole batches of images of any sizes through one graph, on the CPU or on a GPU.
+
+Decode of the region that is seen, an antialiased resize of its exact (fractional) box, one affine transform where the
+map turns rows or leaves the image, planes out. Every parameter is per image and comes from the `ImageMap`, so the graph
+draws nothing and is the same on both devices; on a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware
+decoder where there is one. On the CPU it decodes in full resolution and is slower than the turbo backend.
+
+An error inside a DALI pipeline names no image and leaves the pipeline unusable. So headers are checked first, and if a
+run fails all the same, the pipeline is rebuilt and the batch is halved until the culprits stand alone. Those go to the
+turbo backend, which decodes them or says what is wrong. So what becomes of an image never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fuelrail.loaders.decode.probe import ImageInfo, check_jpeg_end, check_png, probe
+from fuelrail.loaders.decode.protocol import INTERPOLATIONS, Interpolation, check_output, check_source
+from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.loaders.decode.two_step import two_steps
+from fuelrail.pipeline.errors import ConfigError, ImageError
+
+try:
+    from nvidia.dali import Pipeline, fn, types
+except ImportError as error:
+    raise ConfigError(
+        "decoder='dali' needs NVIDIA DALI: pip install 'fuelrail[dali]' (CUDA 12) or 'fuelrail[dali-cu13]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.geometry import ImageMap
+
+MAX_BATCH = 64
+"""Images of one run; larger batches are several runs."""
+
+_REACH_PX = 3.0
+"""Output pixels about the region of a transform: more than the filters read."""
+
+
+class _Job(NamedTuple):
+    """One image of a run: its place in the caller's batch, and the graph's parameters."""
+
+    at: int
+    encoded: NDArray[np.uint8]
+    window: NDArray[np.int32]
+    roi: NDArray[np.float32]
+    size: NDArray[np.float32]
+    matrix: NDArray[np.float32]
+    is_aligned: bool
+
+
+class DaliDecoder:
+    """Decodes with DALI on the CPU or a GPU; see `BatchDecoder` and `ImageDecoder` in the protocol.
+
+    Each calling thread has its own pipelines, so that two threads overlap one's host work with the other's decoding.
+
+    Args:
+        device: ``"cpu"``, or the CUDA device that batches are decoded on and for.
+        num_threads: of each pipeline, for what is decoded on the host.
+        largest_wh: width and height in pixels of the largest image to expect, for memory allocated once (GPU only).
+        hw_decoder_load: share of the images given to the hardware decoder (GPU only).
+
+    """
+
+    name = "dali"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        num_threads: int = 2,
+        largest_wh: tuple[int, int] = (0, 0),
+        hw_decoder_load: float = 0.9,
+    ) -> None:
+        self.device = torch.device(device)
+        if str(self.device) == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._num_threads, self._largest_wh, self._hw_decoder_load = num_threads, largest_wh, hw_decoder_load
+        self._local = _Pipelines()
+        self._turbo = TurboDecoder()
+
+    def decode_into(
+        self,
+        encoded: Buffer,
+        image_map: ImageMap,
+        out: NDArray[np.uint8],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Decode one image into ``out`` in host memory; see the protocol. Batches are what DALI is made for."""
+        check_output(image_map, out, interpolation)
+        batch = torch.from_numpy(out)[None]
+        on_device = batch if self.device.type == "cpu" else torch.empty_like(batch, device=self.device)
+        (error,) = self.decode_batch([encoded], [image_map], on_device, interpolation)
+        if error is not None:
+            raise error
+        if on_device is not batch:
+            batch.copy_(on_device)
+
+    def decode_batch(
+        self,
+        encoded: Sequence[Buffer],
+        image_maps: Sequence[ImageMap],
+        out: torch.Tensor,
+        interpolation: Interpolation = "bilinear",
+    ) -> list[ImageError | None]:
+        """Decode a batch; see the protocol."""
+        self._check(image_maps, out, interpolation)
+        errors: list[ImageError | None] = [None] * len(encoded)
+        jobs: list[_Job] = []
+        by_turbo: list[int] = []
+        for at, (data, image_map) in enumerate(zip(encoded, image_maps, strict=True)):
+            try:
+                info = probe(data)
+                check_source(info, image_map)
+                job = _job(at, data, info, image_map)
+            except ImageError as error:
+                errors[at] = error
+                continue
+            if job is None:
+                out[at] = 0
+            elif info.is_cmyk:  # of whose colours DALI has another idea
+                by_turbo.append(at)
+            else:
+                jobs.append(job)
+        for is_aligned in (True, False):
+            group = [job for job in jobs if job.is_aligned is is_aligned]
+            for first in range(0, len(group), MAX_BATCH):
+                by_turbo += self._run_or_split(group[first : first + MAX_BATCH], image_maps, out, interpolation)
+        for at in by_turbo:
+            picture = np.empty(tuple(out.shape[1:]), np.uint8)
+            try:
+                self._turbo.decode_into(encoded[at], image_maps[at], picture, interpolation)
+            except ImageError as error:
+                errors[at] = error
+                continue
+            out[at] = torch.from_numpy(picture).to(out.device)
+        if out.device.type == "cuda":
+            torch.cuda.current_stream(out.device).synchronize()
+        return errors
+
+    def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
+        if interpolation not in INTERPOLATIONS:
+            raise ConfigError(f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}")
+        sizes = {(3, *image_map.out_wh[::-1]) for image_map in image_maps}
+        if out.dtype != torch.uint8 or out.device != self.device or sizes - {tuple(out.shape[1:])} or out.ndim != 4:
+            raise ConfigError(
+                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, 3, height, width] "
+                f"with the maps' output sizes {sorted(sizes)}, got {out.dtype} on {out.device} {tuple(out.shape)}"
+            )
+
+    def _run_or_split(
+        self, jobs: Sequence[_Job], image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str
+    ) -> list[int]:
+        """Decode the jobs; return the places of those that DALI cannot decode. Each is judged alone in the end."""
+        if self._run(jobs, out, interpolation):
+            if not jobs[0].is_aligned:
+                _black_out_unseen([job.at for job in jobs], image_maps, out)
+            return []
+        if len(jobs) == 1:
+            return [jobs[0].at]
+        half = len(jobs) // 2
+        return [
+            place
+            for some in (jobs[:half], jobs[half:])
+            for place in self._run_or_split(some, image_maps, out, interpolation)
+        ]
+
+    def _run(self, jobs: Sequence[_Job], out: torch.Tensor, interpolation: str) -> bool:
+        """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
+        key = (interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]))
+        pipeline = self._local.pipelines.get(key)
+        if pipeline is None:
+            pipeline = self._local.pipelines[key] = self._build(*key)
+        try:
+            for name in ("encoded", "window", "roi", "size", *(() if jobs[0].is_aligned else ("matrix",))):
+                pipeline.feed_input(name, [getattr(job, name) for job in jobs])
+            if out.device.type == "cuda":
+                (pictures,) = pipeline.run(cuda_stream=torch.cuda.current_stream(out.device))
+            else:
+                (pictures,) = pipeline.run()
+        except RuntimeError:
+            del self._local.pipelines[key]  # an error leaves it unusable
+            return False
+        # The pipeline's own memory, valid until its next run.
+        out[[job.at for job in jobs]] = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
+        return True
+
+    def _build(self, interpolation: str, is_aligned: bool, out_width: int, out_height: int) -> Pipeline:
+        """Return a built pipeline: inputs as in `_Job`, output uint8 (3, height, width) on the device."""
+        kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
+        on_gpu = self.device.type == "cuda"
+        pipeline = Pipeline(
+            batch_size=MAX_BATCH,
+            num_threads=self._num_threads,
+            device_id=self.device.index if on_gpu else None,
+            prefetch_queue_depth=1,
+            exec_async=False,
+            exec_pipelined=False,
+        )
+        options: dict[str, Any] = {}
+        if on_gpu:
+            options = {
+                "device": "mixed",
+                "hw_decoder_load": self._hw_decoder_load,
+                "preallocate_width_hint": self._largest_wh[0],
+                "preallocate_height_hint": self._largest_wh[1],
+            }
+        with pipeline:
+            encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
+            window = fn.external_source(name="window", dtype=types.INT32, ndim=1)
+            roi = fn.external_source(name="roi", dtype=types.FLOAT, ndim=1)
+            size = fn.external_source(name="size", dtype=types.FLOAT, ndim=1)
+            pictures = fn.decoders.image_slice(
+                encoded,
+                start=window[0:2],
+                end=window[2:4],
+                axis_names="HW",
+                adjust_orientation=False,  # calibrations speak of pixels as stored
+                jpeg_fancy_upsampling=True,  # as libjpeg does by default
+                **options,
+            )
+            pictures = fn.resize(
+                pictures, roi_start=roi[0:2], roi_end=roi[2:4], size=size, interp_type=kind, antialias=True
+            )
+            if not is_aligned:
+                matrix = fn.external_source(name="matrix", dtype=types.FLOAT, ndim=2)
+                pictures = fn.warp_affine(
+                    pictures, matrix=matrix, size=(out_height, out_width), interp_type=types.INTERP_LINEAR
+                )
+            pipeline.set_outputs(fn.transpose(pictures, perm=[2, 0, 1]))
+        pipeline.build()
+        return pipeline
+
+
+class _Pipelines(threading.local):
+    """The calling thread's pipelines by (interpolation, aligned, output width, output height)."""
+
+    def __init__(self) -> None:
+        self.pipelines: dict[tuple[str, bool, int, int], Pipeline] = {}
+
+
+def _black_out_unseen(places: Sequence[int], image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:
+    """Set the pixels black that the maps let see nothing: one small copy to the device for all images."""
+    limited = [(at, np.stack(pair)) for at in places if (pair := image_maps[at].visible_columns()) is not None]
+    if not limited:
+        return
+    columns = torch.from_numpy(np.stack([pair for _, pair in limited])).to(out.device)  # [n, 2, height]
+    x = torch.arange(out.shape[3], device=out.device)
+    seen = (x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None])
+    at = [place for place, _ in limited]
+    out[at] = out[at] * seen[:, None]
+
+
+def _job(at: int, data: Buffer, info: ImageInfo, image_map: ImageMap) -> _Job | None:
+    """Return the parameters of one image; None if its map sees nothing of it."""
+    check_png(data) if info.format == "png" else check_jpeg_end(data)
+    width, height = image_map.source_wh
+    out_width, out_height = image_map.out_wh
+    is_aligned = image_map.is_axis_aligned and image_map.covered_output() == (0, 0, out_width, out_height)
+    if is_aligned:
+        a, _, tx, _, d, ty = image_map.inverse_coefficients()
+        x0, x1, y0, y1 = tx, a * out_width + tx, ty, d * out_height + ty
+        # A map may end within half an output pixel outside of the image; a box of DALI's may not.
+        is_aligned = min(x0, x1, y0, y1) >= -1e-6 and max(x0, x1) <= width + 1e-6 and max(y0, y1) <= height + 1e-6
+    matrix = np.zeros((2, 3), np.float32)
+    if is_aligned:
+        left, top, right, bottom = image_map.source_roi(_REACH_PX / min(1.0, image_map.max_scale))
+        size = (out_height, out_width)
+    else:
+        steps = two_steps(image_map, _REACH_PX)
+        if steps is None:
+            return None
+        x0, y0, x1, y1 = steps.box
+        left, top = int(x0), int(y0)
+        right, bottom = min(width, int(np.ceil(x1))), min(height, int(np.ceil(y1)))
+        size = steps.size_wh[::-1]
+        matrix[:] = np.array(steps.to_resized).reshape(2, 3)
+    return _Job(
+        at,
+        np.frombuffer(data, np.uint8),
+        np.array((top, left, bottom, right), np.int32),
+        np.array((y0 - top, x0 - left, y1 - top, x1 - left), np.float32),
+        np.array(size, np.float32),
+        matrix,
+        is_aligned,
+    )

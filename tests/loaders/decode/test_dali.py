@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.geometry import ImageMap
+from support.decoder_suite import ALL_MAPS, NUSCENES_WH, DecoderSuite
+from support.pictures import encode, natural, psnr_db, seen, shift_px
+
+if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
+    pytest.skip("NVIDIA DALI is not installed", allow_module_level=True)
+
+from fuelrail.loaders.decode import dali
+
+SIZES = [(320, 180), (64, 64), (250, 333), (401, 97)]
+AUGMENT = ImageAugment(
+    height=48, width=64, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
+)
+
+
+class TestDali(DecoderSuite):
+    backend = "dali"
+    strict = False
+
+
+def batch(count: int, augment: ImageAugment = AUGMENT) -> tuple[list[bytes], list[ImageMap]]:
+    encoded, maps = [], []
+    for number in range(count):
+        wh = SIZES[number % len(SIZES)]
+        encoded.append(encode(natural(*wh, seed=number % 5), "png" if number % 7 == 3 else "jpeg"))
+        maps += augment.draw([wh], seed=0, epoch=0, sample=number)
+    return encoded, maps
+
+
+@pytest.mark.parametrize("augment", [AUGMENT, AUGMENT.evaluation()])
+@pytest.mark.parametrize("count", [1, 13, dali.MAX_BATCH + 5])
+def test_a_batch_is_its_images_one_by_one(count: int, augment: ImageAugment) -> None:
+    decoder = make_decoder("dali")
+    encoded, maps = batch(count, augment)
+    out = torch.full((count, 3, 48, 64), 7, dtype=torch.uint8)
+    assert decoder.decode_batch(encoded, maps, out) == [None] * count
+    for data, image_map, picture in zip(encoded, maps, out, strict=True):
+        alone = np.empty((3, 48, 64), np.uint8)
+        decoder.decode_into(data, image_map, alone)
+        assert np.array_equal(picture, alone)
+
+
+def test_bad_images_are_named_and_the_others_come() -> None:
+    decoder = make_decoder("dali")
+    encoded, maps = batch(12)
+    expected = torch.empty((12, 3, 48, 64), dtype=torch.uint8)
+    decoder.decode_batch(encoded, maps, expected)
+    damaged = bytearray(encoded[4])
+    damaged[damaged.index(b"\xff\xc4") + 5] = 0xFF  # a Huffman table with more codes than fit
+    encoded[1], encoded[4], encoded[8] = b"", bytes(damaged), encoded[8][:-300]
+    maps[6] = ImageMap.identity((11, 12)).resize(64, 48)
+    out = torch.full((12, 3, 48, 64), 7, dtype=torch.uint8)
+    errors = decoder.decode_batch(encoded, maps, out)
+    bad = [1, 4, 6, 8]
+    assert [at for at, error in enumerate(errors) if isinstance(error, ImageError)] == bad
+    assert (out[bad] == 7).all()
+    good = [at for at in range(12) if at not in bad]
+    assert torch.equal(out[good], expected[good]), "what becomes of an image must not depend on its neighbours"
+    again = torch.empty_like(expected)
+    encoded, maps = batch(12)
+    assert decoder.decode_batch(encoded, maps, again) == [None] * 12
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("name", ALL_MAPS)
+def test_it_agrees_with_the_turbo_backend(name: str) -> None:
+    image_map = ALL_MAPS[name]
+    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
+    width, height = image_map.out_wh
+    pictures = []
+    for backend in ("dali", "turbo"):
+        pictures.append(np.empty((3, height, width), np.uint8))
+        make_decoder(backend).decode_into(encoded, image_map, pictures[-1])
+    where = seen(image_map, 2.0 / min(1.0, image_map.max_scale))
+    assert psnr_db(*pictures, where) > 38.0
+    assert max(map(abs, shift_px(*pictures, where))) < 0.05
+    assert ((pictures[0] == 0).all(axis=0) | seen(image_map, -1e-3)).all()
+
+
+def test_a_wrong_output_tensor_is_the_callers_mistake() -> None:
+    decoder = make_decoder("dali")
+    encoded, maps = batch(2)
+    for wrong in (
+        torch.empty((2, 3, 48, 65), dtype=torch.uint8),
+        torch.empty((2, 3, 48, 64)),
+        torch.empty((2, 3, 48, 64), dtype=torch.uint8, device="meta"),
+    ):
+        with pytest.raises(ConfigError, match=r"out must be a uint8 tensor on cpu of shape \[2, 3, height, width\]"):
+            decoder.decode_batch(encoded, maps, wrong)
+    with pytest.raises(ConfigError, match="interpolation='area' must be one of"):
+        decoder.decode_batch(encoded, maps, torch.empty((2, 3, 48, 64), dtype=torch.uint8), "area")
