@@ -14,9 +14,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from fuelrail.loaders.budget import default_memory_bytes, default_num_workers
+from fuelrail.pipeline.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fuelrail.loaders.budget import Budget
     from fuelrail.pipeline.stages import StageClock
 
 _LOG = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ _PAUSE: Final = 0.5
 """A window of which one step took this share holds a pause (validation, a checkpoint) and says nothing."""
 _REST_WINDOWS: Final = 8
 _LONGEST_REST: Final = 512
+_MOST_READY: Final = 16
 
 
 class Tuning(NamedTuple):
@@ -40,6 +45,37 @@ class Tuning(NamedTuple):
 
     num_workers: int
     ready: int
+
+
+def decode_ahead(num_workers: int, batch_size: int) -> int:
+    """Decoded samples that may wait to be made a batch."""
+    return max(batch_size, 2 * num_workers)
+
+
+def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
+    """Batch buffers in use at most: ready, being decoded, being assembled, at the trainer and just given up by it."""
+    return tuning.ready + 3 + -(-decode_ahead(tuning.num_workers, batch_size) // batch_size)
+
+
+def make_tuner(budget: Budget, batch_size: int, batch_bytes: int, ready: int) -> Autotuner:
+    """The tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
+
+    Raises ConfigError where the memory does not hold the batches that are in flight at the least.
+    """
+    share = default_num_workers()
+    cpus = budget.cpus or share + max(1, share // 2)
+    memory_bytes = budget.memory_bytes or default_memory_bytes()
+    start = Tuning(min(share, cpus), ready)
+    spare = memory_bytes // batch_bytes - batches_in_flight(start, batch_size)
+    if spare < 0 and budget.memory_bytes is not None:
+        needed = batches_in_flight(start, batch_size) * batch_bytes
+        raise ConfigError(
+            f"budget: memory_bytes={memory_bytes} does not hold the {needed} bytes of batches in flight; "
+            "give more, or lower batch_size, prefetch_factor or the image size"
+        )
+    fixed = batches_in_flight(Tuning(cpus, 0), batch_size)
+    most = memory_bytes // batch_bytes - fixed
+    return Autotuner(start, Tuning(cpus, max(ready, min(most, _MOST_READY))))
 
 
 class _Window(NamedTuple):
@@ -61,14 +97,14 @@ class _Trial(NamedTuple):
 class Autotuner:
     """One loader's tuner; told of every batch, it now and then answers with a new tuning.
 
-    ``start`` is where it begins, ``most`` what it stays within; a decision depends on what it is told alone.
+    ``start`` is where it begins, ``most`` what it stays within; a decision depends on nothing but what it is told.
     """
 
     def __init__(
         self, start: Tuning, most: Tuning, *, window_s: float = WINDOW_S, window_batches: int = WINDOW_BATCHES
     ) -> None:
         self.tuning = start
-        self._most = Tuning(max(start.num_workers, most.num_workers), max(start.ready, most.ready))
+        self.most = Tuning(max(start.num_workers, most.num_workers), max(start.ready, most.ready))
         self._window_s, self._window_batches = window_s, window_batches
         self._trial: _Trial | None = None
         self._ideas: Iterator[Tuning] = iter(())
@@ -168,7 +204,7 @@ class Autotuner:
 
     def _changes(self, window: _Window) -> list[Tuning]:
         """What to try in this situation, most promising first."""
-        now, most = self.tuning, self._most
+        now, most = self.tuning, self.most
         more = now._replace(num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers))
         fewer = now._replace(num_workers=max(1, now.num_workers - max(1, now.num_workers // 8)))
         ahead = now._replace(ready=min(now.ready + 1, most.ready))

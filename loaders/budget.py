@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -16,13 +17,22 @@ _MEMORY_SHARE: Final = 0.25
 class Budget(Settings, frozen=True):
     """Bounds for ``num_workers="auto"``: what it picks stays within them, whatever it finds.
 
-    ``cpus``: decoding threads at most; None: this rank's share of the CPUs that the process may use (affinity mask and
-    container quota, over the ranks on this host). ``memory_bytes``: batch buffers at most; None: a quarter of this
-    rank's share of the memory that is free when the loader is made.
+    ``cpus``: decoding threads at most; None: half as many again as this rank's share of the CPUs that the process may
+    use (affinity mask and container quota, over the ranks on this host). ``memory_bytes``: batch buffers at most; None:
+    a quarter of this rank's share of the memory that is free when the loader is made.
     """
 
     cpus: int | None = None
     memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("cpus", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"budget: {name}={value} must be 1 or more")
+
+
+DEFAULT_BUDGET: Final = Budget()
 
 
 def available_cpus(cgroup: Path = _CGROUP) -> int:

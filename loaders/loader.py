@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import time
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import msgspec
 
 from fuelrail.loaders import hooks, work
 from fuelrail.loaders.agreement import check_ranks_agree
 from fuelrail.loaders.assemble import assemble
-from fuelrail.loaders.budget import default_num_workers
+from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, decode_ahead, make_tuner
+from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.mesh import detect_world, resolve_world
+from fuelrail.loaders.nvtx import with_ranges
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
-from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ConfigError, WorldError
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
-from fuelrail.pipeline.stages import Pipeline, Stage, StageClock, add_clocks
+from fuelrail.pipeline.stages import Observer, Pipeline, Stage, StageClock, add_clocks
 from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
@@ -48,6 +52,10 @@ class LoaderStats(NamedTuple):
     batches: int
     samples: int
     images: int
+    waited_s: float
+    """Time that the trainer waited for batches."""
+    elapsed_s: float
+    """Time since the first iteration began."""
 
 
 class DataLoader:
@@ -75,7 +83,10 @@ class DataLoader:
         seed: of the order and of the augmentation.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False: fill it with the
             epoch's first samples, ``valid`` False. Either way all ranks get the same number of batches.
-        num_workers: decoding threads; None: this rank's share of the CPUs it may use. No processes are forked.
+        num_workers: decoding threads; None: this rank's share of the CPUs it may use; "auto": begin there, and while
+            the trainer waits for data look for a number, and a ``prefetch_factor``, with which it waits less, within
+            ``budget``. Batches are the same under any. No processes are forked.
+        budget: bounds for "auto": decoding threads, memory for batch buffers.
         prefetch_factor: finished batches that may wait for the trainer.
         device: where batches go: None or "cpu" leaves them in host memory, a CUDA device gets them over a copy
             stream of its own, from pinned memory.
@@ -92,6 +103,7 @@ class DataLoader:
         collate_fn: called with the list of a batch's samples instead of stacking them; what it returns is the batch.
         check_ranks: at each iteration's start compare settings and first batch over all processes, in one small
             collective that every process must take part in; for debugging.
+        trace: told of every piece of work, such as a `fuelrail.pipeline.trace.TraceRecorder`.
 
     Raises:
         ConfigError: an argument out of range; WorldError: ranks and batch do not fit together;
@@ -110,7 +122,8 @@ class DataLoader:
         seed: int = 0,
         order: OrderSpec | None = None,
         drop_last: bool = True,
-        num_workers: int | None = None,
+        num_workers: int | Literal["auto"] | None = None,
+        budget: Budget = DEFAULT_BUDGET,
         prefetch_factor: int = 2,
         device: torch.device | str | None = None,
         pin_memory: bool | None = None,
@@ -121,13 +134,14 @@ class DataLoader:
         transform: Callable[[dict[str, Any]], Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         check_ranks: bool = False,
+        trace: Observer | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
             _at_least_1(name, value)
         self.dataset = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
-        self.num_workers = default_num_workers() if num_workers is None else num_workers
-        _at_least_1("num_workers", self.num_workers)
+        self._tuner: Autotuner | None = None
         self.world = resolve_world(world)
         self._world_is_detected = world is None
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
@@ -150,14 +164,22 @@ class DataLoader:
         pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
-        # In flight at most: ready batches, one being assembled, those being decoded, one at the consumer.
-        self._decode_ahead = max(batch_size, 2 * self.num_workers)
-        keep = prefetch_factor + 3 + -(-self._decode_ahead // batch_size)
         shape = (batch_size, len(self._cameras), 3, image.height, image.width)
-        self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
+        if num_workers == "auto":
+            self._tuner = make_tuner(budget, batch_size, math.prod(shape), prefetch_factor)
+            self.num_workers, self.prefetch_factor = self._tuner.tuning
+        else:
+            self.num_workers = default_num_workers() if num_workers is None else num_workers
+            _at_least_1("num_workers", self.num_workers)
+        most = Tuning(self.num_workers, prefetch_factor) if self._tuner is None else self._tuner.most
+        self._buffers = BufferPool(shape, pinned=pinned, keep=batches_in_flight(most, batch_size))
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         self._check_ranks = check_ranks
+        self._share = work.Share()
+        self._trace = trace
+        self._begun_s: float | None = None
+        self._past_waited_s = 0.0
         self._transform, self._collate_fn = transform, collate_fn
         self._pipeline: Pipeline | None = None
         self._ahead: Cursor | None = None  # where the running pipeline stands, between two epochs
@@ -183,11 +205,15 @@ class DataLoader:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
         self._position = self._start
-        if self._pipeline is None or self._ahead != self._start:
+        if self._pipeline is None or not self._pipeline.is_running or self._ahead != self._start:
             self.close()
             order_of = partial(Order, self.order, self._layout)
-            tasks = work.tasks(order_of, self._start, self._batching, self._first_row, self._buffers)
-            self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}")
+            tasks = work.tasks(order_of, self._start, self._batching, self._share, self._first_row, self._buffers)
+            self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
+            if self._tuner is not None:
+                self._tuner.restart()
+            if self._begun_s is None:
+                self._begun_s = time.perf_counter()
         self._ahead = None
         return self._drain(self._pipeline, self._start)
 
@@ -228,14 +254,34 @@ class DataLoader:
         """The stages' clocks and what was handed out, since the loader was made; empty before the first iteration."""
         samples = self._batches * self.batch_size
         clocks = self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
-        return LoaderStats(clocks, self._batches, samples, samples * len(self._cameras))
+        waited_s = self._past_waited_s + (0.0 if self._pipeline is None else self._pipeline.waited_s)
+        elapsed_s = 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
+        images = samples * len(self._cameras)
+        return LoaderStats(clocks, self._batches, samples, images, waited_s, elapsed_s)
+
+    def take_share(self, index: int, count: int) -> None:
+        """Make only every ``count``-th step of this rank from ``index`` on; for worker processes that take turns.
+
+        The decoding threads are shared out as well. State then counts ``count`` steps a batch, and fits a loader with
+        the same share.
+        """
+        assert 0 <= index < count, "a share is one of count"
+        if self._share.of == 1 < count:
+            self.num_workers = max(1, self.num_workers // count)
+        self._share = work.Share(index, count)
 
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         if self._pipeline is not None:
             self._pipeline.close()
             self._past = add_clocks(self._past, self._pipeline.clocks())
+            self._past_waited_s += self._pipeline.waited_s
             self._pipeline = self._ahead = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""
+        arguments = {**self._arguments, "dataset": self.dataset.root, "world": self.world}
+        return _unpickle, (arguments, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
 
     def __enter__(self) -> Self:
         return self
@@ -247,26 +293,40 @@ class DataLoader:
 
     def _drain(self, pipeline: Pipeline, start: Cursor) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
-        rest = start.rest(self._batching)
-        handed_out = 0
+        rest, share = start.rest(self._batching), self._share
+        num_batches, handed_out = len(share.steps(rest)), 0
         try:
-            for batch in islice(pipeline, rest.num_steps):
+            for batch in islice(pipeline, num_batches):
                 if self._transfer is not None:
                     self._transfer.hand_over(batch)
                 if self._check_ranks and not handed_out:
                     check_ranks_agree(self._settings(), self.world, batch)
                 handed_out += 1
                 self._batches += 1
-                self._position = Cursor(start.epoch, rest.consumed(handed_out))
+                self._position = Cursor(start.epoch, rest.consumed(min(handed_out * share.of, rest.num_steps)))
+                if self._tuner is not None:
+                    self._retune(self._tuner, pipeline)
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
-            if self._pipeline is pipeline and handed_out == rest.num_steps:
+            if self._pipeline is pipeline and handed_out == num_batches:
                 self._start = self._position = self._ahead = Cursor(start.epoch + 1)
                 self._epoch_is_set = False
         finally:
             hooks.warn_if_slow(pipeline.clocks())
             if self._pipeline is pipeline and self._ahead is None:
                 self.close()
+
+    def _retune(self, tuner: Autotuner, pipeline: Pipeline) -> None:
+        """Note a batch, and do what the tuner says."""
+        now_s = time.perf_counter()
+        if not tuner.due(now_s):
+            return
+        tuning = tuner.update(now_s, pipeline.waited_s, pipeline.clocks())
+        if tuning is not None:
+            self.num_workers, self.prefetch_factor = tuning
+            for stage in self._stages():
+                pipeline.set_num_threads(stage.name, stage.num_threads)
+                pipeline.set_capacity(stage.name, stage.capacity)
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, as plain JSON types."""
@@ -280,7 +340,12 @@ class DataLoader:
         stages = [
             Stage("fetch", partial(work.fetch, self._reader), 1, 2 * self.num_workers),
             Stage("parse", partial(work.parse, self._reader, self.image, self.seed), 1, 2 * self.num_workers),
-            Stage("decode", partial(work.decode, self._decoder, self._cameras), self.num_workers, self._decode_ahead),
+            Stage(
+                "decode",
+                partial(work.decode, self._decoder, self._cameras),
+                self.num_workers,
+                decode_ahead(self.num_workers, self.batch_size),
+            ),
         ]
         if self._transform is None and self._collate_fn is None:
             collate = partial(assemble, points=self._points)
@@ -291,7 +356,16 @@ class DataLoader:
         stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=self.batch_size))
         if self._transfer is not None:
             stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
+            return [with_ranges(stage) for stage in stages]
         return stages
+
+
+def _unpickle(arguments: dict[str, Any], state: dict[str, Any], epoch: int | None) -> DataLoader:
+    loader = DataLoader(**arguments)
+    loader.load_state_dict(state)
+    if epoch is not None:
+        loader.set_epoch(epoch)
+    return loader
 
 
 def _at_least_1(name: str, value: int) -> None:

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.world import Batching
 
 
+class Share(NamedTuple):
+    """Which steps a process makes of its rank's: every ``of``-th from ``first`` on."""
+
+    first: int = 0
+    of: int = 1
+
+    def steps(self, batching: Batching) -> range:
+        """The steps of these batches that are its own."""
+        return range(self.first, batching.num_steps, self.of)
+
+
 class Task(NamedTuple):
     """One sample to load: its row in the index and its place in a batch."""
 
@@ -59,17 +70,24 @@ class Parsed(NamedTuple):
 
 
 def tasks(
-    order_of: Callable[[int], Order], start: Cursor, whole: Batching, first_row: int, buffers: BufferPool
+    order_of: Callable[[int], Order],
+    start: Cursor,
+    whole: Batching,
+    share: Share,
+    first_row: int,
+    buffers: BufferPool,
 ) -> Iterator[Task]:
     """The samples of this rank from ``start`` on, epoch after epoch without end, with their places in batches."""
-    while True:
-        yield from _epoch_tasks(order_of(start.epoch), start, start.rest(whole), first_row, buffers)
+    while share.steps(whole):  # a share of nothing would never come to an end
+        yield from _epoch_tasks(order_of(start.epoch), start, start.rest(whole), share, first_row, buffers)
         start = Cursor(start.epoch + 1)
 
 
-def _epoch_tasks(order: Order, start: Cursor, rest: Batching, first_row: int, buffers: BufferPool) -> Iterator[Task]:
+def _epoch_tasks(
+    order: Order, start: Cursor, rest: Batching, share: Share, first_row: int, buffers: BufferPool
+) -> Iterator[Task]:
     steps_done = start.samples_consumed // rest.global_batch
-    for step in range(rest.num_steps):
+    for step in share.steps(rest):
         slot = BatchSlot(start.epoch, steps_done + step, buffers.take())
         rows = (order(rest.positions(step)) + first_row).tolist()
         for at, (row, valid) in enumerate(zip(rows, rest.valid(step).tolist(), strict=True)):

@@ -231,6 +231,11 @@ class Pipeline:
         return item
 
     @property
+    def is_running(self) -> bool:
+        """Whether results can still come: not closed, and the process is the one that started it."""
+        return self._finalizer.alive and os.getpid() == self._pid
+
+    @property
     def waited_s(self) -> float:
         """Seconds that the consumer has waited for results so far."""
         return self._waited_s
