@@ -1,0 +1,277 @@
+"""The shape of the package: what ships, what may import what, what importing costs, and one place for each fact."""
+
+from __future__ import annotations
+
+import ast
+import email
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import fuelrail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+FACE = ROOT / ".src" / "fuelrail"
+FOLDERS = ("bench", "loaders", "pipeline", "sharding")
+FACE_FILES = ("__init__.py", "__main__.py", "py.typed")
+FLOORS = {
+    "pipeline": {"pipeline"},
+    "sharding": {"pipeline", "sharding"},
+    "loaders": {"pipeline", "loaders"},
+    "bench": set(FOLDERS),
+}
+# What only some modules may ask for, as everything that is heavy or optional: the folders that may.
+HEAVY = {"torch": {"loaders", "bench"}, "webdataset": {"loaders", "bench"}, "ray": {"sharding"}, "nvidia": {"loaders"}}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+
+MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+TREES = {file: ast.parse(file.read_text(encoding="utf-8"), str(file)) for file in MODULES}
+
+
+def run_python(*arguments: str, cwd: Path = ROOT, path: Path | None = ROOT / ".src") -> str:
+    environment = {**os.environ, **({"PYTHONPATH": str(path)} if path else {})}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Full names of the modules that the code imports, lazily or not, and of those it names as strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "fuelrail")
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"fuelrail(\.\w+)+", str(node.value)):
+            yield str(node.value)
+
+
+def shipped() -> set[str]:
+    """What must be in a wheel: the package's face, all files of the four folders, and the configs that they load."""
+    places = {folder: f"fuelrail/{folder}" for folder in FOLDERS} | {
+        "configs/accelerators": "fuelrail/configs/accelerators"
+    }
+    files = {
+        f"{place}/{file.relative_to(ROOT / folder).as_posix()}"
+        for folder, place in places.items()
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    return files | {f"fuelrail/{name}" for name in FACE_FILES}
+
+
+class TestImports:
+    @pytest.mark.parametrize("folder", FOLDERS)
+    def test_floors(self, folder) -> None:
+        """pipeline imports no other folder; sharding and loaders import pipeline, never each other."""
+        for file, tree in TREES.items():
+            if file.is_relative_to(ROOT / folder):
+                for name in imported(tree):
+                    parts = name.split(".")
+                    if parts[0] == "fuelrail" and len(parts) > 1 and parts[1] in FOLDERS:
+                        assert parts[1] in FLOORS[folder], f"{file.relative_to(ROOT)} imports {name}"
+
+    def test_no_bare_folder_names(self) -> None:
+        for file, tree in TREES.items():
+            bare = {name for name in imported(tree) if name.split(".")[0] in FOLDERS}
+            assert not bare, f"{file.relative_to(ROOT)} imports {bare}"
+
+    def test_heavy_libraries_stay_where_they_belong(self) -> None:
+        for file, tree in TREES.items():
+            folder = file.relative_to(ROOT).parts[0]
+            for name in imported(tree):
+                assert folder in HEAVY.get(name.split(".")[0], set(FOLDERS)), f"{file.relative_to(ROOT)}: {name}"
+
+    def test_every_import_is_declared(self) -> None:
+        """Of the code that ships: the standard library, ourselves, or what pyproject.toml asks for."""
+
+        def distributions(requirements: list[str]) -> set[str]:
+            names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
+            return {re.sub(r"[-_.]+", "-", name.group()).lower() for name in names if name}
+
+        extras = PROJECT["optional-dependencies"]
+        declared = distributions(
+            [*PROJECT["dependencies"], *(r for e in extras.keys() - {"test", "dev"} for r in extras[e])]
+        )
+        # What an extra brings under another name, so that it need not be installed for this test.
+        known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "ray": "ray", "botocore": "s3fs"}
+        providers = packages_distributions()
+        for file, tree in TREES.items():
+            for top in {name.split(".")[0] for name in imported(tree)} - sys.stdlib_module_names - {"fuelrail"}:
+                names = distributions([known[top]] if top in known else providers.get(top, []))
+                assert names & declared, f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"
+
+    @pytest.mark.parametrize(
+        "statement",
+        [
+            "import fuelrail; fuelrail.__version__",
+            "import fuelrail.__main__",
+            "from fuelrail.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+        ],
+    )
+    def test_the_face_is_light(self, statement) -> None:
+        heavy = ("torch", "numpy", "cv2", "pyarrow", "PIL", "webdataset", "nvidia", "matplotlib", "ray", "yaml")
+        out = run_python("-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])")
+        assert out.splitlines()[-1] == "[]"
+
+    @pytest.mark.parametrize("folder", ["pipeline", "sharding"])
+    def test_offline_work_needs_no_torch(self, folder) -> None:
+        names = [".".join(("fuelrail", *file.relative_to(ROOT).with_suffix("").parts))
+                 for file in MODULES if file.is_relative_to(ROOT / folder) and file.name != "__init__.py"]  # fmt: skip
+        optional = [name for name in names if "ray" in name.split(".")[-1].split("_")]
+        code = f"import importlib, sys\nfor n in {sorted(set(names) - set(optional))}: importlib.import_module(n)\n"
+        assert run_python("-c", code + "print('torch' in sys.modules)").strip() == "False"
+
+    def test_an_unknown_name_is_an_attribute_error(self) -> None:
+        with pytest.raises(AttributeError, match="module 'fuelrail' has no attribute 'nothing'"):
+            _ = fuelrail.nothing  # type: ignore[attr-defined]
+
+    def test_public_names_resolve(self) -> None:
+        assert all(getattr(fuelrail, name) is not None for name in fuelrail.__all__)
+
+
+class TestLayout:
+    def test_links_are_the_four_folders(self) -> None:
+        links = {entry.name: str(entry.readlink()) for entry in FACE.iterdir() if entry.is_symlink()}
+        assert links == {folder: f"../../{folder}" for folder in FOLDERS}
+        files = {entry.name for entry in FACE.iterdir() if not entry.is_symlink() and entry.name != "__pycache__"}
+        assert files == set(FACE_FILES)
+
+    def test_every_folder_with_code_is_a_package(self) -> None:
+        for file in MODULES:
+            assert (file.parent / "__init__.py").is_file(), f"{file.parent.relative_to(ROOT)} has no __init__.py"
+
+    def test_the_version_stands_in_one_place(self) -> None:
+        assert PROJECT["dynamic"] == ["version"]
+        assert PYPROJECT["tool"]["hatch"]["version"]["path"] == ".src/fuelrail/__init__.py"
+        holders = [f for f in repository_texts() if fuelrail.__version__ in f.read_text(encoding="utf-8")]
+        assert [f.relative_to(ROOT).as_posix() for f in holders if f.name != "CHANGELOG.md"] == [
+            ".src/fuelrail/__init__.py"
+        ]
+
+    def test_make_knows_its_words(self) -> None:
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        assert targets >= {"demo", "test", "lint", "types", "bench", "gpu-check", "setup", "clean", "help"}
+
+
+class TestDependencies:
+    def test_extras(self) -> None:
+        extras = PROJECT["optional-dependencies"]
+        assert extras.keys() >= {"dali", "dali-cu13", "simd", "ray", "s3", "gcs", "view", "test", "dev", "peers"}
+        for name, distribution in {
+            "dali": "nvidia-dali-cuda120", "dali-cu13": "nvidia-dali-cuda130", "simd": "pillow-simd", "ray": "ray",
+            "s3": "s3fs", "gcs": "gcsfs",
+        }.items():  # fmt: skip
+            assert any(re.match(rf"{distribution}\b(?!-)", requirement) for requirement in extras[name])
+
+    def test_pillow_is_never_forced_on_anybody(self) -> None:
+        """pillow and pillow-simd install the same files; which one is there is the user's choice."""
+        assert not [r for r in PROJECT["dependencies"] if r.lower().startswith("pillow")]
+
+    def test_everything_has_a_lower_bound_and_none_an_upper_one(self) -> None:
+        requirements = [*PROJECT["dependencies"], *(r for rs in PROJECT["optional-dependencies"].values() for r in rs)]
+        for requirement in requirements:
+            bounds = re.findall(r"[<>=!~]+", requirement.partition(";")[0])
+            ours = re.fullmatch(r"fuelrail\[[\w,-]+\]", requirement)
+            assert ours or bounds == [">="] or requirement == "types-PyYAML", requirement
+
+    def test_extras_refer_to_extras(self) -> None:
+        extras = PROJECT["optional-dependencies"]
+        for requirement in (r for rs in extras.values() for r in rs):
+            if match := re.fullmatch(r"fuelrail\[([\w,-]+)\]", requirement):
+                assert set(match[1].split(",")) <= extras.keys()
+
+
+def repository_texts() -> list[Path]:
+    """All text files that git tracks or would track."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")
+    files = [ROOT / name for name in names if name]
+    return [f for f in files if f.is_file() and not f.is_symlink() and b"\0" not in f.read_bytes()[:1000]]
+
+
+def test_nothing_names_a_machine() -> None:
+    """No home folders, and neither this checkout's place nor what lies beside it."""
+    places = {str(ROOT), str(Path.home())} | ({f"{ROOT.parent}/shared"} if ROOT.parent != Path("/") else set())
+    places.discard("/")
+    pattern = re.compile("|".join([*map(re.escape, sorted(places)), r"/(?:home|Users)/\w", r"\b[A-Z]:\\\\?Users\b"]))
+    for file in repository_texts():
+        if file == Path(__file__).resolve():
+            continue
+        found = pattern.search(file.read_text(encoding="utf-8"))
+        assert found is None, f"{file.relative_to(ROOT)} names {found.group()}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with this checkout's wheel and sdist, built as pip would build them."""
+    pytest.importorskip("hatchling", reason="the build backend is not installed here")
+    out = tmp_path_factory.mktemp("dist")
+    run_python("-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", str(out), path=None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
+
+
+class TestBuild:
+    def test_wheel_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if not name.endswith("/")]
+        assert wheel.name == f"fuelrail-{fuelrail.__version__}-py3-none-any.whl"
+        info = f"fuelrail-{fuelrail.__version__}.dist-info"
+        assert {n for n in names if not n.startswith(info)} == shipped()
+        assert {n.removeprefix(f"{info}/") for n in names if n.startswith(info)} == {
+            "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE",
+        }  # fmt: skip
+        assert len(names) == len(set(names))
+
+    def test_metadata(self, wheel: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            metadata = email.message_from_bytes(archive.read(f"fuelrail-{fuelrail.__version__}.dist-info/METADATA"))
+            points = archive.read(f"fuelrail-{fuelrail.__version__}.dist-info/entry_points.txt").decode()
+        assert metadata["Name"] == "fuelrail"
+        assert metadata["Version"] == fuelrail.__version__
+        assert metadata["License-Expression"] == "Apache-2.0"
+        assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+        assert "fuelrail = fuelrail.__main__:main" in points
+
+    def test_sdist_builds_the_same_wheel(self, built: Path, wheel: Path, tmp_path: Path) -> None:
+        with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+            archive.extractall(tmp_path, filter="data")
+        source = next(tmp_path.iterdir())
+        assert not [entry for entry in source.rglob("*") if entry.is_symlink()]
+        assert (source / "tests" / "test_packaging.py").is_file()
+        run_python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), cwd=source, path=None)
+        with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again, zipfile.ZipFile(wheel) as first:
+            assert {i.filename: i.CRC for i in again.infolist()} == {i.filename: i.CRC for i in first.infolist()}
+
+    def test_wheel_runs_without_the_checkout(self, wheel: Path, tmp_path: Path) -> None:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path / "site")
+        out = run_python("-m", "fuelrail", "--version", cwd=tmp_path, path=tmp_path / "site")
+        assert out == f"fuelrail {fuelrail.__version__}\n"
+        code = "import fuelrail.pipeline.dataset as d; print(d.__file__)"
+        assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path))
