@@ -88,10 +88,11 @@ def _text(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> FaultKind:
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+    name = type(error).__name__
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or name == "NotFoundError":
         return "missing"
     # s3fs makes PermissionError of AccessDenied, of bad signatures and of unknown keys alike.
-    if isinstance(error, PermissionError) or type(error).__name__.startswith(_NO_CREDENTIALS):
+    if isinstance(error, PermissionError) or name.startswith(_NO_CREDENTIALS):
         return "refused"
     status = _status(error)
     if status is not None:
