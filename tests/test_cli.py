@@ -1,0 +1,212 @@
+"""The command line's frame: words, help, exit codes, and one sentence on stderr for whatever ends it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fuelrail
+from fuelrail import __main__ as cli
+from fuelrail.pipeline.command import Command
+from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+
+SOURCE = Path(__file__).resolve().parents[1] / ".src"
+WORDS = sorted(cli._COMMANDS)
+
+
+def start(*arguments: str, **options) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fuelrail", *arguments], cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, **options,
+    )  # fmt: skip
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    process = start(*arguments)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def invoke(capsys):
+    """Run main() in this process; returns exit code, stdout, stderr."""
+
+    def invoking(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(arguments)
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return invoking
+
+
+@pytest.fixture
+def word(monkeypatch: pytest.MonkeyPatch):
+    """Put a command of the test's own behind the word ``try``."""
+
+    def putting(work) -> None:
+        def configure(parser: argparse.ArgumentParser) -> None:
+            parser.add_argument("--level", type=int, choices=range(4))
+
+        command = Command("a trial", configure, work)
+        monkeypatch.setitem(cli._COMMANDS, "try", cli._Entry("somewhere", "a trial"))
+        monkeypatch.setattr(cli, "_load", lambda word: command)
+
+    return putting
+
+
+def test_version_and_help_of_the_module() -> None:
+    assert run("--version") == (0, f"fuelrail {fuelrail.__version__}\n", "")
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: fuelrail")
+    for word, entry in cli._COMMANDS.items():
+        assert re.search(rf"^  {word} +{re.escape(entry.help)}$", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_word_has_a_command_with_help(invoke, word) -> None:
+    command = cli._load(word)
+    assert command.help
+    code, out, err = invoke(word, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: fuelrail {word}")
+    # Who asks for help is told about every option: an argument without a text is an unfinished one.
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    assert all(action.help for action in actions(parser))
+
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                found += actions(inner)
+        else:
+            found.append(action)
+    return found
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_command_refuses_an_unknown_option(invoke, word) -> None:
+    code, out, err = invoke(word, "--no-such-option")
+    assert (code, out) == (2, "")
+    assert f"fuelrail {word}" in err
+    assert "error:" in err.splitlines()[-1]
+
+
+def test_an_unknown_word_names_the_known_ones(invoke) -> None:
+    code, out, err = invoke("shrad")
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert "shrad" in last
+    assert all(word in last for word in WORDS)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-such-option",), ("",)])
+def test_without_a_word_nothing_is_done(invoke, arguments) -> None:
+    code, out, err = invoke(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: fuelrail")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_exit_code_is_the_commands(invoke, word, code) -> None:
+    word(lambda options: code)
+    assert invoke("try") == (code, "", "")
+
+
+def test_arguments_reach_the_command(invoke, word) -> None:
+    seen = []
+    word(lambda options: seen.append(options.level) or 0)
+    assert invoke("try", "--level", "3")[0] == 0
+    assert seen == [3]
+    code, _, err = invoke("try", "--level", "9")
+    assert code == 2
+    assert "argument --level: invalid choice: 9" in err
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("option 'x' is unknown"), TruncatedShardError("cut", shard="a.tar", offset=3, key="k")]
+)
+def test_an_error_of_ours_is_one_sentence(invoke, word, error) -> None:
+    def fail(options) -> int:
+        raise error
+
+    word(fail)
+    assert invoke("try") == (2, "", f"fuelrail: error: {error}\n")
+
+
+def test_an_error_in_the_making_of_the_parser_is_one_too(invoke, word, monkeypatch) -> None:
+    def missing(word: str) -> Command:
+        raise ConfigError("the library for it is not installed")
+
+    word(lambda options: 0)
+    monkeypatch.setattr(cli, "_load", missing)
+    assert invoke("try") == (2, "", "fuelrail: error: the library for it is not installed\n")
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(word) -> None:
+    def fail(options) -> int:
+        raise ZeroDivisionError
+
+    word(fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try"])
+
+
+def test_an_interrupt_is_130_without_a_traceback(invoke, word) -> None:
+    def interrupt(options) -> int:
+        raise KeyboardInterrupt
+
+    word(interrupt)
+    assert invoke("try") == (130, "", "fuelrail: interrupted\n")
+
+
+def test_a_real_interrupt_is_130_too() -> None:
+    script = (
+        "import sys, time\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.command import Command\n"
+        "def work(options):\n    print('running', flush=True)\n    time.sleep(60)\n"
+        "cli._load = lambda word: Command('', lambda parser: None, work)\nsys.exit(cli.main(['verify']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["verify", "MISSING"], ["'MISSING'", "fuelrail shard"]),
+        (["inspect", "MISSING"], ["'MISSING'"]),
+        (["view", "MISSING", "--out", "picture.png"], ["'MISSING'"]),
+        (["shard", "nuscenes:MISSING", "out"], ["MISSING"]),
+        (["shard", "nonsense:MISSING", "out"], ["nonsense", "nuscenes"]),
+        (["shard", "MISSING", "out"], ["MISSING"]),
+    ],
+)
+def test_what_is_not_there_is_one_sentence_from_the_real_commands(
+    invoke, monkeypatch, tmp_path: Path, arguments, words
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = invoke(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("fuelrail: error: ")
+    assert err.count("\n") == 1
+    assert all(w in err for w in words)
+    assert list(tmp_path.iterdir()) == []
