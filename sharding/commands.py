@@ -36,6 +36,14 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
         "--order", default="frame", help=f"what stays together when samples are shuffled: {ORDERS} (default frame)"
     )
     parser.add_argument(
+        "--select",
+        metavar="EXPRESSION",
+        help="samples to take, by their attributes: \"night and num_pedestrian >= 3 and location != 'x'\"",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="take the first N samples of those, in the source's order"
+    )
+    parser.add_argument(
         "--shard-size",
         metavar="SIZE",
         default=f"{DEFAULT_SHARD_BYTES >> 20}MiB",
@@ -86,6 +94,8 @@ def _run_shard(args: argparse.Namespace) -> int:
         name=args.name,
         license=args.license,
         seed=args.seed,
+        select=args.select,
+        limit=args.limit,
         order=args.order,
         splits=None if args.splits is None else parse_splits(args.splits),
         split_seed=args.split_seed,

@@ -11,18 +11,20 @@ import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.filters import Filter
 from fuelrail.pipeline.permutation import KeyedPermutation, derive_key
 from fuelrail.sharding.recipe import unit_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.sharding.recipe import Recipe, Splits
-    from fuelrail.sharding.table import ClipInfo
+    from fuelrail.sharding.table import ClipInfo, ScanTable
 
 DEFAULT_SPLIT = "train"
 
@@ -49,21 +51,32 @@ class Plan(NamedTuple):
 
 
 def deal_clips(
-    clips: Sequence[ClipInfo], recipe: Recipe, own_splits: Mapping[str, Sequence[str]] | None
+    clips: Sequence[ClipInfo],
+    recipe: Recipe,
+    own_splits: Mapping[str, Sequence[str]] | None,
+    present: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
     """Clip numbers of each split, in the order of the splits; clips that no list names are left out.
 
-    Without splits in the recipe the source's own count, and without those everything is ``train``. Raises ConfigError
+    Without splits in the recipe the source's own count, and without those everything is ``train``. ``present`` are the
+    numbers of the clips of which samples are selected (None: all); splits without any are left out. Raises ConfigError
     for a clip in two splits, an unknown clip in the user's own lists, or more splits than clips.
     """
-    if recipe.splits is None:
-        if own_splits is None:
-            return {DEFAULT_SPLIT: list(range(len(clips)))}
-        return _by_name(clips, own_splits, must_exist=False)
-    lists = {name: entry for name, entry in recipe.splits.items() if isinstance(entry, list)}
-    if lists:
-        return _by_name(clips, lists, must_exist=True)
-    return _by_share(clips, recipe.splits, recipe.split_seed)
+    numbers = range(len(clips)) if present is None else sorted(present)
+    if recipe.splits is None and own_splits is None:
+        return {DEFAULT_SPLIT: list(numbers)}
+    splits = recipe.splits or {}
+    lists = {name: entry for name, entry in splits.items() if isinstance(entry, list)}
+    if splits and not lists:
+        ids = {number: clips[number].clip_id for number in numbers}
+        return _by_share(ids, splits, recipe.split_seed)
+    named = _by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
+    wanted = set(numbers)
+    dealt = {split: [number for number in found if number in wanted] for split, found in named.items()}
+    dealt = {split: found for split, found in dealt.items() if found}
+    if not dealt:
+        raise ConfigError(f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}")
+    return dealt
 
 
 def _by_name(
@@ -87,14 +100,13 @@ def _by_name(
     unknown = [name for name in split_of if name not in used]
     if must_exist and unknown:
         raise ConfigError(f"splits name the clip '{unknown[0]}', which the source has not ({len(unknown)} such names)")
-    dealt = {split: numbers for split, numbers in dealt.items() if numbers}
-    if not dealt:
-        raise SourceError(f"none of the source's {len(clips)} clips is in one of the splits {', '.join(lists)}")
     return dealt
 
 
-def _by_share(clips: Sequence[ClipInfo], shares: Splits, seed: int) -> dict[str, list[int]]:
-    """Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip at least."""
+def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
+    """Clip number to clip id, dealt by share.
+
+    Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip at least."""
     if len(clips) < len(shares):
         raise ConfigError(f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a clip at least")
     exact = np.array([share for share in shares.values() if isinstance(share, float)]) * len(clips)
@@ -102,8 +114,7 @@ def _by_share(clips: Sequence[ClipInfo], shares: Splits, seed: int) -> dict[str,
     while (left := len(clips) - int(counts.sum())) != 0:
         gap = exact - counts
         counts[int(np.argmax(gap)) if left > 0 else int(np.argmin(np.where(counts > 1, gap, np.inf)))] += np.sign(left)
-    ids = [clip.clip_id for clip in clips]
-    ranked = sorted(range(len(clips)), key=lambda n: hashlib.sha256(f"split {seed} {ids[n]}".encode()).digest())
+    ranked = sorted(clips, key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest())
     ends = np.cumsum(counts).tolist()
     return {
         split: sorted(ranked[end - count : end])
@@ -111,30 +122,57 @@ def _by_share(clips: Sequence[ClipInfo], shares: Splits, seed: int) -> dict[str,
     }
 
 
+def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> NDArray[np.int64]:
+    """Rows of the scan table that the recipe asks for, ascending; raises OrderError for an expression that is wrong.
+
+    The expression sees the attributes and ``key``, ``clip_id``, ``frame`` and ``timestamp_ns``.
+    """
+    rows = np.arange(len(table), dtype=np.int64)
+    if recipe.select is not None:
+        known = table.attribute_table()
+        ids = pa.array([clip.clip_id for clip in clips])
+        known = known.append_column("clip_id", ids.take(pa.array(table.numbers("clip"))))
+        rows = Filter(recipe.select, known.column_names).select(known)
+        if not len(rows):
+            raise ConfigError(f"none of the source's {len(table)} samples is selected by {recipe.select!r}")
+    return rows[: recipe.limit]
+
+
 def make_plan(
+    rows: NDArray[np.int64],
     clip: NDArray[np.int32],
     frame: NDArray[np.int32],
     size_bytes: NDArray[np.int64],
     dealt: Mapping[str, Sequence[int]],
     recipe: Recipe,
 ) -> Plan:
-    """Plan the dataset from the scan table's columns (one entry a row; clips adjacent, frames ascending)."""
+    """Plan the dataset of some rows of the scan table, ascending; the columns have one entry for each of these rows.
+
+    Clips are adjacent in the table, and their frames ascend. Every clip of ``dealt`` has a row at least.
+    """
     frames = unit_frames(recipe.order)
     parts: list[NDArray[np.int64]] = []
     shards: list[PlannedShard] = []
     position = 0
     for split, clips in dealt.items():
-        rows = np.flatnonzero(np.isin(clip, np.asarray(clips)))
-        starts = _unit_starts(clip[rows], frame[rows], frames)
-        lengths = np.diff(starts, append=len(rows))
-        sizes = np.add.reduceat(size_bytes[rows], starts)
+        own = np.flatnonzero(np.isin(clip, np.asarray(clips)))
+        starts = _unit_starts(clip[own], frame[own], frames)
+        lengths = np.diff(starts, append=len(own))
+        sizes = np.add.reduceat(size_bytes[own], starts)
         key = derive_key(f"shard order {split}", recipe.seed)
         units = KeyedPermutation(len(starts), key)(np.arange(len(starts)))
-        parts.append(rows[_runs(starts[units], lengths[units])])
+        parts.append(rows[own[_runs(starts[units], lengths[units])]])
         for number, count in enumerate(_cut(sizes[units], lengths[units], recipe.shard_size_bytes)):
             shards.append(PlannedShard(split, number, position, count))
             position += count
     return Plan(np.concatenate(parts), shards)
+
+
+def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
+    """For each row of the scan table whether it is in the plan."""
+    mask = np.zeros(num_rows, np.bool_)
+    mask[rows] = True
+    return mask
 
 
 def _unit_starts(clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int) -> NDArray[np.int64]:

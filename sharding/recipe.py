@@ -41,6 +41,7 @@ Splits = dict[str, float | list[str]]
 class Recipe(Settings, frozen=True):
     """Everything that the bytes of a dataset depend on. The run fills in what the source and its scan say.
 
+    ``select``: an expression over the attributes, ``limit``: the first so many samples of those, in the source's order.
     ``order``: what stays together when samples are shuffled into shards: ``frame``, ``clip`` or ``window:N``.
     ``splits``: None for the source's own. ``layout``: ``member`` (compress what shrinks) or ``none``. ``scan_sha256``
     is the digest of the scan table: which samples there are, their metadata, and the names and sizes of their files.
@@ -52,6 +53,8 @@ class Recipe(Settings, frozen=True):
     name: str | None = None
     license: str | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    select: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1)] | None = None
     order: str = "frame"
     splits: Splits | None = None
     split_seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0

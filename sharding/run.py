@@ -16,7 +16,7 @@ from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load
 from fuelrail.pipeline.settings import convert
 from fuelrail.sharding.engines.local import make_shards
 from fuelrail.sharding.finish import finish
-from fuelrail.sharding.plan import deal_clips, make_plan
+from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.recipe import Recipe, differences
 from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source
 from fuelrail.sharding.table import ScanTable, ScanWriter
@@ -75,15 +75,18 @@ def shard(
         _refuse_other(folder, _finished_recipe(folder), recipe)
 
         table = ScanTable(work.scan_table)
-        dealt = deal_clips(info.clips, recipe, info.splits)
-        size_bytes = table.numbers("size_bytes")
-        plan = make_plan(table.numbers("clip"), table.numbers("frame"), size_bytes, dealt, recipe)
+        rows = select_rows(table, info.clips, recipe)
+        clip, frame, size_bytes = (table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes"))
+        dealt = deal_clips(info.clips, recipe, info.splits, np.unique(clip).tolist())
+        plan = make_plan(rows, clip, frame, size_bytes, dealt, recipe)
         np.save(work.plan_rows, plan.rows)
-        progress.planned(plan, int(size_bytes[plan.rows].sum()))
+        np.save(work.selection, selection(plan.rows, len(table)))
+        progress.planned(plan, int(table.numbers("size_bytes")[plan.rows].sum()))
         job = WriteJob(
             out=folder,
             scan_table=work.scan_table,
             plan_rows=work.plan_rows,
+            selection=work.selection,
             records=work.records,
             temporary=work.temporary,
             shards=tuple(plan.shards),

@@ -104,6 +104,11 @@ class Workspace:
         return self.folder / "plan.npy"
 
     @property
+    def selection(self) -> Path:
+        """Which rows of the scan table are in the plan, ``.npy``."""
+        return self.folder / "selection.npy"
+
+    @property
     def records(self) -> Path:
         """Folder of the shards' records."""
         return self.folder / "records"

@@ -72,6 +72,7 @@ class WriteJob:
     out: Path
     scan_table: Path
     plan_rows: Path
+    selection: Path
     records: Path
     temporary: Path
     shards: tuple[PlannedShard, ...]
@@ -89,6 +90,7 @@ class ShardWriter:
         self._job = job
         self._table = ScanTable(job.scan_table)
         self._rows = np.load(job.plan_rows, mmap_mode="r")
+        self._selection = np.load(job.selection, mmap_mode="r")
         self._source = make_source(job.source)
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:
@@ -114,7 +116,7 @@ class ShardWriter:
         with publish(job.out / f"{shard.stem}.tar", job.temporary / f"{shard.stem}.tar") as file:
             for row in self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist():
                 scanned = self._table.row(row)
-                members = self._members(scanned, shard.split, sizes)
+                members = self._members(scanned, row, shard.split, sizes)
                 stored = [
                     StoredMember(name + codecs.suffix(codec), codecs.encode(codec, raw, level=self._level))
                     for name, codec, raw in members
@@ -166,11 +168,20 @@ class ShardWriter:
     def _level(self) -> int:
         return self._job.recipe.compression_level
 
-    def _members(self, row: ScanRow, split: str, sizes: dict[str, set[tuple[int, int]]]) -> list[tuple[str, str, Any]]:
-        """Field name, codec and raw bytes of each member, in the order in which they are stored."""
+    def _members(
+        self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]]
+    ) -> list[tuple[str, str, Any]]:
+        """Field name, codec and raw bytes of each member of row ``number``, in the order in which they are stored."""
         job = self._job
+        scanned = _META_DECODER.decode(row.meta)
+        # Neighbours in the clip stand next to it in the table; those that are not selected are none.
         meta = msgspec.structs.replace(
-            _META_DECODER.decode(row.meta), dataset=job.dataset, split=split, license=job.recipe.license
+            scanned,
+            dataset=job.dataset,
+            split=split,
+            license=job.recipe.license,
+            prev_key=scanned.prev_key if scanned.prev_key and self._selection[number - 1] else None,
+            next_key=scanned.next_key if scanned.next_key and self._selection[number + 1] else None,
         )
         raw: dict[str, Any] = {META: encode_meta(meta), GEOMETRY: row.geometry}
         if row.boxes is not None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.sharding.plan import deal_clips, make_plan
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.sharding.plan import deal_clips, make_plan, selection
 from fuelrail.sharding.recipe import make_recipe, unit_frames
 from fuelrail.sharding.table import ClipInfo
 
@@ -38,7 +38,8 @@ def columns(lengths, size=1000):
 def plan_of(lengths, size=1000, **values):
     chosen = recipe(**values)
     dealt = deal_clips(clip_infos(lengths), chosen, None)
-    return make_plan(*columns(lengths, size), dealt, chosen), dealt
+    clip, frame, sizes = columns(lengths, size)
+    return make_plan(np.arange(len(clip)), clip, frame, sizes, dealt, chosen), dealt
 
 
 @given(
@@ -82,7 +83,8 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
 def test_shards_are_as_few_as_the_size_allows_and_of_equal_size(sizes, target):
     clip, frame, _ = columns([len(sizes)])
     size_bytes = np.array(sizes, np.int64)
-    plan = make_plan(clip, frame, size_bytes, {"train": [0]}, recipe(shard_size_bytes=target))
+    rows = np.arange(len(sizes))
+    plan = make_plan(rows, clip, frame, size_bytes, {"train": [0]}, recipe(shard_size_bytes=target))
     taken = [int(size_bytes[plan.rows[s.first_sample : s.first_sample + s.num_samples]].sum()) for s in plan.shards]
     assert len(taken) <= -(-sum(sizes) // target)
     assert max(taken) < target + max(sizes)
@@ -145,7 +147,7 @@ def test_own_splits_of_the_source():
     own = {"val": ["Clip 2"], "train": ["Clip 0", "Clip 3", "elsewhere"], "test": ["nowhere"]}
     assert deal_clips(clips, recipe(), own) == {"val": [2], "train": [0, 3]}
     assert deal_clips(clips, recipe(), None) == {"train": [0, 1, 2, 3]}
-    with pytest.raises(SourceError, match="none of the source's 4 clips"):
+    with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
         deal_clips(clips, recipe(), {"train": ["nowhere"]})
 
 
@@ -158,3 +160,27 @@ def test_lists_of_the_user_must_be_right():
         deal_clips(clips, recipe(splits={"a": ["clip-1"], "b": ["clip-1"]}), None)
     with pytest.raises(ConfigError, match="in two splits"):
         deal_clips(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 1"]}), None)
+
+
+def test_clips_without_selected_samples_are_not_dealt():
+    clips = clip_infos([1] * 10)
+    present = [1, 4, 7, 8]
+    assert deal_clips(clips, recipe(), None, present) == {"train": present}
+    shares = deal_clips(clips, recipe(splits={"train": 0.5, "val": 0.5}), None, present)
+    assert sorted([*shares["train"], *shares["val"]]) == present
+    assert len(shares["train"]) == 2
+    lists = {"a": ["clip-0", "clip-1"], "b": ["clip-2"], "c": ["clip-8"]}
+    assert deal_clips(clips, recipe(splits=lists), None, present) == {"a": [1], "c": [8]}
+    with pytest.raises(ConfigError, match="none of the 4 clips"):
+        deal_clips(clips, recipe(splits={"b": ["clip-2"]}), None, present)
+
+
+def test_a_plan_of_some_rows():
+    clip, frame, sizes = columns([5, 5])
+    rows = np.array([1, 2, 4, 5, 9])
+    chosen = recipe(order="window:2", splits={"train": ["clip-0"], "val": ["clip-1"]})
+    dealt = deal_clips(clip_infos([5, 5]), chosen, None)
+    plan = make_plan(rows, clip[rows], frame[rows], sizes[rows], dealt, chosen)
+    assert sorted(plan.rows[:3].tolist()) == [1, 2, 4]
+    assert sorted(plan.rows[3:].tolist()) == [5, 9]
+    assert selection(plan.rows, 10).tolist() == [n in (1, 2, 4, 5, 9) for n in range(10)]

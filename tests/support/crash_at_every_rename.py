@@ -14,7 +14,7 @@ from pathlib import Path
 
 from support.sharding import digests, shard_nuscenes
 
-OPTIONS = {"shard_size_bytes": 20_000, "splits": {"train": 0.5, "val": 0.5}}
+OPTIONS = {"shard_size_bytes": 50_000, "splits": {"train": 0.5, "val": 0.5}}
 
 
 def die_at(number: int, *, after: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 from fuelrail.sharding.synth.shapes import painting_order, shape_of
 from fuelrail.sharding.synth.traffic import KINDS
 
-ALL = [*KINDS, "building", "tree", "crown"]
+ALL = [*KINDS, "bicycle", "building", "tree", "crown"]
 
 
 @pytest.mark.parametrize("kind", ALL)
