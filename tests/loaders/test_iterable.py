@@ -14,8 +14,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from fuelrail.loaders import DataLoader, ImageAugment, IterableView, World
 from support.datasets import build_dataset
 
-# Of more worker processes than this machine has cores.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    # Of more worker processes than this machine has cores.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    # torchdata 0.11 uses what torch has deprecated since.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)
 
