@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -24,8 +25,7 @@ _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 class Attributes:
     """The attributes of one split's samples; the index's key, clip_id, frame and timestamp_ns are among them.
 
-    Opening reads the file's footer only. Raises IndexFileError for a file that is damaged or has another number of rows
-    than the index, ConfigError for an unknown split.
+    Raises ConfigError for an unknown split.
     """
 
     def __init__(self, dataset: Dataset, split: str) -> None:
@@ -33,18 +33,25 @@ class Attributes:
         entry = dataset.split(split)
         self._first, self._end = entry.first_sample, entry.first_sample + entry.num_samples
         self._path = dataset.root / ATTRIBUTES_FILE
-        stored: list[str] = []
-        if self._path.exists():
-            try:
-                metadata = pq.read_metadata(self._path)
-                stored = pq.read_schema(self._path).names
-            except (OSError, pa.ArrowException) as error:
-                raise IndexFileError(f"'{self._path}' cannot be read: {error}") from error
-            if metadata.num_rows != len(dataset.index):
-                raise IndexFileError(
-                    f"'{self._path}' has {metadata.num_rows} rows for {len(dataset.index)} samples of the index"
-                )
-        self.names = tuple(dict.fromkeys((*_INDEX_TEXTS, *_INDEX_NUMBERS, *stored)))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All attributes there are, from the file's footer alone.
+
+        Raises IndexFileError for a file that is damaged or has another number of rows than the index.
+        """
+        indexed = (*_INDEX_TEXTS, *_INDEX_NUMBERS)
+        if not self._path.exists():
+            return indexed
+        try:
+            metadata, stored = pq.read_metadata(self._path), pq.read_schema(self._path).names
+        except (OSError, pa.ArrowException) as error:
+            raise IndexFileError(f"'{self._path}' cannot be read: {error}") from error
+        if metadata.num_rows != len(self._dataset.index):
+            raise IndexFileError(
+                f"'{self._path}' has {metadata.num_rows} rows for {len(self._dataset.index)} samples of the index"
+            )
+        return tuple(dict.fromkeys((*indexed, *stored)))
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """The columns ``names`` of the split's samples, in the order of the index; OrderError for unknown names."""

@@ -281,7 +281,8 @@ def test_attributes_that_do_not_fit_the_index_are_refused(tmp_path):
         compile_order(OrderSpec(filter="night"), dataset)
     file.write_bytes(b"PAR1 not really")
     with pytest.raises(IndexFileError, match="cannot be read"):
-        compile_order(OrderSpec(), dataset)
+        compile_order(OrderSpec(filter="night"), dataset)
+    assert compile_order(OrderSpec(), dataset).epoch_length == NUM  # needs no attributes
     file.unlink()
     with pytest.raises(OrderError, match="no attribute 'night'"):
         compile_order(OrderSpec(filter="night"), dataset)
