@@ -189,12 +189,30 @@ def test_a_real_interrupt_is_130_too() -> None:
     assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
 
 
+def test_a_reader_that_goes_away_is_no_fault() -> None:
+    script = (
+        "import sys\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.command import Command\n"
+        "def work(options):\n    print('line ' * 100_000)\n    return 0\n"
+        "cli._load = lambda word: Command('', lambda parser: None, work)\nsys.exit(cli.main(['verify']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=SOURCE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(4) == b"line"
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(30) == 141
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["verify", "MISSING"], ["'MISSING'", "fuelrail shard"]),
         (["inspect", "MISSING"], ["'MISSING'"]),
-        (["view", "MISSING", "--out", "picture.png"], ["'MISSING'"]),
+        (["view", "MISSING", "--output", "picture.png"], ["'MISSING'"]),
         (["shard", "nuscenes:MISSING", "out"], ["MISSING"]),
         (["shard", "nonsense:MISSING", "out"], ["nonsense", "nuscenes"]),
         (["shard", "MISSING", "out"], ["MISSING"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,6 +30,7 @@ _COMMANDS: dict[str, _Entry] = {
     "inspect": _Entry("fuelrail.sharding.commands", "show a dataset's manifest or one sample's members"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
     "order": _Entry("fuelrail.bench.order_command", "show what an order does to a dataset, and how well it shuffles"),
+    "top": _Entry("fuelrail.pipeline.commands", "watch loaders while they run: stages, queues, how well they feed"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
 
@@ -45,7 +47,10 @@ def _overview() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code: 0 done, 1 found something wrong, 2 could not be done, 130 interrupted."""
+    """Run one command; return the exit code.
+
+    0 done, 1 found something wrong, 2 could not be done, 130 interrupted, 141 whoever read the output has gone.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = argparse.ArgumentParser(
         prog="fuelrail",
@@ -60,13 +65,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _load(word)
         parser = argparse.ArgumentParser(prog=f"fuelrail {word}", description=command.help)
         command.configure(parser)
-        return command.run(parser.parse_args(arguments[1:]))
+        code = command.run(parser.parse_args(arguments[1:]))
+        sys.stdout.flush()
+        return code
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:
         print("fuelrail: interrupted", file=sys.stderr)  # noqa: T201
         return 130
+    except BrokenPipeError:
+        # Whoever read our output has seen enough, as in `fuelrail inspect OUT | head`. What is still in the buffer must
+        # not raise once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 if __name__ == "__main__":
