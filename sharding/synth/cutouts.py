@@ -75,7 +75,18 @@ def _rider(draw: np.random.Generator, image: Image, colour: Colour, lean: float,
     oval(image, (shoulder[0] + 0.04, 0.065), (0.078, 0.065), helmet)
 
 
+def _cycle_side(look: Look) -> Image:
+    # The lower part of the picture of a ridden one.
+    return np.ascontiguousarray(_frame(look)[160:])
+
+
 def _bicycle_side(look: Look) -> Image:
+    image = _frame(look)
+    _rider(look.draw, image, scaled(look.colour, 1.2), 0.14, (214, 214, 220))
+    return image
+
+
+def _frame(look: Look) -> Image:
     image = clear(400, 424)
     for x in (0.195, 0.805):
         _wheel(image, (x, 1.0), 81, 5)
@@ -86,15 +97,24 @@ def _bicycle_side(look: Look) -> Image:
     ):  # fmt: skip
         line(image, a, b, look.colour, 7)
     line(image, (0.33, 0.53), (0.44, 0.53), (30, 28, 28), 9)
-    _rider(look.draw, image, scaled(look.colour, 1.2), 0.14, (214, 214, 220))
     return image
 
 
+def _cycle_front(look: Look) -> Image:
+    return np.ascontiguousarray(_bars(look)[160:])
+
+
 def _bicycle_front(look: Look) -> Image:
+    image = _bars(look)
+    _rider_front(look.draw, image, scaled(look.colour, 1.2), (214, 214, 220))
+    return image
+
+
+def _bars(look: Look) -> Image:
     image = clear(400, 150)
     box(image, (0.46, 0.54), (0.6, 1.0), _TYRE)
+    line(image, (0.5, 0.44), (0.5, 0.7), look.colour, 9)
     line(image, (0.04, 0.44), (0.96, 0.44), (44, 46, 50), 7)
-    _rider_front(look.draw, image, scaled(look.colour, 1.2), (214, 214, 220))
     return image
 
 
@@ -153,6 +173,8 @@ def _crown(look: Look) -> Image:
 
 PAINTERS: Final[dict[str, Callable[[Look], Image]]] = {
     "person": _person,
+    "cycle_side": _cycle_side,
+    "cycle_front": _cycle_front,
     "bicycle_side": _bicycle_side,
     "bicycle_front": _bicycle_front,
     "motorcycle_side": _motorcycle_side,

@@ -215,7 +215,7 @@ def _cone() -> Shape:
 
 def _barrier() -> Shape:
     foot = block((-0.5, 0.5), (0.0, 0.3), 0.5, "concrete")
-    wall = block((-0.5, 0.5), (0.305, 1.0), 0.25, ("stripes", "concrete", "concrete", "concrete"))
+    wall = block((-0.25, 0.25), (0.305, 1.0), 0.5, ("concrete", "stripes", "stripes", "concrete"))
     return _drawn(foot, wall)
 
 
@@ -235,7 +235,7 @@ _RIDER_BODY: Final = (block((-0.48, 0.48), (0.0, 0.55), 0.2, "plain"), block((-0
 
 @lru_cache(maxsize=32)
 def shape_of(kind: str) -> Shape:
-    """Shape of an annotated category or of a kind of scenery."""
+    """Shape of an annotated category, of ``bicycle`` (one without its rider) or of a kind of scenery."""
     makers = {
         "vehicle.car": _car,
         "vehicle.truck": _truck,
@@ -253,6 +253,8 @@ def shape_of(kind: str) -> Shape:
     if kind in ("vehicle.bicycle", "vehicle.motorcycle"):
         name = kind.removeprefix("vehicle.")
         return Shape((), _RIDER_BODY, upright=f"{name}_front", side=f"{name}_side")
+    if kind == "bicycle":  # nobody on it
+        return Shape((), (block((-0.48, 0.48), (0.0, 0.9), 0.2, "plain"),), upright="cycle_front", side="cycle_side")
     if kind == "tree":
         return _drawn(block((-0.5, 0.5), (0.0, 1.0), 0.5, "bark"))
     if kind == "crown":

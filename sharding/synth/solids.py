@@ -65,7 +65,8 @@ def solids_near(clip: Clip, capture_us: int) -> list[Solid]:
             width, length, height = actor.size_wlh
             lamps = actor.attribute in ("vehicle.moving", "vehicle.stopped", "cycle.with_rider")
             size = (length, width, height)
-            found.append(Solid(actor.category, index, centre, yaw, size, actor.colour, index, lamps))
+            kind = "bicycle" if actor.attribute == "cycle.without_rider" else actor.category
+            found.append(Solid(kind, index, centre, yaw, size, actor.colour, index, lamps))
     for prop in clip.props:
         if near(prop.x, prop.y):
             width, length, height = prop.size_wlh

@@ -45,6 +45,8 @@ KINDS: Final[dict[str, _Kind]] = {
     "movable_object.barrier": _Kind((2.1, 0.55, 1.0), ((226, 226, 224),)),
 }
 
+_BARE_BICYCLE: Final = _Kind((0.6, 1.75, 1.0), KINDS["vehicle.bicycle"].colours)
+
 
 @dataclass(frozen=True, slots=True)
 class Actor:
@@ -79,7 +81,7 @@ def _actor(
     facing_rad: float | None = None,
     attribute: str = "",
 ) -> Actor:
-    kind = KINDS[category]
+    kind = _BARE_BICYCLE if attribute == "cycle.without_rider" else KINDS[category]
     spread = 0.0 if category.startswith("movable") else 0.06
     width, length, height = (round(float(size * (1.0 + draw.uniform(-spread, spread))), 3) for size in kind.size_wlh)
     if facing_rad is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def small_spec() -> WorldSpec:
-    return WorldSpec(seed=5, num_clips=2, num_frames=3, width_px=320, height_px=180, num_camera_sweeps=1)
+    return WorldSpec(seed=5, num_clips=2, num_frames=2, width_px=320, height_px=180, num_camera_sweeps=1)
 
 
 @pytest.fixture(scope="session")

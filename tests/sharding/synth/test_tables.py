@@ -88,7 +88,7 @@ def test_sweeps_point_to_the_keyframe_after_them(tables: Tables) -> None:
             num_sweeps += 1
             assert samples[sample["prev"]]["timestamp"] < row["timestamp"] < sample["timestamp"]
             assert row["filename"].startswith("sweeps/")
-    assert num_sweeps == 2 * 2 * (6 + 1)
+    assert num_sweeps == 2 * 1 * (6 + 1)
 
 
 def test_instances_count_their_annotations(tables: Tables) -> None:
@@ -123,7 +123,7 @@ def test_the_devkit_opens_it(devkit: Any, capsys: pytest.CaptureFixture[str]) ->
     listed = capsys.readouterr().out
     assert "scene-9001" in listed
     assert "scene-9002" in listed
-    assert len(devkit.sample) == 6
+    assert len(devkit.sample) == 4
     for sample in devkit.sample:
         assert len(sample["data"]) == 7
         assert len(sample["anns"]) > 10
@@ -182,8 +182,7 @@ def test_velocities_from_the_devkit_are_plausible(devkit: Any) -> None:
         float(np.linalg.norm(devkit.box_velocity(row["token"])[:2]))
         for row in devkit.sample_annotation
         if any(devkit.get("attribute", token)["name"] == "vehicle.moving" for token in row["attribute_tokens"])
-        and row["prev"]
-        and row["next"]
+        and (row["prev"] or row["next"])
     ]
     assert len(moving) > 3
     assert min(moving) > 3.0
