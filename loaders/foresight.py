@@ -11,6 +11,7 @@ storage may be read past the cache.
 from __future__ import annotations
 
 import heapq
+import os
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.world import Batching
+    from fuelrail.pipeline.world import Batching, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)
 """Not used again, as far as one can see."""
@@ -115,6 +116,38 @@ def coming_rows(
         return rows[skip : skip + count]
 
     return coming, uses_per_step
+
+
+def foresee(
+    order_of: Callable[[int], Callable[[NDArray[np.int64]], NDArray[np.int64]]],
+    start: Cursor,
+    whole: Batching,
+    first_row: int,
+) -> tuple[Foresight, int]:
+    """What this host's ranks will use from ``start`` on, and how much in each step."""
+    ranks = ranks_on_host(whole.world)
+    coming, uses_per_step = coming_rows(order_of, start, whole, first_row, ranks)
+    begin = (whole.world.rank - ranks.start) * whole.rank_batch
+
+    def time_of(k: int) -> int:
+        step, at = divmod(k, whole.rank_batch)
+        return step * uses_per_step + begin + at
+
+    return Foresight(coming, 2 * whole.epoch_length, time_of), uses_per_step
+
+
+def ranks_on_host(world: World) -> range:
+    """The data-parallel ranks that share this host, as launchers tell by LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+    All ranks where that does not fit the world (model parallelism, no launcher): too many cost hits, never correctness.
+    """
+    try:
+        size, rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        fits = int(os.environ["WORLD_SIZE"]) == world.size and 0 <= rank < size
+    except (KeyError, ValueError):
+        return range(world.size)
+    first = world.rank - rank
+    return range(first, first + size) if fits and 0 <= first <= world.size - size else range(world.size)
 
 
 class FarthestFirst:

@@ -16,8 +16,11 @@ from fuelrail.loaders.assemble import assemble
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, decode_ahead, make_tuner
 from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
 from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.foresight import foresee
+from fuelrail.loaders.lookahead import look_ahead
 from fuelrail.loaders.mesh import detect_world, resolve_world
 from fuelrail.loaders.nvtx import with_ranges
+from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
 from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.loaders.lookahead import Ahead
+    from fuelrail.loaders.quarantine import OnError
+    from fuelrail.loaders.storage import Session, StorageStats
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -56,6 +62,10 @@ class LoaderStats(NamedTuple):
     """Time that the trainer waited for batches."""
     elapsed_s: float
     """Time since the first iteration began."""
+    storage: StorageStats
+    """What was read, fetched, found in the cache."""
+    bad_samples: int
+    """Distinct bad samples that were substituted."""
 
 
 class DataLoader:
@@ -74,7 +84,7 @@ class DataLoader:
     size and the step: not on ranks, threads or timing.
 
     Args:
-        dataset: folder of a dataset, or an open one.
+        dataset: folder or fsspec URL of a dataset, or an open one.
         batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
         split: name of the split.
         image: size and augmentation of the images.
@@ -97,6 +107,17 @@ class DataLoader:
         points: also decode the first lidar's sweep.
         decoder: "turbo" (libjpeg-turbo), "pillow" or "auto".
         verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
+        storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
+            "fsspec" and "obstore" also say the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
+        storage_options: passed to fsspec: credentials, endpoint, profile. Better left to the environment.
+        cache_dir: local folder to keep samples of slow or remote storage in, shared by the ranks of a host.
+        cache_size: bytes that it may take, or a text such as "500GB"; None: 80 % of the free space. When full, the
+            sample whose next use is farthest goes.
+        look_ahead_bytes: samples asked for before their turn, at most; None: 64 MiB locally, 256 MiB remotely.
+        on_error: "raise" on a bad sample (wrong digest, cut off, does not decode), or "substitute" the next good one of
+            the order, the same on every run.
+        max_bad: so many distinct bad samples may be substituted on this rank; one more is an error.
+        quarantine: file that lists them, a JSON line each; None: they are only logged.
         transform: called with each sample, a dict like a batch but for the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: keep it to numpy and torch
             (:mod:`fuelrail.loaders.hooks`).
@@ -131,6 +152,14 @@ class DataLoader:
         points: bool = False,
         decoder: str = "auto",
         verify: bool = True,
+        storage: str = "auto",
+        storage_options: Mapping[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_size: int | str | None = None,
+        look_ahead_bytes: int | None = None,
+        on_error: OnError = "raise",
+        max_bad: int = MAX_BAD,
+        quarantine: str | os.PathLike[str] | None = QUARANTINE_FILE,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         check_ranks: bool = False,
@@ -139,7 +168,9 @@ class DataLoader:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
             _at_least_1(name, value)
-        self.dataset = dataset if isinstance(dataset, Dataset) else open_dataset(dataset)
+        if not isinstance(dataset, Dataset):
+            dataset = open_dataset(dataset, storage_options=storage_options, cache_dir=cache_dir)
+        self.dataset = dataset
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
         self._tuner: Autotuner | None = None
         self.world = resolve_world(world)
@@ -155,8 +186,27 @@ class DataLoader:
             order={"version": ORDER_VERSION, **msgspec.json.decode(msgspec.json.encode(self.order))},
             drop_last=drop_last,
         )
-        storage = open_storage(self.dataset, verify=verify)
-        self._reader = SampleReader(self.dataset, storage=storage, points=points, extra=False)
+        self._storage = open_storage(
+            self.dataset,
+            storage,
+            verify=verify,
+            storage_options=storage_options,
+            cache_dir=cache_dir,
+            cache_size=cache_size,
+        )
+        self._look_ahead_bytes = self._storage.look_ahead_bytes if look_ahead_bytes is None else look_ahead_bytes
+        _at_least_1("look_ahead_bytes", self._look_ahead_bytes)
+        self._session: Session | None = None
+        self._reader = SampleReader(self.dataset, storage=self._storage, points=points, extra=False)
+        self._bad = BadSamples(
+            make_policy(on_error, max_bad, quarantine),
+            self.dataset,
+            self._storage,
+            self._first_row,
+            partial(Order, self.order, self._layout),
+            entry.num_samples,
+            self.world.rank,
+        )
         self._points = points
         self._decoder: ImageDecoder = make_decoder(decoder)
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
@@ -208,7 +258,7 @@ class DataLoader:
         if self._pipeline is None or not self._pipeline.is_running or self._ahead != self._start:
             self.close()
             order_of = partial(Order, self.order, self._layout)
-            tasks = work.tasks(order_of, self._start, self._batching, self._share, self._first_row, self._buffers)
+            tasks = work.tasks(self._ask_ahead(order_of), self._buffers)
             self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
             if self._tuner is not None:
                 self._tuner.restart()
@@ -257,7 +307,8 @@ class DataLoader:
         waited_s = self._past_waited_s + (0.0 if self._pipeline is None else self._pipeline.waited_s)
         elapsed_s = 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
         images = samples * len(self._cameras)
-        return LoaderStats(clocks, self._batches, samples, images, waited_s, elapsed_s)
+        storage = self._storage.stats()
+        return LoaderStats(clocks, self._batches, samples, images, waited_s, elapsed_s, storage, self._bad.count)
 
     def take_share(self, index: int, count: int) -> None:
         """Make only every ``count``-th step of this rank from ``index`` on; for worker processes that take turns.
@@ -272,6 +323,9 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
+        if self._session is not None:
+            self._session.close()  # a thread that waits for storage must not hold up the others' end
+            self._session = None
         if self._pipeline is not None:
             self._pipeline.close()
             self._past = add_clocks(self._past, self._pipeline.clocks())
@@ -336,13 +390,23 @@ class DataLoader:
             "image": msgspec.to_builtins(self.image), **state,
         }  # fmt: skip
 
+    def _ask_ahead(self, order_of: Callable[[int], Order]) -> Iterator[Ahead]:
+        """The samples from where the run stands, asked for ahead of their turn."""
+        where = (order_of, self._start, self._batching)
+        # Worker processes that take turns each see a part of the future only.
+        foresight, uses = foresee(*where, self._first_row) if self._share.of == 1 else (None, 0)
+        self._session = self._storage.session(foresight, uses)
+        coming = work.coming(*where, self._share, self._first_row)
+        return look_ahead(coming, self.dataset.index, self._session, self._look_ahead_bytes)
+
     def _stages(self) -> list[Stage]:
+        parse = partial(work.parse, self._reader, self.image, self.seed, self._bad)
         stages = [
-            Stage("fetch", partial(work.fetch, self._reader), 1, 2 * self.num_workers),
-            Stage("parse", partial(work.parse, self._reader, self.image, self.seed), 1, 2 * self.num_workers),
+            Stage("fetch", partial(work.fetch, self._bad), 1, 2 * self.num_workers),
+            Stage("parse", parse, 1, 2 * self.num_workers),
             Stage(
                 "decode",
-                partial(work.decode, self._decoder, self._cameras),
+                partial(work.decode, self._decoder, self._cameras, self._bad, parse),
                 self.num_workers,
                 decode_ahead(self.num_workers, self.batch_size),
             ),

@@ -9,6 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
+from fuelrail.loaders.lookahead import Due
+from fuelrail.loaders.quarantine import BAD_SAMPLE
+from fuelrail.loaders.reader import FetchedSpan
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.world import Cursor
 
@@ -16,10 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.loaders.decode import ImageDecoder
-    from fuelrail.loaders.reader import FetchedSpan, SampleReader
+    from fuelrail.loaders.lookahead import Ahead
+    from fuelrail.loaders.quarantine import BadSamples
+    from fuelrail.loaders.reader import SampleReader
     from fuelrail.loaders.slots import BufferPool
+    from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.index import IndexRow
     from fuelrail.pipeline.order import Order
     from fuelrail.pipeline.schema import Sample
     from fuelrail.pipeline.world import Batching
@@ -43,6 +50,14 @@ class Task(NamedTuple):
     at: int
     row: int
     valid: bool
+    position: int
+    """In the epoch, over all ranks."""
+    entry: IndexRow | None
+    """The row's content; None where the index is damaged there, which ``take`` tells."""
+    take: PendingSpan
+    """Waits for the sample's bytes."""
+    num_replaced: int = 0
+    """Bad samples that it stands in for."""
 
     def __str__(self) -> str:
         return f"row {self.row} (epoch {self.slot.epoch}, step {self.slot.step})"
@@ -69,46 +84,76 @@ class Parsed(NamedTuple):
         return f"sample {self.sample.key!r}, {self.task}"
 
 
-def tasks(
-    order_of: Callable[[int], Order],
-    start: Cursor,
-    whole: Batching,
-    share: Share,
-    first_row: int,
-    buffers: BufferPool,
-) -> Iterator[Task]:
-    """The samples of this rank from ``start`` on, epoch after epoch without end, with their places in batches."""
+def coming(
+    order_of: Callable[[int], Order], start: Cursor, whole: Batching, share: Share, first_row: int
+) -> Iterator[Due]:
+    """The samples of this rank from ``start`` on, epoch after epoch without end."""
     while share.steps(whole):  # a share of nothing would never come to an end
-        yield from _epoch_tasks(order_of(start.epoch), start, start.rest(whole), share, first_row, buffers)
+        yield from _coming_in_epoch(order_of(start.epoch), start, start.rest(whole), share, first_row)
         start = Cursor(start.epoch + 1)
 
 
-def _epoch_tasks(
-    order: Order, start: Cursor, rest: Batching, share: Share, first_row: int, buffers: BufferPool
-) -> Iterator[Task]:
+def _coming_in_epoch(order: Order, start: Cursor, rest: Batching, share: Share, first_row: int) -> Iterator[Due]:
     steps_done = start.samples_consumed // rest.global_batch
     for step in share.steps(rest):
-        slot = BatchSlot(start.epoch, steps_done + step, buffers.take())
-        rows = (order(rest.positions(step)) + first_row).tolist()
-        for at, (row, valid) in enumerate(zip(rows, rest.valid(step).tolist(), strict=True)):
-            yield Task(slot, at, row, valid)
+        positions = rest.positions(step)
+        rows = (order(positions) + first_row).tolist()
+        places = zip(positions.tolist(), rows, rest.valid(step).tolist(), strict=True)
+        for at, (position, row, valid) in enumerate(places):
+            yield Due(start.epoch, steps_done + step, at, position, row, valid)
 
 
-def fetch(reader: SampleReader, task: Task) -> Fetched:
-    """The sample's bytes from storage, checked."""
-    return Fetched(task, reader.fetch(task.row))
+def tasks(asked_for: Iterator[Ahead], buffers: BufferPool) -> Iterator[Task]:
+    """The samples with their places in batches; a batch's buffer is taken when its first sample's turn comes."""
+    slot: BatchSlot | None = None
+    for due, entry, take in asked_for:
+        if due.at == 0:
+            slot = BatchSlot(due.epoch, due.step, buffers.take())
+        assert slot is not None, "a batch begins with its first sample"
+        yield Task(slot, due.at, due.row, due.valid, due.position, entry, take)
 
 
-def parse(reader: SampleReader, image: ImageAugment, seed: int, fetched: Fetched) -> Parsed:
+def fetch(bad: BadSamples, task: Task) -> Fetched:
+    """The sample's bytes from storage, checked; or those of the sample that takes its place."""
+    while True:
+        try:
+            span = task.take()
+        except BAD_SAMPLE as error:
+            task = bad.replace(task, error)
+        else:
+            assert task.entry is not None
+            return Fetched(task, FetchedSpan(task.entry, span))
+
+
+def parse(reader: SampleReader, image: ImageAugment, seed: int, bad: BadSamples, fetched: Fetched) -> Parsed:
     """The sample's members, and the image maps drawn for it."""
-    sample = reader.parse(fetched.stored)
-    task = fetched.task
-    maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=task.slot.epoch, sample=task.row)
-    return Parsed(task, sample, maps)
+    while True:
+        task = fetched.task
+        try:
+            sample = reader.parse(fetched.stored)
+        except BAD_SAMPLE as error:
+            fetched = fetch(bad, bad.replace(task, error))
+        else:
+            maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=task.slot.epoch, sample=task.row)
+            return Parsed(task, sample, maps)
 
 
-def decode(decoder: ImageDecoder, cameras: Sequence[str], parsed: Parsed) -> DecodedSample:
+def decode(
+    decoder: ImageDecoder,
+    cameras: Sequence[str],
+    bad: BadSamples,
+    parse_again: Callable[[Fetched], Parsed],
+    parsed: Parsed,
+) -> DecodedSample:
     """The sample's images, decoded into its place in the batch."""
+    while True:
+        try:
+            return _decode(decoder, cameras, parsed)
+        except BAD_SAMPLE as error:
+            parsed = parse_again(fetch(bad, bad.replace(parsed.task, error)))
+
+
+def _decode(decoder: ImageDecoder, cameras: Sequence[str], parsed: Parsed) -> DecodedSample:
     task, sample, maps = parsed
     images = task.slot.images[task.at]
     for camera, (channel, image_map) in enumerate(zip(cameras, maps, strict=True)):

@@ -11,6 +11,7 @@ remote     any fsspec URL; local paths with a cache    coalesced concurrent rang
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.storage.mapped import MappedShards
@@ -86,6 +87,13 @@ def _remote(
 
     url = dataset.url or f"file://{dataset.root.absolute()}"
     options = dataset.storage_options if storage_options is None else storage_options
-    client = make_client(url, options, kind=backend if backend in ("fsspec", "obstore") else "auto")
-    cache = SpanCache.open_for(dataset, cache_dir, cache_size) if cache_dir is not None else None
-    return RemoteShards(dataset, client, url, verify=verify, storage_options=options, retry=retry, cache=cache)
+    kind = backend if backend in ("fsspec", "obstore") else "auto"
+    return RemoteShards(
+        dataset,
+        partial(make_client, url, options, kind=kind),
+        url,
+        verify=verify,
+        storage_options=options,
+        retry=retry,
+        make_cache=None if cache_dir is None else partial(SpanCache.open_for, dataset, cache_dir, cache_size),
+    )

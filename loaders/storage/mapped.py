@@ -92,6 +92,8 @@ class MappedShards:
     the control group have available now.
     """
 
+    look_ahead_bytes = 64 << 20
+
     def __init__(self, dataset: Dataset, *, verify: bool = True, memory_bytes: int | None = None) -> None:
         self._dataset, self._verify = dataset, verify
         self._files: OpenShards[_MappedFile] = OpenShards(self._map, open_files_limit(2))

@@ -42,6 +42,8 @@ _KEEP_BUFFERS_BYTES: Final = 64 << 20
 class PreadShards:
     """Local paths whose shards are read, not mapped. Thread-safe. ``verify`` holds every span against its digest."""
 
+    look_ahead_bytes = 64 << 20
+
     def __init__(self, dataset: Dataset, *, verify: bool = True, retry: RetryPolicy | None = None) -> None:
         self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
         self._files: OpenShards[ShardFile] = OpenShards(self._open, open_files_limit(1))

@@ -60,6 +60,9 @@ class Session(Protocol):
 class Storage(Protocol):
     """Where the shards of one dataset lie. Safe to use from many threads."""
 
+    look_ahead_bytes: int
+    """How far a loader should ask ahead if nobody says otherwise."""
+
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
 

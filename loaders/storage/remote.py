@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +35,7 @@ from fuelrail.pipeline.remote import read_fingerprint, shown_url
 from fuelrail.pipeline.retry import RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.loaders.cache import CachedSpan, SpanCache
     from fuelrail.loaders.foresight import Foresight
@@ -56,10 +57,12 @@ class RemoteShards:
     always done, for a damaged span must not stay.
     """
 
+    look_ahead_bytes = 256 << 20
+
     def __init__(
         self,
         dataset: Dataset,
-        client: RangeClient,
+        make_client: Callable[[], RangeClient],
         url: str,
         *,
         verify: bool = True,
@@ -67,27 +70,40 @@ class RemoteShards:
         retry: RetryPolicy | None = None,
         hedge: HedgePolicy | None = HedgePolicy(),  # noqa: B008 - immutable
         concurrency: int = 64,
-        cache: SpanCache | None = None,
+        make_cache: Callable[[], SpanCache] | None = None,
     ) -> None:
-        import fsspec.asyn
-
-        self.dataset, self.client, self.cache = dataset, client, cache
+        self.dataset = dataset
+        self._make_client, self._make_cache = make_client, make_cache
         self._url, self._options = url, storage_options
-        self._retry = retry or RetryPolicy()
-        self._verify = verify or cache is not None
-        self.loop: asyncio.AbstractEventLoop = fsspec.asyn.get_loop()
-        self.requester = Requester(
-            self._retry, hedge, Concurrency(at_most=concurrency), storage_options, self._on_fault
-        )
+        self._retry, self._hedge, self._concurrency = retry or RetryPolicy(), hedge, concurrency
+        self._verify = verify or make_cache is not None
+        self._begin()
         self._spans = self._span_bytes = self._refetched = 0
         self._lock = threading.Lock()
 
+    def _begin(self) -> None:
+        import fsspec.asyn
+
+        self._pid = os.getpid()
+        self.client = self._make_client()
+        self.cache = self._make_cache() if self._make_cache is not None else None
+        self.loop: asyncio.AbstractEventLoop = fsspec.asyn.get_loop()
+        concurrency = Concurrency(at_most=self._concurrency)
+        self.requester = Requester(self._retry, self._hedge, concurrency, self._options, self._on_fault)
+
+    def _ensure_process(self) -> None:
+        """Begin anew in a forked process: event loops, connections and locks do not survive a fork."""
+        if os.getpid() != self._pid:
+            self._begin()
+
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, from the cache or fetched now. Raises StorageError and the other ShardErrors."""
+        self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _RemoteSession:
         """A stream of requests, whose future the cache may know."""
+        self._ensure_process()
         if self.cache is not None:
             self.cache.foresee(foresight, uses_per_step)
         return _RemoteSession(self, foresight)
@@ -193,7 +209,11 @@ class _RemoteSession:
         pending: dict[int, PendingSpan] = {}
         first, self._asked = self._asked, self._asked + len(rows)
         for number, (index, row) in enumerate(rows):
-            storage.shard_name(row)  # raises for a row that names no shard, before anything is under way
+            try:
+                storage.shard_name(row)
+            except FuelrailError as error:  # a row that names no shard; told when its turn comes
+                pending[number] = partial(_raise, error)
+                continue
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
                 pending[number] = partial(self._take_cached, cached, first + number, index, row)
@@ -269,3 +289,7 @@ class _RemoteSession:
         storage.cache.forget(index)
         future = self._start(row.shard, row.offset, row.offset + row.length)
         return self._take(future, row.offset, True, asked, index, row)
+
+
+def _raise(error: FuelrailError) -> NoReturn:
+    raise error

@@ -1,0 +1,89 @@
+"""Samples asked for ahead of their turn: as far as a number of bytes goes, and no farther."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+
+from fuelrail.pipeline.errors import FuelrailError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fuelrail.loaders.storage.protocol import PendingSpan, Session
+    from fuelrail.pipeline.index import IndexRow, SampleIndex
+
+MAX_SAMPLES: Final = 512
+"""Small samples are not asked for farther ahead than this."""
+
+
+class Due(NamedTuple):
+    """One sample in the order of loading: its place in the batches, its position in the epoch, its row in the index."""
+
+    epoch: int
+    step: int
+    at: int
+    position: int
+    row: int
+    valid: bool
+
+
+class Ahead(NamedTuple):
+    """A sample that was asked for; ``take`` waits for its bytes. ``entry`` is None where the index could not tell."""
+
+    due: Due
+    entry: IndexRow | None
+    take: PendingSpan
+
+
+def look_ahead(coming: Iterator[Due], index: SampleIndex, session: Session, max_bytes: int) -> Iterator[Ahead]:
+    """Pass the coming samples on, each asked for when less than ``max_bytes`` of samples before it are outstanding.
+
+    So ``max_bytes`` and one sample are outstanding at most. Requests go out in bundles of a quarter of that, so that
+    neighbours among them can be fetched as one range. Closing this iterator gives up what is outstanding.
+    """
+    window: collections.deque[tuple[Ahead, int]] = collections.deque()
+    waiting = 0
+    more = True
+    try:
+        while more or window:
+            if more and waiting <= max_bytes * 3 // 4 and len(window) <= MAX_SAMPLES * 3 // 4:
+                bundle: list[tuple[Due, IndexRow]] = []
+                broken: tuple[Due, FuelrailError] | None = None
+                while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES:
+                    due = next(coming, None)
+                    if due is None:
+                        more = False
+                        break
+                    try:
+                        entry = index.row(due.row)
+                    except FuelrailError as error:
+                        # Told when its turn comes, so that the outcome does not depend on the look-ahead.
+                        broken, more = (due, error), False
+                        break
+                    bundle.append((due, entry))
+                    waiting += entry.length
+                takes = session.request([(due.row, entry) for due, entry in bundle])
+                for (due, entry), take in zip(bundle, takes, strict=True):
+                    window.append((Ahead(due, entry, take), entry.length))
+                if broken is not None:
+                    due, error = broken
+                    window.append((Ahead(due, None, _Raise(error)), 0))
+            if not window:
+                break
+            ahead, length = window.popleft()
+            waiting -= length
+            yield ahead
+            del ahead  # its bytes must not live on in this frame
+    finally:
+        session.close()
+
+
+class _Raise:
+    """A span that could not be asked for."""
+
+    def __init__(self, error: FuelrailError) -> None:
+        self._error = error
+
+    def __call__(self) -> NoReturn:
+        raise self._error
