@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import xxhash
 
-from fuelrail.pipeline import codecs
 from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
-from fuelrail.pipeline.index import IndexRow, MemberEntry
+from fuelrail.pipeline.index import IndexRow  # noqa: TC001 - msgspec reads the annotation
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, META, Meta, encode_meta
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
-from fuelrail.sharding.dali import IndexText
 from fuelrail.sharding.images import image_size
+from fuelrail.sharding.packing import RawMember, ShardPacker
 from fuelrail.sharding.recipe import Recipe, codec_of
 from fuelrail.sharding.source import SourceSpec, make_source
 from fuelrail.sharding.table import Reference, ScanRow, ScanTable
@@ -30,6 +27,7 @@ from fuelrail.sharding.workspace import publish, writing_to
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.sharding.plan import PlannedShard
 
@@ -109,54 +107,26 @@ class ShardWriter:
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
-        digest, offset = hashlib.sha256(), 0
-        rows: list[IndexRow] = []
         sizes: dict[str, set[tuple[int, int]]] = {}
-        listing = IndexText()
-        with publish(job.out / f"{shard.stem}.tar", job.temporary / f"{shard.stem}.tar") as file:
+        with (
+            publish(job.out / f"{shard.stem}.tar", job.temporary / f"{shard.stem}.tar") as file,
+            ShardPacker(file, number, job.recipe.compression_level) as packer,
+        ):
             for row in self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist():
                 scanned = self._table.row(row)
                 members = self._members(scanned, row, shard.split, sizes)
-                stored = [
-                    StoredMember(name + codecs.suffix(codec), codecs.encode(codec, raw, level=self._level))
-                    for name, codec, raw in members
-                ]
-                packed = pack_sample(scanned.key, stored)
-                span = b"".join(packed.pieces)
-                file.write(span)
-                digest.update(span)
-                listing.add(scanned.key, offset, stored, packed.offsets)
-                entries = tuple(
-                    MemberEntry(name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec)
-                    for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
-                )
-                rows.append(
-                    IndexRow(
-                        scanned.key,
-                        job.clip_ids[scanned.clip],
-                        scanned.frame,
-                        scanned.timestamp_ns,
-                        number,
-                        offset,
-                        packed.length,
-                        xxhash.xxh3_64_intdigest(span),
-                        entries,
-                    )
-                )
-                offset += packed.length
-                pulse(packed.length)
-            file.write(END_OF_ARCHIVE)
-            digest.update(END_OF_ARCHIVE)
-            text = listing.encode()
+                clip_id = job.clip_ids[scanned.clip]
+                pulse(packer.add(scanned.key, clip_id, scanned.frame, scanned.timestamp_ns, members))
+            packed = packer.close()
             with publish(job.out / f"{shard.stem}.idx", job.temporary / f"{shard.stem}.idx") as idx:
-                idx.write(text)
+                idx.write(packed.listing)
             record = ShardRecord(
                 stem=shard.stem,
-                bytes=offset + len(END_OF_ARCHIVE),
-                sha256=digest.hexdigest(),
-                idx_bytes=len(text),
-                idx_sha256=hashlib.sha256(text).hexdigest(),
-                rows=rows,
+                bytes=packed.num_bytes,
+                sha256=packed.sha256,
+                idx_bytes=len(packed.listing),
+                idx_sha256=hashlib.sha256(packed.listing).hexdigest(),
+                rows=packed.rows,
                 image_sizes={channel: sorted(found) for channel, found in sizes.items()},
             )
             # The record comes before the shard's own name: a shard without a record cannot be told from a foreign file.
@@ -164,14 +134,10 @@ class ShardWriter:
                 out.write(msgspec.msgpack.encode(record))
         return record
 
-    @property
-    def _level(self) -> int:
-        return self._job.recipe.compression_level
-
     def _members(
         self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]]
-    ) -> list[tuple[str, str, Any]]:
-        """Field name, codec and raw bytes of each member of row ``number``, in the order in which they are stored."""
+    ) -> list[RawMember]:
+        """The members of row ``number``, in the order in which they are stored."""
         job = self._job
         scanned = _META_DECODER.decode(row.meta)
         # Neighbours in the clip stand next to it in the table; those that are not selected are none.
@@ -183,7 +149,7 @@ class ShardWriter:
             prev_key=scanned.prev_key if scanned.prev_key and self._selection[number - 1] else None,
             next_key=scanned.next_key if scanned.next_key and self._selection[number + 1] else None,
         )
-        raw: dict[str, Any] = {META: encode_meta(meta), GEOMETRY: row.geometry}
+        raw: dict[str, Buffer] = {META: encode_meta(meta), GEOMETRY: row.geometry}
         if row.boxes is not None:
             raw[BOXES] = row.boxes
         for member in row.members:
@@ -192,7 +158,7 @@ class ShardWriter:
             if extension in IMAGE_EXTENSIONS:
                 sizes.setdefault(channel, set()).add(self._check_image(row, member, data, extension))
             raw[member.name] = data
-        return [(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
+        return [RawMember(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
 
     def _check_image(self, row: ScanRow, member: Reference, data: Any, extension: str) -> tuple[int, int]:  # noqa: ANN401
         where = f"image '{member.ref}' of {self._job.source.kind}:{self._job.source.location} (sample {row.key})"
