@@ -1,10 +1,24 @@
 """Online: shards to batches on a device. Imports fuelrail.pipeline only."""
 
+from fuelrail.loaders.budget import Budget
 from fuelrail.loaders.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader, LoaderStats
 from fuelrail.loaders.mesh import mesh_world
+from fuelrail.loaders.observe import serve_metrics
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.order import OrderSpec
+from fuelrail.pipeline.trace import TraceRecorder
 from fuelrail.pipeline.world import World
 
-__all__ = ["DataLoader", "ImageAugment", "IterableView", "LoaderStats", "OrderSpec", "World", "mesh_world"]
+__all__ = [
+    "Budget",
+    "DataLoader",
+    "ImageAugment",
+    "IterableView",
+    "LoaderStats",
+    "OrderSpec",
+    "TraceRecorder",
+    "World",
+    "mesh_world",
+    "serve_metrics",
+]

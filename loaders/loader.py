@@ -334,8 +334,9 @@ class DataLoader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""
-        arguments = {**self._arguments, "dataset": self.dataset.root, "world": self.world}
-        return _unpickle, (arguments, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
+        dataset = (self.dataset.url or self.dataset.root, self.dataset.storage_options)
+        arguments = {**self._arguments, "dataset": None, "world": self.world}
+        return _unpickle, (arguments, dataset, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
 
     def __enter__(self) -> Self:
         return self
@@ -424,8 +425,14 @@ class DataLoader:
         return stages
 
 
-def _unpickle(arguments: dict[str, Any], state: dict[str, Any], epoch: int | None) -> DataLoader:
-    loader = DataLoader(**arguments)
+def _unpickle(
+    arguments: dict[str, Any],
+    dataset: tuple[str | os.PathLike[str], Mapping[str, Any] | None],
+    state: dict[str, Any],
+    epoch: int | None,
+) -> DataLoader:
+    location, storage_options = dataset
+    loader = DataLoader(**{**arguments, "dataset": open_dataset(location, storage_options=storage_options)})
     loader.load_state_dict(state)
     if epoch is not None:
         loader.set_epoch(epoch)
