@@ -57,9 +57,9 @@ def look_ahead(coming: Iterator[Due], index: SampleIndex, session: Session, max_
                         break
                     try:
                         entry = index.row(due.row)
-                    except FuelrailError as error:
+                    except FuelrailError as failure:
                         # Told when its turn comes, so that the outcome does not depend on the look-ahead.
-                        broken, more = (due, error), False
+                        broken, more = (due, failure), False
                         break
                     bundle.append((due, entry))
                     waiting += entry.length
