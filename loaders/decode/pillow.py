@@ -1,4 +1,4 @@
-"""The reference backend: full decode and Pillow's antialiased filters, slower and exact. Pillow or pillow-simd.
+"""The exact backend: full decode and Pillow's antialiased filters. Pillow, or pillow-simd, which is faster.
 
 Axis-aligned maps are one `resize(box=...)` of the source. A rotation is an antialiased resize to the output's scale and
 then one interpolated affine transform, which is what the PIL pipelines of the BEV code bases do.
@@ -10,10 +10,13 @@ import io
 import math
 from typing import TYPE_CHECKING
 
+import cv2
 import numpy as np
 
+from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_jpeg
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.decode.two_step import two_steps
 from fuelrail.pipeline.errors import ConfigError, ImageError
 
@@ -24,6 +27,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from PIL import ImageFile
 
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
@@ -34,13 +38,16 @@ _REACH = {"bilinear": 1.0, "bicubic": 2.0}
 
 
 class PillowDecoder:
-    """Decodes with Pillow; see `fuelrail.loaders.decode.protocol.ImageDecoder`.
+    """Resamples with Pillow; see `fuelrail.loaders.decode.protocol.ImageDecoder`.
 
-    Pillow is lenient: a JPEG damaged inside its pixel data may decode to a damaged picture without an error, where the
-    turbo backend refuses it.
+    Pixels go from the JPEG decoder to Pillow and from there to ``out`` without a copy in between: Pillow's own decoder
+    would write to fresh memory, and its arrays interleave three channels.
     """
 
     name = "pillow"
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def decode_into(
         self,
@@ -53,18 +60,35 @@ class PillowDecoder:
         check_output(image_map, out, interpolation)
         info = probe(encoded)
         check_source(info, image_map)
-        source = _decode(encoded, info)
+        if info.restart_interval:
+            reach = (_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale)
+            _, top, _, bottom = image_map.source_roi(reach)
+            spliced = splice_rows(encoded, info, top, bottom)
+            if spliced is not None:
+                encoded, info = spliced.encoded, info._replace(height=spliced.height)
+                image_map = image_map.of_rows(spliced.top, spliced.height)
+        source = self._decode(encoded, info)
         if image_map.is_axis_aligned:
             _resize(source, image_map, out, interpolation)
         else:
             _rotate(source, image_map, out, interpolation)
 
+    def _decode(self, encoded: Buffer, info: ImageInfo) -> Image.Image:
+        """Return an image of mode RGBX, or RGB where Pillow or CMYK conversion made it. Valid until the next call."""
+        if info.format == "png":
+            check_png(encoded)
+            return _decode_by_pillow(PngImagePlugin.PngImageFile, encoded, info)
+        try:
+            picture = decode_jpeg(encoded, info, 1, self._scratch)
+        except UnusualSamplingError:
+            return _decode_by_pillow(JpegImagePlugin.JpegImageFile, encoded, info)
+        if picture.shape[2] == 3:
+            return Image.fromarray(picture)
+        return Image.frombuffer("RGBX", (info.width, info.height), picture, "raw", "RGBX", 0, 1)
 
-def _decode(encoded: Buffer, info: ImageInfo) -> Image.Image:
+
+def _decode_by_pillow(plugin: type[ImageFile.ImageFile], encoded: Buffer, info: ImageInfo) -> Image.Image:
     # The plugins are called by name: Image.open would try other formats, and warn about limits that probe has checked.
-    if info.format == "png":
-        check_png(encoded)
-    plugin = JpegImagePlugin.JpegImageFile if info.format == "jpeg" else PngImagePlugin.PngImageFile
     try:
         image = plugin(io.BytesIO(encoded)).convert("RGB")
     except Exception as error:  # the plugins raise whatever their parsing of hostile bytes runs into
@@ -87,7 +111,7 @@ def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     # not, so the image gets that much of a border.
     pad = math.ceil(max(0.0, -x0, x1 - width, -y0, y1 - height) - 1e-6)
     if pad:
-        edged = np.pad(np.asarray(source), ((pad, pad), (pad, pad), (0, 0)), mode="edge")
+        edged = np.pad(np.asarray(source)[..., :3], ((pad, pad), (pad, pad), (0, 0)), mode="edge")
         source = Image.fromarray(edged)
         x0, x1, y0, y1 = x0 + pad, x1 + pad, y0 + pad, y1 + pad
     box = (max(0.0, x0), max(0.0, y0), min(x1, float(source.size[0])), min(y1, float(source.size[1])))
@@ -98,7 +122,7 @@ def _resize(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
         image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
     if (left, top, right, bottom) != (0, 0, *image_map.out_wh):
         out[:] = 0
-    out[:, top:bottom, left:right] = np.asarray(image).transpose(2, 0, 1)
+    _split(image, out[:, top:bottom, left:right])
 
 
 def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
@@ -110,5 +134,14 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is. Bilinear
     # always: the bicubic kernel of its transforms (a = -1) does not reproduce a ramp and shifts by up to 0.1 pixels.
     image = image.transform(image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR)
-    out[:] = np.asarray(image).transpose(2, 0, 1)
+    _split(image, out)
     black_out_unseen(image_map, out)
+
+
+def _split(image: Image.Image, out: NDArray[np.uint8]) -> None:
+    """Write the first three channels to the planes ``out`` (3, h, w)."""
+    pixels = np.asarray(image)
+    planes = list(out)
+    if pixels.shape[2] == 4:
+        planes.append(np.empty(pixels.shape[:2], np.uint8))
+    cv2.split(pixels, planes)

@@ -3,9 +3,8 @@
 A JPEG is decoded at 1/1, 1/2, 1/4 or 1/8, the smallest that is not below the resolution that the map asks for (the
 other eighths that libjpeg-turbo knows have no SIMD code and are slower than the full size). The rest of the map is one
 `cv2.resize` of the region that is seen, where rows stay rows, else one `cv2.warpAffine`. Pictures have a fourth,
-unused channel: decoding to it is free, and OpenCV warps four channels in half the time of three. Every large array is
-scratch memory of the calling thread, reused from image to image: fresh megabytes would cost as much in page faults as
-the decoding itself. simplejpeg and OpenCV release the GIL, so threads scale.
+unused channel: decoding to it is free, and OpenCV warps four channels in half the time of three. simplejpeg and OpenCV
+release the GIL, so threads scale.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
-import simplejpeg
 
+from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.splice import splice_rows
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
-
-Picture: TypeAlias = "NDArray[Any]"
-"""uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning. OpenCV's stubs know no dtype."""
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
 _REACH = {"bilinear": 1, "bicubic": 2}
@@ -51,9 +47,6 @@ _MAX_EXTRA = 128
 _MIN_SCALABLE_PX = 16
 """Smallest image side for DCT-scaled decoding. Below 8 pixels, different scales give the same size."""
 
-_KEEP_BYTES = 64 << 20
-"""Scratch arrays up to this size are kept by each thread."""
-
 
 class TurboDecoder:
     """Decodes with libjpeg-turbo (simplejpeg) and OpenCV; see `fuelrail.loaders.decode.protocol.ImageDecoder`.
@@ -65,7 +58,7 @@ class TurboDecoder:
     name = "turbo"
 
     def __init__(self) -> None:
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         _hold_opencv_threads()
         weakref.finalize(self, _release_opencv_threads).atexit = False
 
@@ -94,7 +87,7 @@ class TurboDecoder:
                     encoded, info = spliced.encoded, info._replace(height=spliced.height)
                     top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling
                     image_map = image_map.of_rows(top, scaled_size(spliced.height, 1, factor))
-            image = self._decode_jpeg(encoded, info, factor)
+            image = decode_jpeg(encoded, info, factor, self._scratch)
         else:
             image, top = _decode_png(encoded, info), 0
             out = out[::-1]  # OpenCV decodes to BGR
@@ -111,32 +104,6 @@ class TurboDecoder:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
             raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
-
-    def _decode_jpeg(self, encoded: Buffer, info: ImageInfo, factor: int) -> Picture:
-        """Return the picture, decoded at 1/factor: (h, w, 4) RGBX, or RGB of a CMYK file."""
-        width, height = scaled_size(info.width, 1, factor), scaled_size(info.height, 1, factor)
-        colorspace = "CMYK" if info.is_cmyk else "RGBX"
-        try:
-            image: Picture = simplejpeg.decode_jpeg(
-                encoded,
-                colorspace,
-                min_height=height,
-                min_width=width,
-                buffer=self._scratch.take("decoded", height, width, 4),
-            )
-        except ValueError as error:
-            if "subsampling" in str(error):
-                raise ImageError(
-                    "JPEG of unusual sampling factors is not supported by decoder='turbo': "
-                    "decoder='pillow' takes it, or re-encode it as 4:2:0, 4:2:2 or 4:4:4"
-                ) from error
-            raise ImageError(f"JPEG cannot be decoded: {error}") from error
-        if image.shape != (height, width, 4):
-            raise ImageError(f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}")
-        if info.is_cmyk:
-            # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 is no ink.
-            image = ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
-        return image
 
     def _resize(self, image: Picture, top: int, grid: _ResizeGrid, out: NDArray[np.uint8], interpolation: str) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
@@ -301,23 +268,6 @@ def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     if image is None or image.shape != (info.height, info.width, 3):
         raise ImageError("PNG cannot be decoded: its pixel data are broken")
     return image
-
-
-class _Scratch(threading.local):
-    """Named arrays of the calling thread that only grow; contents are whatever was there."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, Picture] = {}
-
-    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
-        """Return an uninitialised uint8 (height, width, channels)."""
-        num_bytes = height * width * channels
-        array = self.arrays.get(name)
-        if array is None or array.size < num_bytes:
-            array = np.empty(num_bytes, np.uint8)
-            if num_bytes <= _KEEP_BYTES:
-                self.arrays[name] = array
-        return array[:num_bytes].reshape(height, width, channels)
 
 
 # Re-entrant: a finalizer may run on any allocation, also inside the other function in the same thread.

@@ -93,8 +93,6 @@ class DecoderSuite:
     """Largest error of a spot's centre of gravity in the output."""
     refuses: ClassVar[frozenset[str]] = frozenset()
     """Coding variants that this backend answers with ImageError."""
-    strict: ClassVar[bool] = True
-    """Pixel data that libjpeg warns about are an error."""
 
     @pytest.fixture
     def decoder(self) -> ImageDecoder:

@@ -26,7 +26,6 @@ AUGMENT = ImageAugment(
 
 class TestDali(DecoderSuite):
     backend = "dali"
-    strict = False
 
 
 def batch(count: int, augment: ImageAugment = AUGMENT) -> tuple[list[bytes], list[ImageMap]]:

@@ -5,4 +5,3 @@ from support.decoder_suite import DecoderSuite
 
 class TestPillow(DecoderSuite):
     backend = "pillow"
-    strict = False

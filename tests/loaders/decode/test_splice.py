@@ -5,6 +5,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,14 +80,14 @@ def test_the_backend_gives_the_same_bytes_as_without(name: str, filter_: str, mo
 
 def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     heights = []
-    true_decode = turbo.simplejpeg.decode_jpeg
+    true_decode = simplejpeg.decode_jpeg
 
     def spy(*arguments, **options):
         picture = true_decode(*arguments, **options)
         heights.append(picture.shape[0])
         return picture
 
-    monkeypatch.setattr(turbo.simplejpeg, "decode_jpeg", spy)
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", spy)
     (image_map,) = ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=0)
     out = np.empty((3, 256, 704), np.uint8)
     make_decoder("turbo").decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)

@@ -1,0 +1,78 @@
+"""JPEG to pixels in memory that is reused: libjpeg-turbo through simplejpeg, for the backends that resample on the CPU.
+
+Every large array is scratch of the calling thread, reused from image to image: fresh megabytes would cost as much in
+page faults as the decoding itself. Decoding is strict: whatever libjpeg warns about is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import simplejpeg
+
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.geometry import scaled_size
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.decode.probe import ImageInfo
+    from fuelrail.pipeline.buffers import Buffer
+
+Picture: TypeAlias = "NDArray[Any]"
+"""uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning. OpenCV's stubs know no dtype."""
+
+_KEEP_BYTES = 64 << 20
+"""Scratch arrays up to this size are kept by each thread."""
+
+
+class Scratch(threading.local):
+    """Named arrays of the calling thread that only grow; contents are whatever was there."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Picture] = {}
+
+    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
+        """Return an uninitialised uint8 (height, width, channels)."""
+        num_bytes = height * width * channels
+        array = self.arrays.get(name)
+        if array is None or array.size < num_bytes:
+            array = np.empty(num_bytes, np.uint8)
+            if num_bytes <= _KEEP_BYTES:
+                self.arrays[name] = array
+        return array[:num_bytes].reshape(height, width, channels)
+
+
+class UnusualSamplingError(ImageError):
+    """A valid JPEG whose sampling factors libjpeg-turbo's own API has no name for."""
+
+
+def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch) -> Picture:
+    """Return the picture, decoded at 1/factor: (h, w, 4) RGBX in the thread's scratch, or RGB (h, w, 3) of CMYK.
+
+    Raises ImageError.
+    """
+    width, height = scaled_size(info.width, 1, factor), scaled_size(info.height, 1, factor)
+    try:
+        image: Picture = simplejpeg.decode_jpeg(
+            encoded,
+            "CMYK" if info.is_cmyk else "RGBX",
+            min_height=height,
+            min_width=width,
+            buffer=scratch.take("decoded", height, width, 4),
+        )
+    except ValueError as error:
+        if "subsampling" in str(error):
+            raise UnusualSamplingError(
+                "JPEG of unusual sampling factors is not supported by decoder='turbo': "
+                "decoder='pillow' takes it, or re-encode it as 4:2:0, 4:2:2 or 4:4:4"
+            ) from error
+        raise ImageError(f"JPEG cannot be decoded: {error}") from error
+    if image.shape != (height, width, 4):
+        raise ImageError(f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}")
+    if info.is_cmyk:
+        # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 is no ink.
+        image = ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
+    return image
