@@ -181,16 +181,21 @@ def _child(options: argparse.Namespace) -> dict[str, Any]:
 def _epoch(name: str, data: Path, states: Path, num_samples: int) -> dict[str, Any]:
     """Run an epoch up to its last point, saving the state at each and the batch that followed it."""
     states.mkdir(parents=True, exist_ok=True)
+    told = {fraction: KINDS[name].point(data, int(fraction * num_samples)) for fraction in POINTS}
+    for fraction, point in told.items():
+        if point is not None:
+            _save(states, fraction, point[0] if fraction else None, point[1])
+    if None not in told.values():
+        return {}
     loader = KINDS[name].start(data, None)
-    started, consumed, pending = time.perf_counter(), 0, None
+    started, consumed, pending, state = time.perf_counter(), 0, None, None
     left = list(POINTS)
-    state = None
     for batch in loader.batches():
         if pending is not None:
-            (states / f"{pending}.json").write_text(json.dumps({"state": state, "next": batch}))
+            _save(states, pending, state, batch)
             pending = None
         elif consumed == 0:
-            (states / f"{left.pop(0)}.json").write_text(json.dumps({"state": None, "next": batch}))
+            _save(states, left.pop(0), None, batch)
         consumed += len(batch)
         if left and consumed >= left[0] * num_samples:
             pending, state = left.pop(0), loader.state()
@@ -199,6 +204,10 @@ def _epoch(name: str, data: Path, states: Path, num_samples: int) -> dict[str, A
     if left or pending is not None:
         raise ConfigError(f"{name} ended its epoch after {consumed} of {num_samples} samples")
     return {"epoch_s": time.perf_counter() - started}
+
+
+def _save(states: Path, fraction: float, state: dict[str, Any] | None, following: list[int]) -> None:
+    (states / f"{fraction}.json").write_text(json.dumps({"state": state, "next": following}))
 
 
 def _print(report: RestoreReport) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.dataset import Dataset
 
 BATCH = 64
+_IMAGE_BATCH = 4
 SAMPLES_PER_SHARD = 10_000
 _NUMBER = struct.Struct("<q56x")  # 64 bytes a sample
 
@@ -59,8 +60,12 @@ class LoaderKind(Protocol):
     def start(self, folder: Path, state: dict[str, Any] | None, /) -> RestoreLoader:
         """Start at the epoch's beginning, or from a state."""
 
+    def point(self, _folder: Path, _consumed: int, /) -> tuple[dict[str, Any], list[int]] | None:
+        """State and next batch after ``consumed`` samples, for a loader whose epoch takes too long; None: run it."""
+        return None
 
-class FuelrailSpans:
+
+class FuelrailSpans(LoaderKind):
     """Order, batches, index and checked spans from mapped shards, as `DataLoader` uses them; nothing is decoded."""
 
     packages: ClassVar[tuple[str, ...]] = ("numpy", "pyarrow")
@@ -117,7 +122,7 @@ class _Spans:
         return {"epoch": self._cursor.epoch, "samples_consumed": self._cursor.samples_consumed}
 
 
-class FuelrailImages:
+class FuelrailImages(LoaderKind):
     """The whole DataLoader, images decoded; the index repeats the entries of a real dataset's samples."""
 
     packages: ClassVar[tuple[str, ...]] = ("numpy", "torch", "simplejpeg", "opencv-python-headless")
@@ -158,13 +163,25 @@ class FuelrailImages:
         """Make the DataLoader and load its state."""
         return _Images(folder, state)
 
+    def point(self, folder: Path, consumed: int, /) -> tuple[dict[str, Any], list[int]]:
+        """By arithmetic: an epoch would take hours."""
+        from fuelrail.loaders import DataLoader
+
+        dataset = open_dataset(folder)
+        with DataLoader(dataset, _IMAGE_BATCH, split=next(iter(dataset.manifest.splits)), seed=0) as loader:
+            state = loader.state_dict() | {"samples_consumed": consumed}
+            order = compile_order(loader.order, dataset, next(iter(dataset.manifest.splits)))
+        assert isinstance(order, CompiledOrder)
+        rest = Cursor(0, consumed).rest(Batching(order.epoch_length, _IMAGE_BATCH, World()))
+        return state, order.epoch(0)(rest.positions(0)).tolist()
+
 
 class _Images:
     def __init__(self, folder: Path, state: dict[str, Any] | None) -> None:
         from fuelrail.loaders import DataLoader
 
         split = next(iter(open_dataset(folder).manifest.splits))
-        self._loader = DataLoader(folder, 4, split=split, seed=0)
+        self._loader = DataLoader(folder, _IMAGE_BATCH, split=split, seed=0)
         if state is not None:
             self._loader.load_state_dict(state)
 
@@ -176,7 +193,7 @@ class _Images:
         return self._loader.state_dict()
 
 
-class TorchdataWebdataset:
+class TorchdataWebdataset(LoaderKind):
     """torchdata's StatefulDataLoader over a seeded webdataset pipeline, on Fuelrail's own tar shards."""
 
     packages: ClassVar[tuple[str, ...]] = ("torchdata", "webdataset", "torch")
@@ -219,7 +236,7 @@ def _webdataset_number(sample: dict[str, Any]) -> int:
     return number
 
 
-class MosaicStreaming:
+class MosaicStreaming(LoaderKind):
     """MosaicML Streaming's StreamingDataLoader over MDS shards, its default shuffle."""
 
     packages: ClassVar[tuple[str, ...]] = ("mosaicml-streaming", "torch")
@@ -258,7 +275,7 @@ def _numbers(samples: list[dict[str, Any]]) -> dict[str, list[int]]:
     return {"n": [int(sample["n"]) for sample in samples]}
 
 
-class LitData:
+class LitData(LoaderKind):
     """LitData's StreamingDataLoader over its own chunks."""
 
     packages: ClassVar[tuple[str, ...]] = ("litdata", "torch")

@@ -1,0 +1,62 @@
+"""A rank dies by SIGKILL, the job goes on with fewer ranks: both runs' samples are those of one that never died."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from fuelrail.loaders import DataLoader, ImageAugment, World
+from support.datasets import build_dataset
+from support.elastic_rank import CHECKPOINT_EVERY
+from support.ranks import TESTS, environment, run_ranks
+
+GLOBAL_BATCH, NUM_STEPS, KILL_STEP = 12, 11, 7
+NUM_SAMPLES = 40  # three steps an epoch: the kill and the restart lie in the third epoch
+
+
+def recorded(folder, size):
+    """Keys of each step, over all ranks in order, as the ranks wrote them down; steps that all ranks made."""
+    steps = {}
+    for rank in range(size):
+        for line in (folder / f"world{size}-rank{rank}.jsonl").read_text().splitlines():
+            step, epoch, number, keys = json.loads(line)
+            steps.setdefault(step, {})[rank] = (epoch, number, keys)
+    return {
+        step: (ranks[0][:2], [key for rank in range(size) for key in ranks[rank][2]])
+        for step, ranks in steps.items()
+        if len(ranks) == size
+    }
+
+
+def test_a_job_that_lost_a_rank_goes_on_with_three(tmp_path):
+    root, out = tmp_path / "OUT", tmp_path / "run"
+    build_dataset(root, {"train": (15, 25)})
+    out.mkdir()
+    script = TESTS / "support" / "elastic_rank.py"
+    arguments = [script, root, out, GLOBAL_BATCH, NUM_STEPS]
+
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    first = subprocess.run(
+        [*launch, *map(str, arguments), "2", str(KILL_STEP)],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
+    assert first.returncode != 0
+    assert "exitcode  : -9" in first.stdout, first.stdout[-6000:]
+    before = recorded(out, 4)
+    assert max(before) == KILL_STEP - 1
+
+    run_ranks(3, *arguments, -1, -1)
+    after = recorded(out, 3)
+    resumed = KILL_STEP // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+    assert list(after) == list(range(resumed, NUM_STEPS))
+
+    whole = DataLoader(
+        root, GLOBAL_BATCH, world=World(), image=ImageAugment(height=64, width=96, resize=1.0), seed=5, num_workers=1
+    )
+    expected = []
+    while len(expected) < NUM_STEPS:
+        expected += [((batch["epoch"], batch["step"]), batch["sample_key"]) for batch in whole]
+    whole.close()
+    assert [(before | after)[step] for step in range(NUM_STEPS)] == expected[:NUM_STEPS]
+    assert [before[step] for step in range(resumed, KILL_STEP)] == expected[resumed:KILL_STEP]  # done again, the same
