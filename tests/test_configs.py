@@ -8,10 +8,15 @@ import pytest
 
 from fuelrail.bench.accelerator import load_profile
 from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.settings import load_yaml
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-LOADERS = {"images": lambda path: load_yaml(path, ImageAugment), "accelerators": lambda path: load_profile(str(path))}
+LOADERS = {
+    "images": lambda path: load_yaml(path, ImageAugment),
+    "orders": lambda path: load_yaml(path, OrderSpec),
+    "accelerators": lambda path: load_profile(str(path)),
+}
 FILES = sorted(path for path in CONFIGS.rglob("*") if path.is_file())
 
 
