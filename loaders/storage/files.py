@@ -6,11 +6,9 @@ import collections
 import os
 import resource
 import threading
-from typing import TYPE_CHECKING, Final, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from fuelrail.pipeline.dataset import check_span
 from fuelrail.pipeline.errors import (
-    ChecksumError,
     DatasetError,
     ShardError,
     TruncatedShardError,
@@ -102,29 +100,25 @@ class ShardFile:
         return (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns)
 
 
-def check_or_explain(dataset: Dataset, file: ShardFile, row: IndexRow, span: memoryview) -> None:
-    """Hold a span against its digest; an error says whether the shard was replaced while the loader ran."""
-    try:
-        check_span(row, span, file.path.name)
-    except ChecksumError as error:
-        if file.was_replaced():
-            raise_replaced(dataset, row, str(error))
-        raise
-
-
-def raise_replaced(dataset: Dataset, row: IndexRow, what: str) -> NoReturn:
-    """Raise ChecksumError saying that the shard is another one than the dataset was opened with."""
+def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:
+    """The error with the sample's address, saying too whether dataset or shard was replaced since it was opened."""
     try:
         fingerprint = load_manifest(dataset.root).fingerprint
     except DatasetError:
-        fingerprint = "none, its dataset.json cannot be read"
-    raise ChecksumError(replaced_message(dataset, fingerprint, what), shard=None, offset=row.offset, key=row.key)
+        fingerprint = None
+    what = str(error)
+    if fingerprint is not None and fingerprint != dataset.manifest.fingerprint:
+        what = f"{what}; {replaced(dataset, fingerprint)}"
+    elif file is not None and file.was_replaced():
+        what = f"{what}; the shard was replaced or written to while in use, by other bytes than the manifest describes"
+    new = type(error)(what) if error.key else type(error)(what, offset=row.offset, key=row.key)
+    new.shard, new.offset, new.key = dataset.manifest.shards[row.shard].name, row.offset, row.key
+    return new
 
 
-def replaced_message(dataset: Dataset, fingerprint: str, what: str) -> str:
-    """One sentence on a shard that changed, with the dataset's fingerprint at opening and now."""
-    ours = dataset.manifest.fingerprint
-    now = "the same" if fingerprint == ours else fingerprint
+def replaced(dataset: Dataset, fingerprint: str) -> str:
+    """The clause on a dataset that is another one by now."""
     return (
-        f"{what}; the shard was replaced while in use: dataset fingerprint at opening {ours}, now {now}; open it again"
+        f"the dataset was replaced while in use: its fingerprint was {dataset.manifest.fingerprint} when it was opened "
+        f"and is {fingerprint} now; open it again"
     )

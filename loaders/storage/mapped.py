@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, check_or_explain, open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, open_files_limit
 from fuelrail.loaders.storage.protocol import StorageStats
-from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
+from fuelrail.pipeline.dataset import check_span
+from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,18 +111,15 @@ class MappedShards:
         Raises TruncatedShardError where the shard is shorter than the index says, ChecksumError where its bytes differ
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
         """
-        path = self._dataset.shard_path(row)
-        file = self._files[row.shard]
-        end = row.offset + row.length
-        if not 0 <= row.offset <= end <= len(file.view):
-            raise TruncatedShardError(
-                f"sample needs bytes up to {end}, the shard has {len(file.view)}",
-                shard=path.name, offset=row.offset, key=row.key,
-            )  # fmt: skip
-        self._populate(file, row)
-        span = file.view[row.offset : end]
-        if self._verify:
-            check_or_explain(self._dataset, file, row, span)
+        self._dataset.shard_path(row)  # raises for a row outside the manifest's shards
+        try:
+            file = self._files[row.shard]
+        except ShardError as error:
+            raise explained(self._dataset, row, error) from error
+        try:
+            span = self._view(file, row)
+        except (ChecksumError, TruncatedShardError) as error:
+            raise explained(self._dataset, row, error, file) from error
         self._spans += 1
         self._span_bytes += row.length
         return span
@@ -137,6 +135,19 @@ class MappedShards:
     def close(self) -> None:
         """Unmap what nobody looks at."""
         self._files.clear()
+
+    def _view(self, file: _MappedFile, row: IndexRow) -> memoryview:
+        end = row.offset + row.length
+        if not 0 <= row.offset <= end <= len(file.view):
+            raise TruncatedShardError(
+                f"sample needs bytes up to {end}, the shard has {len(file.view)}",
+                shard=file.path.name, offset=row.offset, key=row.key,
+            )  # fmt: skip
+        self._populate(file, row)
+        span = file.view[row.offset : end]
+        if self._verify:
+            check_span(row, span, file.path.name)
+        return span
 
     def _map(self, number: int) -> _MappedFile:
         entry = self._dataset.manifest.shards[number]

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.loaders.storage.buffers import SpanBuffers
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, check_or_explain, open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, open_files_limit
 from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.pipeline.dataset import check_span
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
 
@@ -71,10 +72,7 @@ class PreadShards:
         except (TruncatedShardError, ChecksumError) as error:
             _LOG.warning("%s; reading it again", error)
             self._refetched += 1
-            file = self._files[row.shard]
-            os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
-            self._files.drop(row.shard)
-            span = self._read(row)
+            span = self._read_again(row)
         self._spans += 1
         self._span_bytes += row.length
         return span
@@ -108,8 +106,21 @@ class PreadShards:
                 )  # fmt: skip
             done += count
         if self._verify:
-            check_or_explain(self._dataset, file, row, buffer)
+            check_span(row, buffer, file.path.name)
         return buffer.toreadonly()
+
+    def _read_again(self, row: IndexRow) -> memoryview:
+        """Past the page cache, from a newly opened file."""
+        try:
+            file = self._files[row.shard]
+            os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
+            self._files.drop(row.shard)
+            return self._read(row)
+        except (TruncatedShardError, ChecksumError) as error:
+            raise explained(self._dataset, row, error) from error
+        except OSError as error:
+            name = self._dataset.manifest.shards[row.shard].name
+            raise StorageError(f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key) from error
 
 
 class _PreadSession:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fuelrail.loaders.fetch_plan import WantedSpan, plan_ranges
 from fuelrail.loaders.hedging import Concurrency, FetchFailedError, HedgePolicy, Requester
-from fuelrail.loaders.storage.files import replaced_message
+from fuelrail.loaders.storage.files import replaced
 from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.pipeline.dataset import check_span
 from fuelrail.pipeline.errors import (
@@ -186,7 +186,7 @@ class RemoteShards:
         except (FuelrailError, OSError) as error:
             fingerprint = f"unknown ({type(error).__name__})" if isinstance(error, DatasetError) else "unknown"
         if fingerprint != self.dataset.manifest.fingerprint:
-            what = replaced_message(self.dataset, fingerprint, what)
+            what = f"{what}; {replaced(self.dataset, fingerprint)}"
         raise kind(what, shard=self.shard_name(row), offset=row.offset, key=row.key)
 
     def _on_fault(self, fault: Fault) -> None:

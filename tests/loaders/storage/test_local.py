@@ -1,0 +1,231 @@
+"""Mapped and pread storage: the suite, and what is each one's own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.buffers import SpanBuffers, rounded_up
+from fuelrail.loaders.storage.files import open_files_limit
+from fuelrail.loaders.storage.mapped import MappedShards, available_memory_bytes
+from fuelrail.loaders.storage.pread import PreadShards, is_network_file_system
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import ChecksumError, ConfigError
+from support.datasets import build_dataset
+from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
+
+__all__ = ["own", "pristine"]
+
+
+class TestMapped(StorageSuite):
+    @pytest.fixture
+    def opened(self):
+        def made(root, **options):
+            dataset = open_dataset(root)
+            return dataset, open_storage(dataset, "mapped", **options)
+
+        return made
+
+    def test_no_byte_is_copied(self, opened, pristine):
+        dataset, storage = opened(pristine)
+        index, row = rows_of(dataset)[0]
+        assert storage.span(index, row).obj is storage.span(index, row).obj
+
+    def test_touching_a_cut_shard_ends_in_an_error_and_not_in_the_processs_death(self, own):
+        # In a process of its own: without the check SIGBUS would kill it.
+        code = f"""
+import os
+from pathlib import Path
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import TruncatedShardError
+dataset = open_dataset({str(own)!r})
+storage = open_storage(dataset, "mapped")
+rows = [(i, dataset.index.row(i)) for i in range(12)]
+storage.span(*rows[5])
+os.truncate(Path({str(own)!r}) / "train-000001.tar", 0)
+try:
+    storage.span(*rows[6])
+except TruncatedShardError as error:
+    print("told:", error)
+"""
+        here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=here, timeout=60)
+        assert done.returncode != -signal.SIGBUS
+        assert "was cut to 0 while in use" in done.stdout, done.stderr
+
+    def test_replaced_by_rename_goes_on_with_the_old_file(self, opened, own):
+        dataset, storage = opened(own)
+        expected = spans_of(own)
+        rows = rows_of(dataset)
+        storage.span(*rows[0])
+        new = own / "new"
+        new.write_bytes(bytes((own / "train-000000.tar").stat().st_size))
+        new.rename(own / "train-000000.tar")
+        assert bytes(storage.span(*rows[1])) == expected[1]
+
+    def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.loaders.storage.mapped._USED_SPANS_HELD", 4)
+        root = tmp_path / "large"
+        build_dataset(root, {"train": (60, 60)}, size=(320, 192))
+        expected = spans_of(root)
+        for path in root.glob("*.tar"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # dirty pages would not go
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dataset = open_dataset(root)
+        total = sum(shard.bytes for shard in dataset.manifest.shards)
+        storage = MappedShards(dataset, memory_bytes=total * 2 // 3)
+        rows = rows_of(dataset)
+
+        def cached():
+            return {
+                index
+                for index, row in rows
+                if storage._files[row.shard].is_cached(row.offset + 8192, row.length - 16384)  # pages of its own
+            }
+
+        for _ in range(2):
+            session = storage.session()
+            assert [bytes(take()) for take in session.request(rows)] == expected
+            kept = {index for index, row in rows if row.xxh3 < 0.4 * 2**64}
+            gone = [index for index, _ in rows if index not in kept][:-4]
+            assert kept <= cached()
+            assert not cached().intersection(gone)
+            assert len(gone) > 30
+
+    def test_within_memory_nothing_goes(self, pristine):
+        dataset = open_dataset(pristine)
+        storage = MappedShards(dataset)
+        assert storage.session()._kept_part == 1.0
+        assert available_memory_bytes() > 0
+
+    def test_more_shards_than_files_may_be_open(self, pristine, monkeypatch):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert 1 <= open_files_limit(2) <= soft // 4
+        monkeypatch.setattr("fuelrail.loaders.storage.mapped.open_files_limit", lambda each: 1)
+        dataset = open_dataset(pristine)
+        storage = MappedShards(dataset)
+        spans = [storage.span(index, row) for index, row in rows_of(dataset)[::3]]
+        assert [bytes(span) for span in spans] == spans_of(pristine)[::3]
+        assert len(storage._files._shards) == 1
+
+
+class TestPread(StorageSuite):
+    @pytest.fixture
+    def opened(self):
+        def made(root, **options):
+            dataset = open_dataset(root)
+            return dataset, open_storage(dataset, "pread", **options)
+
+        return made
+
+    def test_buffers_serve_again_once_nobody_looks(self, opened, pristine):
+        dataset, storage = opened(pristine)
+        index, row = rows_of(dataset)[0]
+        first = storage.span(index, row)
+        second = storage.span(index, row)
+        assert address(first) != address(second)
+        kept = address(first)
+        del first
+        assert address(storage.span(index, row)) == kept
+
+    def test_wrong_bytes_are_read_again_before_they_are_believed(self, opened, own, monkeypatch):
+        dataset, storage = opened(own)
+        rows = rows_of(dataset)
+        path = spoil(own, rows[6][1])
+        real = PreadShards._read
+        calls = []
+
+        def heals(self, row):
+            if calls:
+                spoil(own, rows[6][1])  # flips it back
+            calls.append(row)
+            return real(self, row)
+
+        monkeypatch.setattr(PreadShards, "_read", heals)
+        assert bytes(storage.span(*rows[6])) == path.read_bytes()[rows[6][1].offset :][: rows[6][1].length]
+        assert len(calls) == 2
+        assert storage.stats().refetched == 1
+
+    def test_errors_of_the_file_system_are_tried_again_on_a_new_file(self, opened, pristine, monkeypatch):
+        dataset, storage = opened(pristine)
+        failures = [OSError(116, "Stale file handle"), OSError(5, "Input/output error")]
+        real = os.preadv
+
+        def fails(fd, buffers, offset, flags=0):
+            if failures:
+                raise failures.pop()
+            return real(fd, buffers, offset, flags)
+
+        monkeypatch.setattr(os, "preadv", fails)
+        index, row = rows_of(dataset)[0]
+        assert bytes(storage.span(index, row)) == spans_of(pristine)[0]
+        assert storage.stats().retries == 2
+
+    def test_reads_that_come_in_pieces(self, opened, pristine, monkeypatch):
+        dataset, storage = opened(pristine)
+        real = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:1000]], offset))
+        index, row = rows_of(dataset)[3]
+        assert bytes(storage.span(index, row)) == spans_of(pristine)[3]
+
+
+def address(view):
+    import numpy as np
+
+    return np.frombuffer(view, np.uint8).ctypes.data
+
+
+def test_buffer_sizes_waste_an_eighth_at_most():
+    for length in [1, 4096, 4097, 70_000, 1 << 20, (1 << 20) + 1, 12_345_678]:
+        assert length <= rounded_up(length) <= max(4096, length * 9 // 8 + 1)
+    buffers = SpanBuffers(keep_bytes=1 << 20)
+    views = [buffers.take(500_000) for _ in range(4)]
+    del views
+    assert 0 < buffers._free_bytes <= 1 << 20
+    assert len(buffers.take(3)) == 3
+
+
+def test_the_backend_fits_the_place(pristine, tmp_path, monkeypatch):
+    dataset = open_dataset(pristine)
+    assert open_storage(dataset).stats().backend == "mapped"
+    assert open_storage(dataset, "pread").stats().backend == "pread"
+    monkeypatch.setattr("fuelrail.loaders.storage.pread.is_network_file_system", lambda folder: True)
+    assert open_storage(dataset).stats().backend == "pread"
+    assert open_storage(dataset, "mapped").stats().backend == "mapped"
+    with pytest.raises(ConfigError, match="storage='nfs' is not known; choose one of auto, mapped"):
+        open_storage(dataset, "nfs")
+    with pytest.raises(ConfigError, match="cache_size='1GB' means something with cache_dir only"):
+        open_storage(dataset, cache_size="1GB")
+    with pytest.raises(ConfigError, match="cache_dir means something with storage='remote' only"):
+        open_storage(dataset, "pread", cache_dir=tmp_path)
+
+
+def test_network_file_systems_are_known_by_the_kernels_list(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    mounts = (
+        f"dev / ext4 rw 0 0\nserver:/data {tmp_path}/nfs\\040share nfs4 rw 0 0\ns3 {tmp_path}/fuse fuse.s3 ro 0 0\n"
+    )
+    real = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, **k: mounts if "mounts" in str(self) else real(self, **k))
+    assert is_network_file_system(tmp_path / "nfs share" / "dataset")
+    assert is_network_file_system(tmp_path / "fuse")
+    assert not is_network_file_system(tmp_path / "nfs")
+    assert not is_network_file_system(tmp_path)
+
+
+def test_wrong_bytes_are_wrong_whoever_reads(own):
+    dataset = open_dataset(own)
+    rows = rows_of(dataset)
+    spoil(own, rows[0][1], at=600, keep_mtime=True)
+    with pytest.raises(ChecksumError) as caught:
+        open_storage(dataset).span(*rows[0])
+    assert "replaced" not in str(caught.value)

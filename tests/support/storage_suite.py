@@ -1,0 +1,184 @@
+"""What every storage backend must do; a test module inherits this and says how to open one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fuelrail.pipeline.dataset import Dataset, open_dataset
+from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
+from support.datasets import build_dataset
+
+LENGTHS = {"train": (5, 7, 9), "val": (4,)}
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory):
+    """A dataset that no test changes."""
+    root = tmp_path_factory.mktemp("storage") / "pristine"
+    build_dataset(root, LENGTHS)
+    return root
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A dataset that the test may spoil."""
+    root = tmp_path / "own"
+    build_dataset(root, LENGTHS)
+    return root
+
+
+def rows_of(dataset: Dataset):
+    return [(index, dataset.index.row(index)) for index in range(len(dataset.index))]
+
+
+def spans_of(root):
+    """Every span by plain file reading."""
+    dataset = open_dataset(root)
+    spans = []
+    for _, row in rows_of(dataset):
+        data = dataset.shard_path(row).read_bytes()
+        spans.append(data[row.offset : row.offset + row.length])
+    return spans
+
+
+def spoil(root, row, at=None, *, keep_mtime=False):
+    """Change one byte of a sample in place."""
+    path = open_dataset(root).shard_path(row)
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(row.offset + (row.length // 2 if at is None else at))
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 0xFF]))
+    if keep_mtime:
+        import os
+
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return path
+
+
+class StorageSuite:
+    """Inherit, and define ``opened(root, **options) -> (dataset, storage)``; the root is a local folder."""
+
+    @pytest.fixture
+    def opened(self):
+        raise NotImplementedError
+
+    def test_spans_one_by_one(self, opened, pristine):
+        dataset, storage = opened(pristine)
+        assert [bytes(storage.span(index, row)) for index, row in rows_of(dataset)] == spans_of(pristine)
+        assert storage.stats().spans == 25
+
+    def test_spans_asked_for_ahead_in_any_order_and_twice(self, opened, pristine):
+        dataset, storage = opened(pristine)
+        expected = spans_of(pristine)
+        rows = rows_of(dataset)
+        wanted = rows[::-1] + rows[3:9] + [rows[0], rows[0]]
+        session = storage.session()
+        takes = session.request(wanted)
+        assert [bytes(take()) for take in takes] == [expected[index] for index, _ in wanted]
+        assert session.request([]) == []
+        session.close()
+        session.close()
+
+    def test_views_are_read_only_and_outlive_the_storage(self, opened, pristine):
+        dataset, storage = opened(pristine)
+        index, row = rows_of(dataset)[2]
+        span = storage.span(index, row)
+        assert span.readonly
+        storage.close()
+        del storage
+        gc.collect()
+        assert bytes(span) == spans_of(pristine)[2]
+
+    def test_many_threads(self, opened, pristine):
+        dataset, storage = opened(pristine)
+        expected = spans_of(pristine)
+        rows = rows_of(dataset)
+        start = threading.Barrier(6)
+
+        def work(seed):
+            start.wait()
+            mine = rows[seed * 3 :] + rows[: seed * 3]
+            session = storage.session()
+            return all(
+                bytes(take()) == expected[index]
+                for _ in range(3)
+                for (index, _), take in zip(mine, session.request(mine), strict=True)
+            )
+
+        with ThreadPoolExecutor(6) as pool:
+            assert all(pool.map(work, range(6)))
+
+    def test_wrong_bytes_are_named(self, opened, own):
+        dataset, storage = opened(own)
+        index, row = rows_of(dataset)[6]
+        spoil(own, row)
+        with pytest.raises(ChecksumError) as caught:
+            storage.span(index, row)
+        assert (caught.value.shard, caught.value.offset, caught.value.key) == (
+            "train-000001.tar", row.offset, row.key,
+        )  # fmt: skip
+
+    def test_unverified_wrong_bytes_are_handed_out(self, opened, own):
+        dataset, storage = opened(own, verify=False)
+        index, row = rows_of(dataset)[6]
+        spoil(own, row)
+        assert bytes(storage.span(index, row)) != spans_of(own)[5]
+        assert bytes(storage.span(index, row)) == spans_of(own)[6]
+
+    def test_a_missing_shard_is_named(self, opened, own):
+        dataset, storage = opened(own)
+        (own / "train-000002.tar").unlink()
+        index, row = rows_of(dataset)[15]
+        with pytest.raises(StorageError, match=r"train-000002\.tar.*clip"):
+            storage.span(index, row)
+        takes = storage.session().request([rows_of(dataset)[0], (index, row)])
+        assert bytes(takes[0]()) == spans_of_first(own)
+        with pytest.raises(StorageError, match=r"train-000002\.tar"):
+            takes[1]()
+
+    def test_a_shard_cut_before_it_was_opened(self, opened, own):
+        dataset, storage = opened(own)
+        index, row = rows_of(dataset)[11]
+        with (own / "train-000001.tar").open("r+b") as file:
+            file.truncate(row.offset + 100)
+        with pytest.raises((TruncatedShardError, ShardError), match=r"train-000001\.tar"):
+            storage.span(index, row)
+
+    def test_a_shard_cut_while_in_use(self, opened, own):
+        dataset, storage = opened(own)
+        expected = spans_of(own)
+        rows = rows_of(dataset)
+        assert bytes(storage.span(*rows[5])) == expected[5]
+        with (own / "train-000001.tar").open("r+b") as file:
+            file.truncate(rows[9][1].offset)
+        with pytest.raises(TruncatedShardError, match=rows[11][1].key):
+            storage.span(*rows[11])
+
+    def test_a_dataset_replaced_while_in_use_names_both_fingerprints(self, opened, own):
+        dataset, storage = opened(own)
+        rows = rows_of(dataset)
+        storage.span(*rows[0])
+        other = own.parent / "other"
+        build_dataset(other, LENGTHS, seed=9)
+        for file in other.iterdir():
+            data = file.read_bytes()
+            with (own / file.name).open("r+b") as target:  # in place: the same file, other bytes
+                target.truncate(0)
+                target.write(data)
+        with pytest.raises(ShardError) as caught:
+            for index, row in rows:
+                storage.span(index, row)
+        assert dataset.manifest.fingerprint in str(caught.value)
+        assert open_dataset(other).manifest.fingerprint in str(caught.value)
+
+
+def spans_of_first(root):
+    dataset = open_dataset(root)
+    row = dataset.index.row(0)
+    return dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
