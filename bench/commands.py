@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench import train_command
+from fuelrail.bench import loader_command, train_command
 from fuelrail.pipeline.command import Command
 
 if TYPE_CHECKING:
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    train = words.add_parser("train", help=train_command.HELP, description=train_command.DESCRIPTION)
-    train_command.configure(train)
-    train.set_defaults(run_word=train_command.run)
+    for word, module in (("train", train_command), ("loader", loader_command)):
+        parser_of_word = words.add_parser(word, help=module.HELP, description=module.DESCRIPTION)
+        module.configure(parser_of_word)
+        parser_of_word.set_defaults(run_word=module.run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

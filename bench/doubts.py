@@ -10,6 +10,7 @@ from fuelrail.bench.occupancy import measured_steps
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from fuelrail.bench.cpu_watch import CpuUse
     from fuelrail.bench.occupancy import Window
     from fuelrail.bench.records import RankLog
     from fuelrail.bench.report import Figures
@@ -20,9 +21,16 @@ _NOISE = 0.01
 _NOTABLE = 0.02
 
 
-def doubts(settings: TrainSettings, logs: Sequence[RankLog], window: Window, figures: Figures | None) -> list[str]:
+def doubts(
+    settings: TrainSettings, logs: Sequence[RankLog], window: Window, figures: Figures | None, cpu: CpuUse | None
+) -> list[str]:
     """All doubts about a run; ``figures`` is None when its window is too short."""
     found = [*_of_the_run(logs), *_of_the_input(settings, logs)]
+    if cpu is not None and cpu.disturbed:
+        found.append(
+            f"Other processes used {cpu.others:.1f} of this host's {cpu.usable:g} CPUs meanwhile, we {cpu.own:.1f}: "
+            "an undisturbed run would load faster."
+        )
     if figures is not None:
         found += [*_of_the_emulation(figures), *_of_the_window(settings, logs, window, figures)]
     return found

@@ -23,6 +23,7 @@ from fuelrail.__main__ import main as fuelrail_main
 from fuelrail.bench.accelerator import DEFAULT_PROFILE, Accelerator, EmulatedAccelerator, load_profile
 from fuelrail.bench.clock import NS_PER_MS, MonotonicClock
 from fuelrail.bench.cuda import CudaAccelerator
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, installed_gpus, machine_facts
 from fuelrail.bench.report import load_report
 from fuelrail.loaders import DataLoader
@@ -284,23 +285,13 @@ def main(arguments: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="fuelrail-gpu-check-") as folder:
             dataset = options.dataset or synthesise(Path(folder))
             result = run_checks(Bench(torch.device("cuda", 0), dataset, Path(folder)))
-        save(result, options.out)
+        publish_json(options.out, result)
     except FuelrailError as error:
         sys.stderr.write(f"gpu-check: {error}\n")
         return 2
     failed = [check.name for check in result.checks if not check.passed]
     sys.stdout.write(f"{len(failed)} of {len(result.checks)} checks failed; result in {options.out}\n")
     return 1 if failed else 0
-
-
-def save(result: GpuCheck, path: Path) -> None:
-    """Write the result file, by rename."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--out '{path}' cannot be written: {error.strerror}") from error
 
 
 def _require_gpu() -> None:

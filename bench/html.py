@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.files import publish
 from fuelrail.bench.plots import PHASE_COLOURS, PHASE_LABELS, plots
 
 if TYPE_CHECKING:
@@ -49,10 +50,8 @@ _EMULATED_PHASES = (
 
 
 def save_html(report: Report, path: Path) -> None:
-    """Write the report's page, by rename."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(render_html(report), encoding="utf-8")
-    temporary.replace(path)
+    """Write the report's page, by rename; raises ConfigError."""
+    publish(path, render_html(report).encode())
 
 
 def render_html(report: Report) -> str:

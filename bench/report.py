@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.cpu_watch import CpuUse  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.doubts import doubts, ranks_disagree
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.occupancy import (
     Occupancy,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.pipeline.dataset import Dataset
 
 SCHEMA = "fuelrail-bench-train"
 VERSION = 1
@@ -115,9 +118,23 @@ class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
     cameras: list[str]
 
 
+def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
+    """The facts of one split; raises ConfigError where there is none of that name."""
+    entry = dataset.split(split)
+    return DatasetFacts(
+        name=dataset.manifest.name,
+        fingerprint=dataset.manifest.fingerprint,
+        split=split,
+        num_samples=entry.num_samples,
+        num_shards=entry.num_shards,
+        cameras=[camera.channel for camera in dataset.manifest.cameras],
+    )
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A whole report.
 
+    ``cpu`` says who used the host's CPUs from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them.
     """
@@ -135,6 +152,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     window: Window
     figures: Figures | None
     warnings: list[str]
+    cpu: CpuUse | None
     ranks_disagree: bool
     ranks: list[RankFacts]
     series: list[Series]
@@ -147,6 +165,7 @@ def build_report(
     machine: MachineFacts,
     dataset: DatasetFacts,
     cut_off: str | None,
+    cpu: CpuUse | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> Report:
     """Make the report of a run of ``len(logs)`` ranks, complete or cut off."""
@@ -171,7 +190,8 @@ def build_report(
         model={"name": settings.model_name, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
-        warnings=doubts(settings, logs, window, figures),
+        warnings=doubts(settings, logs, window, figures, cpu),
+        cpu=cpu,
         ranks_disagree=ranks_disagree(logs),
         ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
         series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
@@ -179,10 +199,8 @@ def build_report(
 
 
 def save_report(report: Report, path: Path) -> None:
-    """Write the report as JSON, by rename: a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    temporary.replace(path)
+    """Write the report as JSON, by rename: a reader never sees half of it. Raises ConfigError."""
+    publish_json(path, report)
 
 
 def load_report(path: Path) -> Report:

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.accelerator import DEFAULT_PROFILE, load_profile, profile_names
+from fuelrail.bench.cpu_watch import CpuWatch
 from fuelrail.bench.machine import installed_gpus, machine_facts
 from fuelrail.bench.records import RankLog, rank_path, read_rank
-from fuelrail.bench.report import DatasetFacts, Report, build_report, save_report
+from fuelrail.bench.report import DatasetFacts, Report, build_report, dataset_facts, save_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
 from fuelrail.pipeline.dataset import open_dataset
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check everything that can be checked at once, run the ranks, gather their records, report."""
     if not arguments.no_html and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
-    dataset = _dataset_facts(arguments.dataset, arguments.split)
+    dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
     records = arguments.out / "records"
     settings = _settings(arguments, records)
     _check_world(arguments, dataset)
@@ -88,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
     (records / _SETTINGS_FILE).write_bytes(msgspec.json.encode(settings))
     machine = machine_facts()
 
+    watch = CpuWatch()
     outcome = _launch(arguments, settings, records)
+    cpu = watch.use()
     logs = [read_rank(rank_path(records, rank)) for rank in range(arguments.ranks)]
     cut_off = why_cut_off(outcome, logs)
     if cut_off is not None and not any(log.steps for log in logs):
@@ -101,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         machine=machine,
         dataset=dataset,
         cut_off=cut_off,
+        cpu=cpu,
         price_per_gpu_hour=arguments.price_per_gpu_hour,
     )
     _save(report, arguments)
@@ -152,19 +156,6 @@ def _profile(choice: str) -> AcceleratorProfile | None:
             f"--accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
         )
     return load_profile(name)
-
-
-def _dataset_facts(folder: str, split: str) -> DatasetFacts:
-    dataset = open_dataset(folder)
-    entry = dataset.split(split)
-    return DatasetFacts(
-        name=dataset.manifest.name,
-        fingerprint=dataset.manifest.fingerprint,
-        split=split,
-        num_samples=entry.num_samples,
-        num_shards=entry.num_shards,
-        cameras=[camera.channel for camera in dataset.manifest.cameras],
-    )
 
 
 def _check_world(arguments: argparse.Namespace, dataset: DatasetFacts) -> None:

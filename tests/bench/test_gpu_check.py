@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fuelrail.bench import gpu_check
-from fuelrail.bench.gpu_check import Bench, CheckFailed, GpuCheck, run_checks, save
+from fuelrail.bench.files import publish_json
+from fuelrail.bench.gpu_check import Bench, CheckFailed, GpuCheck, run_checks
 from support.datasets import build_dataset
 
 
@@ -22,7 +23,7 @@ def test_all_checks_hold_and_the_result_is_kept(bench, tmp_path):
     result = run_checks(bench)
     assert [(check.name, check.problem) for check in result.checks] == [(name, None) for name in gpu_check.CHECKS]
     path = tmp_path / "gpu-check.json"
-    save(result, path)
+    publish_json(path, result)
     assert msgspec.json.decode(path.read_bytes(), type=GpuCheck) == result
 
 

@@ -1,0 +1,142 @@
+"""This machine's limits on this dataset's own bytes: what a loader that did nothing else could reach.
+
+Every limit is a rate in samples/s, so that they can be held against the loader's. All bytes come from the page cache:
+they are read once before. How fast the storage itself is, cold, is another question.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import simplejpeg
+import xxhash
+
+from fuelrail.bench.rates import Rate, measure_rate
+from fuelrail.loaders.decode.probe import probe
+from fuelrail.pipeline import codecs
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.work import Fetched, Parsed
+    from fuelrail.pipeline.buffers import Buffer
+
+_JPEG_SCALES = (1, 2, 4, 8)
+
+
+class _Scratch(threading.local):
+    """Each thread's reused memory: fresh megabytes would cost as much in page faults as the work that is measured."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """An array with undefined content, valid until the thread's next call."""
+        size = math.prod(shape)
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].reshape(shape)
+
+
+class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean sizes of a sample: as stored, its encoded images alone, and its images as the trainer gets them [bytes]."""
+
+    stored_bytes: float
+    encoded_image_bytes: float
+    output_bytes: int
+
+
+def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_bytes: int) -> SampleSizes:
+    """Mean sizes over some samples."""
+    encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
+    return SampleSizes(
+        stored_bytes=float(np.mean([entry.stored.row.length for entry in fetched])),
+        encoded_image_bytes=float(np.mean(encoded)),
+        output_bytes=output_bytes,
+    )
+
+
+def measure_limits(
+    fetched: Sequence[Fetched],
+    parsed: Sequence[Parsed],
+    skipped: Collection[str],
+    output_bytes: int,
+    num_threads: int,
+    seconds: float,
+) -> list[Rate]:
+    """Measure each limit for ``seconds`` with ``num_threads`` threads, on samples that are in memory already.
+
+    ``skipped`` names channels whose members the loader leaves as they are.
+    """
+    count = len(fetched)
+    spans = [entry.stored.span for entry in fetched]
+    compressed = [
+        [
+            (member.codec, span[member.offset : member.offset + member.stored_bytes], member.raw_bytes)
+            for member in entry.stored.row.members
+            if member.codec != codecs.RAW and member.name.partition(".")[0] not in skipped
+        ]
+        for entry, span in zip(fetched, spans, strict=True)
+    ]
+    images = [list(entry.sample.images.values()) for entry in parsed]
+    factor = _jpeg_factor(parsed)
+    picture = np.zeros(output_bytes, np.uint8)
+    scratch = _Scratch()
+
+    def read(number: int) -> None:
+        span = np.frombuffer(spans[number % count], np.uint8)
+        np.copyto(scratch.take(span.shape), span)
+
+    def digest(number: int) -> None:
+        xxhash.xxh3_64_intdigest(spans[number % count])
+
+    def decompress(number: int) -> None:
+        for codec, stored, raw_bytes in compressed[number % count]:
+            codecs.decode(codec, stored, raw_bytes)
+
+    def copy(number: int) -> None:  # noqa: ARG001 - each copies the same
+        np.copyto(scratch.take(picture.shape), picture)
+
+    def decode(divisor: int, number: int) -> None:
+        for image in images[number % count]:
+            _decode(image, divisor, scratch)
+
+    rates = [
+        measure_rate("copy decoded images", copy, num_threads, seconds),
+        measure_rate("read from the page cache", read, num_threads, seconds),
+        measure_rate("xxh3 digest", digest, num_threads, seconds),
+    ]
+    if any(compressed):
+        rates.append(measure_rate("zstd", decompress, num_threads, seconds))
+    if factor is not None:
+        for divisor in sorted({1, factor}, reverse=True):
+            name = f"libjpeg-turbo at 1/{divisor}" if divisor > 1 else "libjpeg-turbo at full size"
+            rates.append(measure_rate(name, partial(decode, divisor), num_threads, seconds))
+    return rates
+
+
+def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
+    """The limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
+    return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
+
+
+def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
+    """The largest divisor that libjpeg-turbo may shrink by while it decodes, for every map of the samples."""
+    scales = [image_map.max_scale for entry in parsed for image_map in entry.maps]
+    formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
+    if formats != {"jpeg"}:
+        return None
+    return max(factor for factor in _JPEG_SCALES if factor == 1 or max(scales) * factor <= 1.0 + 1e-9)
+
+
+def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
+    info = probe(image)
+    height, width = -(-info.height // divisor), -(-info.width // divisor)
+    simplejpeg.decode_jpeg(image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4)))

@@ -1,0 +1,175 @@
+"""The report of ``fuelrail bench loader``: repeats to medians with intervals, the waterfall, the bound, and JSON."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fuelrail.bench.limits import SampleSizes, jpeg_limit
+from fuelrail.bench.loader_bound import Bound, find_bound
+from fuelrail.bench.loader_run import MIN_STEADY_BATCHES, LoaderRun
+from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.rates import Rate  # noqa: TC001 (likewise)
+from fuelrail.bench.report import DatasetFacts  # noqa: TC001 (likewise)
+from fuelrail.bench.steady import Interval, interval_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SCHEMA = "fuelrail-bench-loader"
+VERSION = 1
+# A few pages are read anew by any process.
+_MANY_FAULTS = 100
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the waterfall: a rate with all threads, and the share that is left of the step before."""
+
+    name: str
+    samples_per_s: float
+    of_previous: float
+
+
+class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the repeats say together; rates of the steady part of each."""
+
+    samples_per_s: Interval
+    images_per_s: Interval
+    stored_mb_per_s: float
+    cpu_ms_per_sample: Interval
+    cpu_s_per_1000_images: float
+    first_batch_s: Interval
+    peak_rss_bytes: int
+    waterfall: list[Step]
+    bound: Bound
+
+
+class LoaderReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report; ``figures`` is None when no repeat became steady, and ``too_short`` says so."""
+
+    schema: str
+    version: int
+    created: str
+    machine: MachineFacts
+    dataset: DatasetFacts
+    options: dict[str, Any]
+    sizes: SampleSizes
+    limits: list[Rate]
+    stages: list[Rate]
+    runs: list[LoaderRun]
+    figures: LoaderFigures | None
+    too_short: str | None
+    warnings: list[str]
+
+
+def build_loader_report(
+    *,
+    machine: MachineFacts,
+    dataset: DatasetFacts,
+    options: dict[str, Any],
+    sizes: SampleSizes,
+    limits: Sequence[Rate],
+    stages: Sequence[Rate],
+    runs: Sequence[LoaderRun],
+    peak_rss_bytes: int,
+) -> LoaderReport:
+    """Put the parts together and judge them."""
+    steady = [run for run in runs if run.samples_per_s is not None]
+    too_short = None
+    figures = None
+    if steady:
+        figures = _figures(dataset, sizes, limits, stages, steady, peak_rss_bytes)
+    else:
+        longest = max(len(run.batch_s) for run in runs)
+        too_short = (
+            f"no run became steady: the longest made {longest} batches, and {MIN_STEADY_BATCHES} are needed after "
+            "warm-up; give it more --seconds or a smaller --batch-size"
+        )
+    return LoaderReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=machine,
+        dataset=dataset,
+        options=options,
+        sizes=sizes,
+        limits=list(limits),
+        stages=list(stages),
+        runs=list(runs),
+        figures=figures,
+        too_short=too_short,
+        warnings=_warnings(runs, steady, figures),
+    )
+
+
+def _figures(
+    dataset: DatasetFacts,
+    sizes: SampleSizes,
+    limits: Sequence[Rate],
+    stages: Sequence[Rate],
+    steady: Sequence[LoaderRun],
+    peak_rss_bytes: int,
+) -> LoaderFigures:
+    rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
+    samples_per_s = interval_of(rates)
+    num_cameras = len(dataset.cameras)
+    cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
+    # The median run stands for all where one run is to be judged.
+    middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
+    assert middle.samples_per_s is not None
+    return LoaderFigures(
+        samples_per_s=samples_per_s,
+        images_per_s=interval_of([rate * num_cameras for rate in rates]),
+        stored_mb_per_s=samples_per_s.median * sizes.stored_bytes / 1e6,
+        cpu_ms_per_sample=cpu_ms,
+        cpu_s_per_1000_images=cpu_ms.median / num_cameras,
+        first_batch_s=interval_of([run.first_batch_s for run in steady]),
+        peak_rss_bytes=peak_rss_bytes,
+        waterfall=_waterfall(limits, stages, samples_per_s.median),
+        bound=find_bound(
+            middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits)
+        ),
+    )
+
+
+def _waterfall(limits: Sequence[Rate], stages: Sequence[Rate], samples_per_s: float) -> list[Step]:
+    """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads."""
+    named = []
+    jpeg = jpeg_limit(limits)
+    if jpeg is not None:
+        named.append((f"{jpeg.name}, nothing else", jpeg.samples_per_s))
+    decode = next((rate for rate in stages if rate.name == "decode"), None)
+    if decode is not None:
+        named.append(("decode stage: resize, crop, planes as well", decode.samples_per_s))
+    named.append(("whole loader", samples_per_s))
+    steps = []
+    for number, (name, rate) in enumerate(named):
+        before = named[number - 1][1] if number else rate
+        steps.append(Step(name=name, samples_per_s=rate, of_previous=rate / before))
+    return steps
+
+
+def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None) -> list[str]:
+    warnings = []
+    others = [run.cpu.others for run in runs if run.cpu.disturbed and run.cpu.others is not None]
+    if others:
+        warnings.append(
+            f"Other processes used up to {max(others):.1f} of the {runs[0].cpu.usable:g} CPUs meanwhile: the rates are "
+            "too low. CPU time a sample suffers less."
+        )
+    faults = max(run.num_storage_faults for run in runs)
+    if faults > _MANY_FAULTS:
+        warnings.append(
+            f"Up to {faults:,} pages a run came from storage, not from the page cache: the dataset does not fit into "
+            "memory, or was not there yet. The limits below are those of cached bytes."
+        )
+    if figures is not None and len(steady) < len(runs):
+        warnings.append(f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out.")
+    if figures is not None:
+        rate = figures.samples_per_s
+        spread = (rate.high - rate.low) / rate.median
+        if spread > 0.1:
+            warnings.append(f"The repeats differ by {spread:.0%} of their median: don't trust small differences.")
+    return warnings
