@@ -24,12 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import MemberError, SchemaError
-from fuelrail.pipeline.tensors import read_npy, read_tensors, write_npy, write_tensors
+from fuelrail.pipeline.tensors import read_layout, read_npy, write_npy, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.tensors import TensorSpec
 
 SCHEMA: Final = "fuelrail/1"
 META: Final = "meta.json"
@@ -195,9 +196,11 @@ def encode_arrays(record: Geometry | Boxes) -> bytes:
 
 def decode_arrays(data: Buffer, to: type[A]) -> A:
     """Parse ``geometry.safetensors`` or ``boxes.safetensors`` into read-only views; raises SchemaError."""
-    arrays = read_tensors(data)
-    _check(to, arrays)
-    return to(**arrays)  # type: ignore[arg-type]
+    layout = read_layout(data)
+    if to not in layout.fits:
+        _check(to, layout.specs)
+        layout.fits.add(to)
+    return to(**layout.views(data))  # type: ignore[arg-type]
 
 
 def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...]], ...]:
@@ -210,7 +213,7 @@ def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...
 _SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes)}
 
 
-def _check(record: type[Geometry | Boxes], arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check(record: type[Geometry | Boxes], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
     specs = _SPECS[record]
     if len(arrays) != len(specs):
         unknown = sorted(arrays.keys() - {name for name, _, _ in specs})
@@ -221,10 +224,11 @@ def _check(record: type[Geometry | Boxes], arrays: Mapping[str, NDArray[Any]]) -
         array = arrays.get(name)
         if array is None:
             raise SchemaError(f"array '{name}' is missing")
-        wanted = tuple(sizes.setdefault(n, array.shape[i] if i < array.ndim else -1) if isinstance(n, str) else n
+        found = array.shape
+        wanted = tuple(sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
                        for i, n in enumerate(shape))  # fmt: skip
-        if array.dtype != dtype or array.shape != wanted:
-            raise SchemaError(f"array '{name}' is {array.dtype}{list(array.shape)}; wanted {dtype}{list(wanted)}")
+        if array.dtype != dtype or found != wanted:
+            raise SchemaError(f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}")
 
 
 def encode_points(points: F32) -> bytes:
