@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.compiled_order import CompiledOrder
 
 DESCRIPTION = (
@@ -90,18 +92,32 @@ def run(arguments: argparse.Namespace) -> int:
     order = compile_order(spec, dataset, arguments.split, global_batch=arguments.global_batch)
     entry = dataset.split(arguments.split)
     first, end = entry.first_sample, entry.first_sample + entry.num_samples
-    chosen = Placed(name=f"fuelrail {spec.kind}", samples=_epoch(order, arguments.epoch))
-    selected = np.unique(chosen.samples)
+    samples = _epoch(order, arguments.epoch)
+    selected = np.unique(samples)
     clips, shards = dataset.index.clip_numbers(first, end), dataset.index.column("shard", first, end)
     lengths = Layout.of_split(dataset.manifest, arguments.split).shard_lengths
-    seed = spec.seed + arguments.epoch
+    chances, equal = np.zeros(entry.num_samples), np.zeros(entry.num_samples)
+    chances[order.selected()], equal[selected] = order.expected_counts(), 1.0
+    num_epochs = min(_EPOCHS, _SHUFFLED_IN_ALL // len(selected))
+    at = [0, len(selected) // 2, -1]
+
+    def webdataset(epoch: int) -> NDArray[np.int64]:
+        return webdataset_order(lengths, selected, seed=spec.seed + epoch, sample_buffer=arguments.buffer)
+
+    def true(epoch: int) -> NDArray[np.int64]:
+        return true_shuffle(selected, seed=(spec.seed, epoch))
+
     placed = [
-        chosen,
-        Placed(
-            name=f"webdataset {arguments.buffer:,}",
-            samples=webdataset_order(lengths, selected, seed=seed, sample_buffer=arguments.buffer),
+        Placed(name=f"fuelrail {spec.kind}", samples=samples, over_epochs=_over_epochs(order), chances=chances),
+        *(
+            Placed(
+                name=name,
+                samples=shuffle(arguments.epoch),
+                over_epochs=np.array([shuffle(epoch)[at] for epoch in range(num_epochs)]).reshape(-1, len(at)),
+                chances=equal,
+            )
+            for name, shuffle in ((f"webdataset {arguments.buffer:,}", webdataset), ("true shuffle", true))
         ),
-        Placed(name="true shuffle", samples=true_shuffle(selected, seed=seed)),
     ]
     figures = [describe(each, clips, shards, arguments.global_batch) for each in placed]
     description = Description(
@@ -143,7 +159,7 @@ def _spec(arguments: argparse.Namespace) -> OrderSpec:
     )
 
 
-def _epoch(order: CompiledOrder | LaneOrder, epoch: int) -> np.ndarray:
+def _epoch(order: CompiledOrder | LaneOrder, epoch: int) -> NDArray[np.int64]:
     """The samples of one epoch, padding of lanes left out."""
     positions = np.arange(order.epoch_length)
     if isinstance(order, LaneOrder):
@@ -151,6 +167,21 @@ def _epoch(order: CompiledOrder | LaneOrder, epoch: int) -> np.ndarray:
         return entries.samples[entries.valid]
     return order.epoch(epoch)(positions)
 
+
+def _over_epochs(order: CompiledOrder | LaneOrder) -> NDArray[np.int64]:
+    """What stands at the first, middle and last position of many epochs; of lanes, where it is always valid."""
+    at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
+    if isinstance(order, LaneOrder):
+        entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
+        always = np.all([each.valid for each in entries], axis=0)
+        return np.array([each.samples[always] for each in entries])
+    return np.array([order.epoch(epoch)(at) for epoch in range(_EPOCHS)])
+
+
+_EPOCHS = 1000
+"""Epochs over which equal chance is measured, ..."""
+_SHUFFLED_IN_ALL = 2_000_000
+"""... or so many that others have to shuffle this many samples."""
 
 _ROWS = (
     ("rank correlation", "rank_correlation", "+.4f"),
@@ -165,7 +196,8 @@ _ROWS = (
 _LEGEND = (
     "z: standard deviations from a true shuffle's mean. ratio: of what a true shuffle has on average. neighbours: "
     "samples next to each other in the order. buckets: is each part of the data spread over the whole epoch? "
-    "displacement: how far samples are from where they are stored. separation: how far apart stored neighbours come."
+    "displacement: how far samples are from where they are stored. separation: how far apart stored neighbours come. "
+    "chances: over many epochs, has every part of the data its chance at the first, middle and last position?"
 )
 
 
@@ -192,6 +224,7 @@ def _print(description: Description) -> None:
 def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:
     """The table's rows: what, then each order's figure."""
     found = [(text, *(format(getattr(each.quality, name), spec) for each in figures)) for text, name, spec in _ROWS]
+    found.append(("chances over epochs, z", *(f"{each.equal_chance_z:+.1f}" for each in figures)))
     found.append(("same-clip pairs in a batch", *(f"{each.same_clip_pairs:.3%}" for each in figures)))
     found.append(("shards read by a batch", *(f"{each.shards_per_batch:.1f}" for each in figures)))
     return found

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.shuffle_quality import ShuffleQuality, measure
+from fuelrail.pipeline.shuffle_quality import ChiSquare, ShuffleQuality, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,13 +31,21 @@ class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the pairs of samples of a global batch that are of one clip."""
     shards_per_batch: float
     """Different shards that a global batch reads from, on average."""
+    equal_chance_z: float
+    """Over many epochs: has every part of the data its chance at the first, middle and last position?"""
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """An epoch of some order: the samples of the split in the order of the positions, by name."""
+    """An epoch of some order: the samples of the split in the order of the positions, by name.
+
+    ``over_epochs``: what stands at some fixed positions in many epochs, int64 (num_epochs, num_positions); ``chances``:
+    how often each sample is expected in an epoch, float64 (num_samples of the split,).
+    """
 
     name: str
     samples: NDArray[np.int64]
+    over_epochs: NDArray[np.int64]
+    chances: NDArray[np.float64]
 
 
 def webdataset_order(
@@ -55,7 +63,7 @@ def webdataset_order(
     return np.fromiter(detshuffle(bufsize=sample_buffer, seed=seed).run(stored), dtype=np.int64, count=len(selected))
 
 
-def true_shuffle(selected: NDArray[np.int64], *, seed: int) -> NDArray[np.int64]:
+def true_shuffle(selected: NDArray[np.int64], *, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
     """A uniformly random permutation of some samples, by numpy."""
     return np.random.default_rng(seed).permutation(selected)
 
@@ -76,7 +84,31 @@ def describe(
         quality=measure(ranks(placed.samples)),
         same_clip_pairs=same_pairs(clips[placed.samples], global_batch),
         shards_per_batch=distinct_per_batch(shards[placed.samples], global_batch),
+        equal_chance_z=equal_chance_z(placed.over_epochs, placed.chances),
     )
+
+
+def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
+    """Chi-square, as a z, of what stands at some positions (num_epochs, num_positions) against the samples' chances.
+
+    Samples are put in buckets of about equal chance, so many that 8 are expected in each, 16 at most. Positions are
+    taken to be independent of one another, which they nearly are in long epochs. NaN for fewer than 16 epochs.
+    """
+    num_epochs, num_positions = over_epochs.shape
+    num_buckets = min(16, num_epochs // 8)
+    if num_buckets < 2:
+        return float("nan")
+    ends = np.cumsum(chances) / chances.sum()
+    bucket = np.minimum((ends * num_buckets * (1 - 1e-12)).astype(np.int64), num_buckets - 1)
+    shares = np.bincount(bucket, weights=chances, minlength=num_buckets) / chances.sum()
+    possible = shares > 0  # a few samples of large weight may leave buckets empty
+    statistic = 0.0
+    for column in over_epochs.T:
+        counts = np.bincount(bucket[column], minlength=num_buckets)[possible]
+        expected = num_epochs * shares[possible]
+        statistic += float((np.square(counts - expected) / expected).sum())
+    degrees = num_positions * (int(possible.sum()) - 1)
+    return ChiSquare(statistic, degrees).z if degrees else float("nan")
 
 
 def ranks(samples: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -127,6 +127,10 @@ class CompiledOrder:
             self._selected = selected.astype(small)
         self.epoch_length = self.num_selected if sampling is None else sampling.length
 
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+        return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
+
     def expected_counts(self) -> NDArray[np.float64]:
         """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
         return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
@@ -152,6 +156,14 @@ class LaneOrder:
     def __init__(self, spec: OrderSpec, lanes: Lanes, identity: dict[str, Any]) -> None:
         self.spec, self.lanes, self.identity = spec, lanes, identity
         self.epoch_length, self.num_selected = len(lanes), lanes.num_samples
+
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+        return self.lanes.selected()
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, padding aside: float64 (num_selected,), ones."""
+        return np.ones(self.num_selected)
 
     def epoch(self, epoch: int) -> LaneEpoch:
         """The lanes of one epoch; raises OrderError for an epoch out of range."""

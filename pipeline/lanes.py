@@ -68,7 +68,7 @@ class Lanes:
                 f"{len(run)} pieces of clips for {num_lanes} lanes (the global batch): a lane needs at least one; use "
                 f"a global batch of at most {len(run)}, or more pieces_per_clip than {pieces_per_clip}"
             )
-        self._clips, self.num_lanes, self.num_samples = clips, num_lanes, len(chosen)
+        self._clips, self._chosen, self.num_lanes, self.num_samples = clips, chosen, num_lanes, len(chosen)
         self._lane_of_slot = _deal(np.sort(self._lengths)[::-1], num_lanes)
         loads = np.bincount(self._lane_of_slot, weights=np.sort(self._lengths)[::-1], minlength=num_lanes)
         self.num_steps = int(loads.max())
@@ -81,6 +81,10 @@ class Lanes:
     def num_padding(self) -> int:
         """Positions of an epoch that are not valid."""
         return len(self) - self.num_samples
+
+    def selected(self) -> NDArray[np.int64]:
+        """The samples of an epoch, ascending: int64 (num_samples,)."""
+        return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
     def epoch(self, seed: int, epoch: int) -> LaneEpoch:
         """The lanes of one epoch, in time proportional to the number of pieces."""

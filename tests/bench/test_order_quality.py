@@ -15,6 +15,7 @@ from fuelrail.bench.order_quality import (
     Placed,
     describe,
     distinct_per_batch,
+    equal_chance_z,
     ranks,
     same_pairs,
     true_shuffle,
@@ -72,7 +73,12 @@ def test_selected_samples_come_once_from_every_order():
 def test_a_true_shuffle_is_described_as_one():
     n = 20_000
     clips, shards = np.arange(n) // 40, np.arange(n) // 250
-    figures = describe(Placed(name="true", samples=true_shuffle(np.arange(n), seed=0)), clips, shards, 64)
+    over_epochs = np.random.default_rng(0).integers(0, n, (500, 3))
+    samples = true_shuffle(np.arange(n), seed=0)
+    figures = describe(
+        Placed(name="true", samples=samples, over_epochs=over_epochs, chances=np.ones(n)), clips, shards, 64
+    )
+    assert abs(figures.equal_chance_z) < 4
     assert figures.same_clip_pairs == pytest.approx(39 / (n - 1), rel=0.1)
     assert figures.shards_per_batch == pytest.approx(80 * (1 - (79 / 80) ** 64), rel=0.02)
     assert abs(figures.quality.rank_correlation_z) < 4
@@ -80,7 +86,9 @@ def test_a_true_shuffle_is_described_as_one():
 
 def test_copies_are_samples_of_their_own():
     samples = np.random.default_rng(0).permutation(np.repeat(np.arange(100), 3))
-    figures = describe(Placed(name="thrice", samples=samples), np.arange(100), np.zeros(100, dtype=int), 10)
+    placed = Placed(name="thrice", samples=samples, over_epochs=np.empty((0, 3), int), chances=np.full(100, 3.0))
+    figures = describe(placed, np.arange(100), np.zeros(100, dtype=int), 10)
+    assert np.isnan(figures.equal_chance_z)
     assert figures.quality.num_samples == 300
     assert abs(figures.quality.rank_correlation_z) < 4
     assert figures.shards_per_batch == 1
@@ -89,4 +97,22 @@ def test_copies_are_samples_of_their_own():
 def test_epochs_too_long_to_hold_are_refused():
     samples = np.broadcast_to(np.int64(0), MAX_POSITIONS + 1)
     with pytest.raises(OrderError, match="10,000,001 positions is too long"):
-        describe(Placed(name="long", samples=samples), np.zeros(1, dtype=int), np.zeros(1, dtype=int), 64)
+        describe(
+            Placed(name="long", samples=samples, over_epochs=np.empty((0, 3), int), chances=np.ones(1)),
+            np.zeros(1, dtype=int), np.zeros(1, dtype=int), 64,
+        )  # fmt: skip
+
+
+def test_chances_are_held_against_the_expected_ones():
+    rng = np.random.default_rng(0)
+    chances = rng.random(300) * (rng.random(300) < 0.5)
+    drawn = rng.choice(300, (2000, 3), p=chances / chances.sum())
+    assert abs(equal_chance_z(drawn, chances)) < 4
+    assert equal_chance_z(drawn, np.ones(300)) > 10
+    scores = [equal_chance_z(rng.integers(0, 100, (160, 3)), np.ones(100)) for _ in range(400)]
+    assert abs(np.mean(scores)) < 0.2
+    assert 0.85 < np.std(scores) < 1.15
+
+
+def test_one_sample_has_every_chance():
+    assert np.isnan(equal_chance_z(np.zeros((100, 3), int), np.ones(1)))
