@@ -261,11 +261,12 @@ def run_checks(bench: Bench) -> GpuCheck:
     )
 
 
-def synthesise(folder: Path) -> Path:
+def synthesise(folder: Path, *, num_clips: int = 5, num_frames: int = 10, size: str = "1600x900") -> Path:
     """A synthetic dataset of six cameras, through the same commands that users take."""
     source, out = folder / "synth", folder / "dataset"
+    length = ["--clips", str(num_clips), "--frames", str(num_frames), "--size", size]
     for arguments in (
-        ["synth", str(source), "--seed", "7", "--clips", "4", "--frames", "20"],
+        ["synth", str(source), "--seed", "7", *length],
         ["shard", f"nuscenes:{source}", str(out), "--version", "v1.0-mini", "--seed", "7"],
     ):
         code = fuelrail_main(arguments)

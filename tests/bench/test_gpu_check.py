@@ -9,6 +9,7 @@ import torch
 from fuelrail.bench import gpu_check
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.gpu_check import Bench, CheckFailed, GpuCheck, run_checks
+from fuelrail.pipeline.dataset import open_dataset
 from support.datasets import build_dataset
 
 
@@ -66,6 +67,12 @@ def test_a_difference_between_batches_is_found(bench, monkeypatch):
     monkeypatch.setattr(gpu_check, "_loader", lambda _, device: Tampering(device))
     with pytest.raises(CheckFailed, match="batch 0: intrinsics differ"):
         gpu_check.transfer_is_exact(bench)
+
+
+def test_its_dataset_is_made_by_the_commands_that_users_take(tmp_path):
+    dataset = open_dataset(gpu_check.synthesise(tmp_path, num_clips=2, num_frames=1, size="160x90"))
+    assert len(dataset.manifest.cameras) == 6
+    assert dataset.split("train").num_samples == 1
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys):
