@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
+from fuelrail.bench import order_command
 from fuelrail.bench.synthetic_index import write_synthetic_index
 
 
@@ -18,6 +19,12 @@ def dataset(tmp_path_factory):
     night = (np.arange(2400) // 40 % 5 == 0).tolist()
     write_synthetic_index(root, lengths, samples_per_shard=100, attributes={"night": night})
     return root
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(order_command, "_SHUFFLED_IN_ALL", 100_000)
+    monkeypatch.setattr(order_command, "_EPOCHS", 50)
 
 
 def described(capsys, *arguments):
@@ -41,7 +48,7 @@ def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
     assert theirs["same_clip_pairs"] > 2 * ours["same_clip_pairs"]
 
 
-def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys):
+def test_filters_lanes_and_config_files_are_described(quick, dataset, tmp_path, capsys):
     assert described(capsys, dataset, "--filter", "night and frame < 10")["num_selected"] == 120
     lanes = described(capsys, dataset, "--kind", "lanes", "--pieces-per-clip", 2, "--global-batch", 7)
     assert lanes["num_steps"] * 7 == lanes["epoch_length"] == 2400 + lanes["num_padding"]
@@ -54,7 +61,7 @@ def test_filters_lanes_and_config_files_are_described(dataset, tmp_path, capsys)
     assert (weighted["num_selected"], weighted["epoch_length"]) == (1200, 500)
 
 
-def test_the_table_and_the_plot(dataset, tmp_path, capsys):
+def test_the_table_and_the_plot(quick, dataset, tmp_path, capsys):
     plot = tmp_path / "order.png"
     arguments = [str(dataset), "--kind", "windowed", "--window", "5", "--plot", str(plot)]
     assert main(["order", "describe", *arguments]) == 0
@@ -79,7 +86,7 @@ def test_the_table_and_the_plot(dataset, tmp_path, capsys):
         (["--config", "no-such.yaml"], "no-such.yaml"),
     ],
 )
-def test_mistakes_end_in_one_sentence(dataset, capsys, arguments, message):
+def test_mistakes_end_in_one_sentence(quick, dataset, capsys, arguments, message):
     assert main(["order", "describe", str(dataset), *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fuelrail: error: ")
