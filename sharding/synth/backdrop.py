@@ -153,7 +153,9 @@ def backdrop(
     dx, dy = np.float32(light.ego_xy[0] - clip.road.x), np.float32(light.ego_xy[1] - clip.road.y)
     along, left = clip.road.locate(dx + c * view.x - s * view.y, dy + s * view.x + c * view.y)
     ground = pavement.ground_colour(clip.log, along, left, view.size, wet=weather.rain)
-    ground *= _ground_light(view, light, c, s, _shadow(camera, view.top, shadows, shadow_shift))
+    ground *= _ground_light(
+        view, light, c, s, _shadow(camera, view.top, shadows, shadow_shift, sharp=weather.sun is not None)
+    )
     if weather.rain:  # at a flat angle wet asphalt mirrors the sky
         mirror = np.clip(view.distance / np.float32(45.0), 0.04, 0.5) * (np.abs(left) < np.float32(9.4))
         ground += (horizon * np.float32(0.92) - ground) * mirror[..., None]
@@ -167,12 +169,14 @@ def backdrop(
     return image
 
 
-def _shadow(camera: Camera, top: int, shadows: list[NDArray[np.int32]], shift: int) -> Floats:
+def _shadow(camera: Camera, top: int, shadows: list[NDArray[np.int32]], shift: int, *, sharp: bool) -> Floats:
+    # Share of the light that is kept off, 0..1; under a grey sky its edges are soft.
     mask = np.zeros((camera.height_px - top, camera.width_px), np.uint8)
     for polygon in shadows:
         cv2.fillConvexPoly(mask, polygon - np.array([0, top << shift], np.int32), 255, cv2.LINE_AA, shift)
-    soft: Floats = cv2.GaussianBlur(mask, (5, 5), 1.2).astype(np.float32) * np.float32(1.0 / 255.0)
-    return soft
+    sigma_px = camera.width_px / (1300.0 if sharp else 400.0)
+    soft = cv2.GaussianBlur(mask, (0, 0), max(sigma_px, 0.3))
+    return soft.astype(np.float32) * np.float32(1.0 / 255.0)
 
 
 def _ground_light(view: _View, light: Light, c: np.float32, s: np.float32, shadow: Floats) -> Floats:

@@ -6,13 +6,15 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
+
+_MOST_WORKERS: Final = 8  # by default: each takes some 600 MB
 
 
 def configure_synth(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,9 @@ def configure_synth(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="images of each camera between two keyframes (default 0)",
     )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
+    parser.add_argument(
+        "--workers", type=int, default=0, metavar="N", help="processes (default: one for each core, 8 at most)"
+    )
 
 
 def run_synth(arguments: argparse.Namespace) -> int:
@@ -64,7 +68,7 @@ def run_synth(arguments: argparse.Namespace) -> int:
         width_px=width_px,
         height_px=height_px,
     )
-    num_workers = arguments.workers or len(os.sched_getaffinity(0))
+    num_workers = arguments.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     with _bar() as advance:
         built = build(spec, arguments.out, num_workers, advance)
     sys.stdout.write(

