@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fuelrail.pipeline import tensors
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.tensors import read_layout, read_npy, read_tensors, write_npy, write_tensors
 
@@ -38,16 +40,16 @@ def entry(dtype: str, shape: list, begin: int, end: int) -> dict:
 
 
 @given(TENSORS)
-def test_tensors_agree_with_the_library_both_ways(tensors) -> None:
-    ours = write_tensors(tensors)
-    for found in (read_tensors(ours), safetensors.numpy.load(ours), read_tensors(safetensors.numpy.save(tensors))):
-        assert found.keys() == tensors.keys()
-        assert all(same(found[name], array) for name, array in tensors.items())
+def test_tensors_agree_with_the_library_both_ways(named) -> None:
+    ours = write_tensors(named)
+    for found in (read_tensors(ours), safetensors.numpy.load(ours), read_tensors(safetensors.numpy.save(named))):
+        assert found.keys() == named.keys()
+        assert all(same(found[name], array) for name, array in named.items())
 
 
 @given(TENSORS)
-def test_equal_tensors_are_equal_bytes_in_any_order(tensors) -> None:
-    assert write_tensors(tensors) == write_tensors(dict(reversed(tensors.items())))
+def test_equal_tensors_are_equal_bytes_in_any_order(named) -> None:
+    assert write_tensors(named) == write_tensors(dict(reversed(named.items())))
 
 
 def test_layout_in_memory_does_not_matter() -> None:
@@ -174,6 +176,22 @@ def test_npy_is_a_read_only_view() -> None:
     data = write_npy(np.arange(4))
     assert np.shares_memory(read_npy(data), np.frombuffer(data, np.uint8))
     assert not read_npy(bytearray(data)).flags.writeable
+
+
+@given(st.integers(0, 10**18 - 1), st.integers(0, 10**18 - 1), st.integers(0, 70))
+@example(1, 0, 0)
+def test_the_short_way_through_a_header_is_the_long_one(rows, columns, padding) -> None:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {columns}), }}{' ' * padding}\n"
+    assert tensors._PLAIN_NPY_HEADER.fullmatch(header.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        short = tensors._npy_header(header.encode())
+        patch.setattr(tensors, "_PLAIN_NPY_HEADER", re.compile(b"never"))
+        assert tensors._npy_header(header.encode()) == short == (np.dtype("<f4"), (rows, columns))
+
+
+def test_points_take_the_short_way() -> None:
+    data = write_npy(np.zeros((3, 5), "<f4"))
+    assert tensors._PLAIN_NPY_HEADER.fullmatch(data[10 : len(data) - 60])
 
 
 def npy_bytes(header: str, data: bytes = b"") -> bytes:
