@@ -110,7 +110,8 @@ def test_unhidden_objects_fill_their_projected_boxes_to_the_edges(index: int) ->
         assert columns.min() - low[0] < 2 + slack * size[0], solid.kind
         assert high[0] - columns.max() < 2 + slack * size[0], solid.kind
         share = len(rows) / _hull_mask(shot, corners, 0.0).sum()
-        assert share > (0.18 if slack > 0.2 else 0.6), (solid.kind, share)
+        least = 0.04 if solid.kind == "bicycle" else 0.18 if slack > 0.2 else 0.6  # one sees through spokes and frame
+        assert share > least, (solid.kind, share)
         num_checked += 1
     assert num_checked >= 8
 
