@@ -136,10 +136,13 @@ class FaultServer:
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
-        connections = list(self._connections)
-        for task in connections:
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        # A connection that was accepted just now has its task only after a turn or two of the loop.
+        for _ in range(3):
+            await asyncio.sleep(0.005)
+            connections = list(self._connections)
+            for task in connections:
+                task.cancel()
+            await asyncio.gather(*connections, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

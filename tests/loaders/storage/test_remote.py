@@ -1,0 +1,317 @@
+"""Remote storage against a server on loopback that fails in every way there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+import pytest
+
+from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
+from fuelrail.loaders.fetch_plan import MAX_RANGE_BYTES
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    ConfigError,
+    DatasetError,
+    DatasetNotReadyError,
+    ManifestError,
+    StorageError,
+    TruncatedShardError,
+)
+from fuelrail.pipeline.retry import RetryPolicy
+from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
+
+pytest.importorskip("aiohttp")
+
+__all__ = ["own", "pristine"]
+
+QUICK = RetryPolicy(deadline_s=1.5, attempt_timeout_s=0.5, first_delay_s=0.01, max_delay_s=0.05)
+PATIENT = RetryPolicy(deadline_s=20.0, attempt_timeout_s=1.0, first_delay_s=0.01, max_delay_s=0.1)
+
+
+@pytest.fixture
+def serve():
+    """``serve(root, misbehave)``: a running server."""
+    servers = []
+
+    def serve(root, *misbehave):
+        server = FaultServer(root, *misbehave)
+        servers.append(server)
+        return server.__enter__()
+
+    yield serve
+    for server in servers:
+        server.__exit__(None, None, None)
+
+
+def shard_requests(server):
+    return [request for request in server.requests if request.name.endswith(".tar")]
+
+
+def only_shards(how, *, first=None):
+    """Misbehave with the first so many requests for shards (None: all)."""
+    count = iter(range(1 << 30))
+
+    def misbehave(request):
+        if not request.name.endswith(".tar") or (first is not None and next(count) >= first):
+            return Misbehaviour()
+        return how
+
+    return misbehave
+
+
+class TestHttp(StorageSuite):
+    @pytest.fixture
+    def opened(self, serve, tmp_path):
+        def made(root, **options):
+            dataset = open_dataset(serve(root).url, cache_dir=tmp_path / "cache")
+            return dataset, open_storage(dataset, retry=QUICK, **options)
+
+        return made
+
+    def test_neighbours_come_in_one_request(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        storage = open_storage(dataset)
+        takes = storage.session().request(rows_of(dataset))
+        assert [bytes(take()) for take in takes] == spans_of(pristine)
+        assert [request.name for request in sorted(shard_requests(server))] == [
+            "train-000000.tar", "train-000001.tar", "train-000002.tar", "val-000000.tar",
+        ]  # fmt: skip
+        stats = storage.stats()
+        assert (stats.requests, stats.spans, stats.request_bytes) == (4, 25, stats.span_bytes)
+        assert stats.request_bytes < MAX_RANGE_BYTES
+
+    def test_requests_go_out_together(self, serve, pristine, tmp_path):
+        server = serve(pristine, only_shards(Misbehaviour(latency_s=0.1)))
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        session = open_storage(dataset).session()
+        takes = [take for row in rows_of(dataset) for take in session.request([row])]
+        assert [bytes(take()) for take in takes] == spans_of(pristine)
+        assert 8 <= server.most_at_once <= 10  # with hedges
+
+
+class TestFileUrl(StorageSuite):
+    @pytest.fixture
+    def opened(self):
+        def made(root, **options):
+            dataset = open_dataset(root)
+            return dataset, open_storage(dataset, "remote", retry=QUICK, **options)
+
+        return made
+
+
+FAULTS = {
+    "503": Misbehaviour(status=503),
+    "500": Misbehaviour(status=500),
+    "429": Misbehaviour(status=429),
+    "hang-up": Misbehaviour(hang_up=True),
+    "cut": Misbehaviour(cut=True),
+    "short": Misbehaviour(short=True),
+    "flip": Misbehaviour(flip=True),
+    "stall": Misbehaviour(stall_s=30.0),
+}
+
+
+class TestFaults:
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_one_fault_is_ridden_out(self, serve, pristine, tmp_path, fault):
+        server = serve(pristine, only_shards(FAULTS[fault], first=1))
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        storage = open_storage(dataset, retry=PATIENT)
+        assert [bytes(take()) for take in storage.session().request(rows_of(dataset))] == spans_of(pristine)
+        assert len(shard_requests(server)) > 4
+
+    def test_a_server_that_fails_all_the_time_now_and_then(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        server.misbehave = faulty(0.002, 0.3, seed=3, stall_s=5.0)
+        storage = open_storage(dataset, retry=PATIENT)
+        expected = spans_of(pristine)
+        for _ in range(4):
+            session = storage.session()
+            takes = [take for row in rows_of(dataset) for take in session.request([row])]
+            assert [bytes(take()) for take in takes] == expected
+        assert storage.stats().retries > 5
+
+    def test_gone_for_some_time(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        storage = open_storage(dataset, retry=PATIENT)
+        server.go_down()
+        back = threading.Timer(1.0, server.come_up)
+        back.start()
+        assert bytes(storage.span(*rows_of(dataset)[0])) == spans_of(pristine)[0]
+        back.join()
+        assert storage.stats().retries > 3
+
+    def test_gone_for_good_is_told_after_the_deadline_with_the_address(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        storage = open_storage(dataset, retry=QUICK)
+        server.go_down()
+        index, row = rows_of(dataset)[8]
+        started = time.monotonic()
+        with pytest.raises(StorageError, match=r"no answer after \d+ attempts in [12] s") as caught:
+            storage.span(index, row)
+        assert 0.5 < time.monotonic() - started < 10
+        assert (caught.value.shard, caught.value.offset, caught.value.key) == (
+            "train-000001.tar", row.offset, row.key,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(("status", "words"), [(403, "access is refused"), (404, "the shard is not there")])
+    def test_what_no_retry_can_help_is_told_at_once(self, serve, pristine, tmp_path, status, words):
+        server = serve(pristine, only_shards(Misbehaviour(status=status)))
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        with pytest.raises(StorageError, match=words):
+            open_storage(dataset).span(*rows_of(dataset)[0])
+        assert len(shard_requests(server)) == 1
+
+    def test_bytes_that_stay_wrong_are_fetched_twice_and_reported(self, serve, pristine, tmp_path):
+        server = serve(pristine, only_shards(Misbehaviour(flip=True)))
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        storage = open_storage(dataset)
+        index, row = rows_of(dataset)[8]
+        with pytest.raises(ChecksumError, match="twice") as caught:
+            storage.span(index, row)
+        assert (caught.value.shard, caught.value.key) == ("train-000001.tar", row.key)
+        assert len(shard_requests(server)) == 2
+        assert storage.stats().refetched == 1
+
+    def test_a_cut_shard_spares_the_samples_before_the_cut(self, serve, own, tmp_path):
+        dataset = open_dataset(serve(own).url, cache_dir=tmp_path)
+        expected = spans_of(own)
+        rows = rows_of(dataset)
+        with (own / "train-000002.tar").open("r+b") as file:
+            file.truncate(rows[15][1].offset + 10)
+        takes = open_storage(dataset, retry=QUICK).session().request(rows[12:18])
+        assert [bytes(take()) for take in takes[:3]] == expected[12:15]
+        for take in takes[3:]:
+            with pytest.raises(TruncatedShardError, match=r"train-000002\.tar"):
+                take()
+
+    def test_a_server_without_ranges_is_named(self, serve, pristine, tmp_path):
+        dataset = open_dataset(serve(pristine, only_shards(Misbehaviour(ignore_range=True))).url, cache_dir=tmp_path)
+        with pytest.raises(StorageError, match="it does not serve byte ranges"):
+            open_storage(dataset).span(*rows_of(dataset)[0])
+
+    def test_closing_a_session_lets_go_of_who_waits(self, serve, pristine, tmp_path):
+        server = serve(pristine, only_shards(Misbehaviour(stall_s=60.0)))
+        dataset = open_dataset(server.url, cache_dir=tmp_path)
+        session = open_storage(dataset).session()
+        (take,) = session.request(rows_of(dataset)[:1])
+        closer = threading.Timer(0.2, session.close)
+        closer.start()
+        with pytest.raises(StorageError, match="the loader was closed"):
+            take()
+        closer.join()
+        with pytest.raises(StorageError, match="the loader was closed"):
+            session.request(rows_of(dataset)[:1])[0]()
+
+    def test_a_forked_process_begins_anew(self, serve, pristine, tmp_path):
+        dataset = open_dataset(serve(pristine).url, cache_dir=tmp_path)
+        storage = open_storage(dataset)
+        expected = spans_of(pristine)
+        rows = rows_of(dataset)
+        assert bytes(storage.span(*rows[0])) == expected[0]
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(write_end, b"good" if bytes(storage.span(*rows[1])) == expected[1] else b"bad")
+            finally:
+                os._exit(0)
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as told:
+            assert told.read() == b"good"
+        os.waitpid(pid, 0)
+        assert bytes(storage.span(*rows[2])) == expected[2]
+
+
+class TestOpening:
+    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_fingerprint(
+        self, serve, pristine, tmp_path
+    ):
+        server = serve(pristine)
+        here = open_dataset(pristine)
+        for _ in range(2):
+            dataset = open_dataset(server.url + "/", cache_dir=tmp_path)
+            assert dataset.manifest == here.manifest
+            assert dataset.root == tmp_path / "datasets" / here.manifest.fingerprint
+            assert [dataset.index.row(i) for i in range(25)] == [here.index.row(i) for i in range(25)]
+            assert dataset.location == server.url + "/"
+        assert [request.name for request in server.requests] == ["dataset.json", "index.arrow", "dataset.json"]
+        assert not [path for path in dataset.root.iterdir() if path.name.startswith(".")]
+
+    def test_a_damaged_local_index_is_fetched_again(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        index = open_dataset(server.url, cache_dir=tmp_path).root / "index.arrow"
+        data = index.read_bytes()
+        for damaged in (data[:-100], data[:2000] + b"x" + data[2001:]):
+            index.write_bytes(damaged)
+            open_dataset(server.url, cache_dir=tmp_path)
+            assert index.read_bytes() == data
+
+    def test_the_users_cache_folder_is_the_default(self, serve, pristine, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        assert open_dataset(serve(pristine).url).root.parent == tmp_path / "xdg" / "fuelrail" / "datasets"
+
+    def test_faults_while_opening_are_ridden_out(self, serve, pristine, tmp_path):
+        faults = iter([Misbehaviour(status=503), Misbehaviour(cut=True), Misbehaviour(), Misbehaviour(hang_up=True)])
+        server = serve(pristine, lambda request: next(faults, Misbehaviour()))
+        assert len(open_dataset(server.url, cache_dir=tmp_path).index) == 25
+
+    def test_what_is_not_a_dataset(self, serve, own, tmp_path):
+        server = serve(own)
+        with pytest.raises(DatasetNotReadyError, match=r"has no dataset\.json"):
+            open_dataset(server.url + "/nothing", cache_dir=tmp_path)
+        server.misbehave = lambda request: Misbehaviour(status=403)
+        with pytest.raises(DatasetError, match="may not be read: check credentials"):
+            open_dataset(server.url, cache_dir=tmp_path)
+        server.misbehave = lambda request: Misbehaviour()
+        (own / "index.arrow").write_bytes(b"other")
+        with pytest.raises(ManifestError, match="was the dataset replaced in part"):
+            open_dataset(server.url, cache_dir=tmp_path)
+        with pytest.raises(ConfigError, match="cannot be opened with these storage_options"):
+            open_dataset("nonsense://x/y", cache_dir=tmp_path)
+
+    def test_a_place_that_cannot_be_written_is_named(self, serve, pristine, tmp_path):
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(DatasetError, match="say another place with cache_dir"):
+            open_dataset(serve(pristine).url, cache_dir=tmp_path / "file")
+
+    def test_secrets_stay_out_of_messages_and_logs(self, serve, pristine, tmp_path, caplog):
+        server = serve(pristine)
+        secret = "s3cr3t-value"
+        options = {"headers": {"Authorization": f"Bearer {secret}"}}
+        with caplog.at_level(logging.DEBUG, logger="fuelrail"):
+            dataset = open_dataset(server.url, storage_options=options, cache_dir=tmp_path)
+            assert server.requests[0].headers["authorization"] == f"Bearer {secret}"
+            storage = open_storage(dataset, retry=QUICK)
+            server.misbehave = only_shards(Misbehaviour(status=500), first=2)
+            storage.span(*rows_of(dataset)[0])
+            server.misbehave = only_shards(Misbehaviour(status=403))
+            with pytest.raises(StorageError) as caught:
+                storage.span(*rows_of(dataset)[0])
+        assert shard_requests(server)[-1].headers["authorization"] == f"Bearer {secret}"
+        assert "trying again" in caplog.text
+        for text in (caplog.text, str(caught.value), repr(dataset), repr(storage)):
+            assert secret not in text
+        url = server.url.replace("http://", "http://user:" + secret + "@") + "?sig=" + secret
+        with pytest.raises(DatasetError) as caught_opening:
+            open_dataset(url, cache_dir=tmp_path)
+        assert secret not in str(caught_opening.value)
+
+
+def test_spoilt_by_hand(serve, own, tmp_path):
+    dataset = open_dataset(serve(own).url, cache_dir=tmp_path)
+    rows = rows_of(dataset)
+    spoil(own, rows[3][1])
+    takes = open_storage(dataset).session().request(rows[:5])
+    assert [bytes(take()) for take in takes[:3]] == spans_of(own)[:3]
+    with pytest.raises(ChecksumError, match=rows[3][1].key):
+        takes[3]()
