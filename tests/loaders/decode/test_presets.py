@@ -1,0 +1,128 @@
+"""The presets in ``configs`` give the sizes, matrices and pixels of the trainers that they are named after."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.pipeline.augment import STREAM, ImageAugment
+from fuelrail.pipeline.bev_augment import BevAugment
+from fuelrail.pipeline.pixel_augment import PixelAugment
+from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.settings import load_yaml
+from support.pictures import encode, natural, psnr_db, seen
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+IMAGES = sorted((CONFIGS / "images").glob("*.yaml"))
+STORED_WH = (1600, 900)
+
+
+@pytest.mark.parametrize("file", IMAGES, ids=lambda file: file.stem)
+def test_image_presets_load_and_their_names_say_their_size(file: Path) -> None:
+    augment = load_yaml(file, ImageAugment)
+    assert file.stem.endswith(f"-{augment.width}x{augment.height}")
+    assert augment.evaluation().draw([STORED_WH], seed=0, epoch=0, sample=0)[0].is_axis_aligned
+
+
+@pytest.mark.parametrize("folder", ["pixels", "bev"])
+def test_other_presets_load_and_change_something(folder: str) -> None:
+    files = sorted((CONFIGS / folder).glob("*.yaml"))
+    assert len(files) >= 2
+    for file in files:
+        if folder == "pixels":
+            assert not load_yaml(file, PixelAugment).changes_nothing
+        else:
+            assert not np.array_equal(load_yaml(file, BevAugment).draw(seed=0, epoch=0, sample=0).matrix, np.eye(4))
+
+
+def trainers_draw(name: str, sample: int) -> tuple[float, tuple[int, int], tuple[int, int, int, int], bool, float]:
+    """`sample_augmentation` of BEVDet, bevfusion, StreamPETR and SparseDrive, as published, on our uniforms.
+
+    Returns what it returns: resize, resize_dims, crop, flip, rotate.
+    """
+    ranges = {
+        "bevdet-704x256": (704 / 1600 - 0.06, 704 / 1600 + 0.11),
+        "bevfusion-704x256": (0.38, 0.55),
+        "streampetr-704x256": (0.38, 0.55),
+        "streampetr-800x320": (0.47, 0.625),
+        "sparsedrive-704x256": (0.40, 0.47),
+    }
+    camera = 0 if name.startswith("bev") else ALL_CAMERAS
+    u_resize, u_x, u_y, u_flip, u_rotate = uniforms(0, 0, sample, (camera,), STREAM, 5)[0]
+    final_width, final_height = map(int, name.rpartition("-")[2].split("x"))
+    low, high = ranges[name]
+    resize = low + (high - low) * u_resize
+    new_width, new_height = int(1600 * resize), int(900 * resize)
+    crop_h = int((1 - 0.0 * u_y) * new_height) - final_height
+    crop_w = int(u_x * max(0, new_width - final_width))
+    crop = (crop_w, crop_h, crop_w + final_width, crop_h + final_height)
+    rotate = 0.0 if name.startswith("streampetr") else -5.4 + 10.8 * u_rotate
+    return resize, (new_width, new_height), crop, bool(u_flip < 0.5), rotate
+
+
+RANDOM_PRESETS = [file.stem for file in IMAGES if "bevformer" not in file.stem]
+
+
+@pytest.mark.parametrize("name", RANDOM_PRESETS)
+def test_random_presets_have_the_trainers_matrices(name: str) -> None:
+    augment = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment)
+    for sample in range(20):
+        resize, dims, crop, flip, rotate = trainers_draw(name, sample)
+        # `img_transform` of the same code bases: post_rot and post_tran, on centre-origin pixels, by the drawn factor.
+        post_rot, post_tran = np.eye(2) * resize, -np.array(crop[:2], float)
+        size = np.array((crop[2] - crop[0], crop[3] - crop[1]), float)
+        if flip:
+            a, b = np.diag([-1.0, 1.0]), np.array([size[0], 0.0])
+            post_rot, post_tran = a @ post_rot, a @ post_tran + b
+        h = np.radians(rotate)
+        a, b = np.array([[np.cos(h), np.sin(h)], [-np.sin(h), np.cos(h)]]), size / 2
+        post_rot, post_tran = a @ post_rot, a @ (post_tran - b) + b
+        ours = augment.draw([STORED_WH], seed=0, epoch=0, sample=sample)[0].centre_matrix()
+        pixels = np.array([(u, v) for u in (0.0, 800.0, 1599.0) for v in (400.0, 899.0)])
+        distance = np.linalg.norm((pixels @ ours[:2, :2].T + ours[:2, 2]) - (pixels @ post_rot.T + post_tran), axis=1)
+        # They leave out the half pixel and the cut of sizes to integers: below two pixels, and not nothing.
+        assert 0.1 < distance.max() < 2.0
+        truth = np.array(dims) / STORED_WH
+        assert ours[:2, :2] == pytest.approx(
+            a @ (np.diag([-1.0, 1.0]) if flip else np.eye(2)) @ np.diag(truth), abs=1e-12
+        )
+
+
+@pytest.mark.parametrize(("backend", "least_db"), [("pillow", 36.0), ("turbo", 33.0)])
+@pytest.mark.parametrize("name", RANDOM_PRESETS)
+def test_random_presets_give_the_trainers_pixels(name: str, backend: str, least_db: float) -> None:
+    augment = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment)
+    encoded = encode(natural(*STORED_WH), quality=92, subsampling="4:2:0")
+    source = Image.open(io.BytesIO(encoded)).convert("RGB")
+    decoder = make_decoder(backend)
+    for sample in range(3):
+        _, dims, crop, flip, rotate = trainers_draw(name, sample)
+        # Theirs is PIL's default resize, bicubic. They rotate by PIL's default, nearest, which is off by up to half a
+        # pixel where no interpolation is; bilinear shows that all else agrees.
+        image = source.resize(dims, Image.Resampling.BICUBIC).crop(crop)
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else image
+        theirs = np.asarray(image.rotate(rotate, Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        (image_map,) = augment.draw([STORED_WH], seed=0, epoch=0, sample=sample)
+        ours = np.empty((3, augment.height, augment.width), np.uint8)
+        decoder.decode_into(encoded, image_map, ours, "bicubic")
+        assert psnr_db(ours, theirs, seen(image_map, 6.0)) > least_db
+
+
+@pytest.mark.parametrize("name", ["bevformer-base-1600x928", "bevformer-small-1280x736", "bevformer-tiny-800x480"])
+def test_bevformers_images_are_scaled_and_padded_below(name: str) -> None:
+    augment = load_yaml(CONFIGS / "images" / f"{name}.yaml", ImageAugment)
+    scale = {"base": 1.0, "small": 0.8, "tiny": 0.5}[name.split("-")[1]]
+    (image_map,) = augment.draw([STORED_WH], seed=0, epoch=0, sample=0)
+    rows = int(900 * scale)
+    assert image_map.matrix.tolist() == [[scale, 0, 0], [0, scale, 0]]
+    out = np.empty((3, augment.height, augment.width), np.uint8)
+    encoded = encode(natural(*STORED_WH), quality=92, subsampling="4:2:0")
+    make_decoder("turbo").decode_into(encoded, image_map, out)
+    assert not out[:, rows:].any()
+    resized = Image.open(io.BytesIO(encoded)).resize((int(1600 * scale), rows), Image.Resampling.BILINEAR)
+    assert psnr_db(out[:, :rows], np.asarray(resized).transpose(2, 0, 1)) > 36.0
