@@ -65,8 +65,8 @@ def _in_processes(
                     yield future.result()
         except BrokenProcessPool as error:
             raise FuelrailError(
-                "a worker process died (killed, perhaps for want of memory); the same command goes on with the "
-                "shards that are not finished, fewer --workers need less memory"
+                "a worker process died: killed, perhaps for want of memory (fewer workers need less), or the calling "
+                "program lacks `if __name__ == '__main__':`; the same command goes on with what is not finished"
             ) from error
         finally:
             stop.set()
