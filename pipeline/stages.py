@@ -223,7 +223,7 @@ class Pipeline:
             self.close()
             raise StopIteration
         if self._observer is not None:
-            self._observer("wait", self._taken, self._taken, started, done)
+            item = _observe(self._observer, "wait", self._taken, self._taken, started, done, item)
         self._taken += 1
         if isinstance(item, Failure):
             self.close()
@@ -297,7 +297,7 @@ def _run(crew: _Crew, number: int) -> None:
         items += 1
         clock.times = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
         if crew.observer is not None:
-            crew.observer(stage.name, at, at // crew.per_batch, taken_s, done_s)
+            item = _observe(crew.observer, stage.name, at, at // crew.per_batch, taken_s, done_s, item)
         admitted = outbox.put(at, item)
         free_s = now()
         blocked_s += free_s - done_s
@@ -331,14 +331,33 @@ def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
     except FuelrailError as error:  # says itself what and where
         return Failure(error)
     except BaseException as error:  # noqa: BLE001 - whatever it is, sys.exit() too, the consumer must see it
-        subject = f"{item[0]} .. {item[-1]}" if stage.group is not None else str(item)
-        origin = traceback.extract_tb(error.__traceback__)[-1]
-        wrapped = StageError(
-            f"stage '{stage.name}' failed on {subject:.300}: {type(error).__name__}: {error} "
-            f"({origin.filename}:{origin.lineno} in {origin.name})"
-        )
-        wrapped.__cause__ = error
-        return Failure(wrapped)
+        subject = f"{_text(item[0])} .. {_text(item[-1])}" if stage.group is not None else _text(item)
+        return _failure(f"stage '{stage.name}' failed on {subject:.300}", error)
+
+
+def _observe(observer: Observer, stage: str, at: int, batch: int, begin_s: float, end_s: float, item: Any) -> Any:  # noqa: ANN401
+    """Tell the observer; the item goes on, or the observer's own failure in its place."""
+    try:
+        observer(stage, at, batch, begin_s, end_s)
+    except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
+        return item if isinstance(item, Failure) else _failure(f"the observer failed at stage '{stage}'", error)
+    return item
+
+
+def _failure(what: str, error: BaseException) -> Failure:
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    wrapped = StageError(
+        f"{what}: {type(error).__name__}: {_text(error)} ({origin.filename}:{origin.lineno} in {origin.name})"
+    )
+    wrapped.__cause__ = error
+    return Failure(wrapped)
+
+
+def _text(subject: object) -> str:
+    try:
+        return str(subject)
+    except Exception:  # noqa: BLE001 - a foreign __str__ must not hide the error that it is asked for
+        return f"a {type(subject).__name__} without a text"
 
 
 def _shut_down(pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:

@@ -313,3 +313,54 @@ except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
         assert (process.returncode, output) == (0, "1\n")
+
+
+class TestForeignCode:
+    """Whatever raises in a thread, the consumer hears of it: a thread that died would leave it waiting for ever."""
+
+    @pytest.mark.timeout(30)
+    def test_an_observer_that_fails(self):
+        def observer(stage, item, batch, begin_s, end_s):
+            if stage == "double" and item == 2:
+                raise RefusalError("full disk")
+
+        stages = [Stage("double", lambda value: 2 * value, 2, 2), Stage("pass", lambda value: value, 1, 1)]
+        pipeline = Pipeline(iter(range(5)), stages, name="test", observer=observer)
+        assert [next(pipeline), next(pipeline)] == [0, 2]
+        with pytest.raises(
+            StageError, match="the observer failed at stage 'double': RefusalError: full disk"
+        ) as caught:
+            next(pipeline)
+        assert isinstance(caught.value.__cause__, RefusalError)
+        assert thread_names() == []
+
+    @pytest.mark.timeout(30)
+    def test_an_observer_that_fails_does_not_hide_the_stages_own_failure(self):
+        def observer(*told):
+            raise RefusalError("observer")
+
+        with pytest.raises(StageError, match="stage 'refuse' failed on 0: RefusalError: not 0"):
+            run(range(3), Stage("refuse", refuse, 1, 1), observer=observer)
+
+    @pytest.mark.timeout(30)
+    def test_an_observer_that_fails_on_the_consumers_thread(self):
+        def observer(stage, *told):
+            if stage == "wait":
+                raise RefusalError("here")
+
+        with pytest.raises(StageError, match="the observer failed at stage 'wait': RefusalError: here"):
+            run(range(3), Stage("pass", lambda value: value, 1, 1), observer=observer)
+        assert thread_names() == []
+
+    @pytest.mark.timeout(30)
+    @pytest.mark.parametrize("group", [None, 2])
+    def test_items_and_errors_without_a_text(self, group):
+        class Mute(Exception):  # noqa: N818
+            def __str__(self):
+                raise ValueError("no text")
+
+        def fail(item):
+            raise Mute
+
+        with pytest.raises(StageError, match=r"failed on a Mute without a text.*: Mute: a Mute without a text"):
+            run([Mute(), Mute()], Stage("fail", fail, 1, 1, group))
