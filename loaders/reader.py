@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import read_members
-from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.schema import Sample, decode_sample
+from fuelrail.pipeline.errors import OrderError, SchemaError
+from fuelrail.pipeline.schema import GEOMETRY, Sample, decode_sample
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
@@ -34,6 +34,7 @@ class SampleReader:
     ) -> None:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
+        self._cameras = [camera.channel for camera in dataset.manifest.cameras]
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
@@ -47,9 +48,21 @@ class SampleReader:
         return FetchedSpan(row, self.storage.span(index, row))
 
     def parse(self, fetched: FetchedSpan) -> Sample:
-        """Decode all members but images; raises MemberError with key and member."""
+        """Decode all members but images; raises MemberError with key and member.
+
+        A rig other than the manifest's, or ``cam_valid`` at odds with the images that are there, is a SchemaError: a
+        blank image must never pass for a valid one.
+        """
         row = fetched.row
-        return decode_sample(row.key, read_members(row, fetched.span, self._shard_name(row), self._wanted))
+        sample = decode_sample(row.key, read_members(row, fetched.span, self._shard_name(row), self._wanted))
+        valid = sample.geometry.cam_valid.tolist()
+        present = [int(channel in sample.images) for channel in self._cameras]
+        if valid != present:
+            raise SchemaError(
+                f"cam_valid is {valid}, but of the cameras {', '.join(self._cameras)} these have an image: {present}",
+                key=row.key, member=GEOMETRY,
+            )  # fmt: skip
+        return sample
 
     def sample(self, index: int) -> Sample:
         """One whole sample; images are views of the mapped shard."""
