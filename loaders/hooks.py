@@ -53,7 +53,6 @@ class Sample(NamedTuple):
 def as_sample(decoded: DecodedSample, *, points: bool, seed: int) -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
     batch = assemble([decoded], points=points)
-    # Not numpy's view: that would refer to the buffer behind the lent array, and not keep it from being reused.
     image = batch.pop("img")[decoded.at]
     common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
     lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
