@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.cpu_watch import CpuUse
     from fuelrail.bench.occupancy import Window
     from fuelrail.bench.records import RankLog
-    from fuelrail.bench.report import Figures
+    from fuelrail.bench.train_report import Figures
     from fuelrail.bench.trainer.settings import TrainSettings
 
 # Shares of the wall time or of the steps below which nothing is said.

@@ -1,7 +1,8 @@
-"""Report files: complete under their name, or not there."""
+"""A report's folder and files, which are complete under their names or not there."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,6 +11,29 @@ from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+
+
+def prepare_folder(out: Path, *, html: bool) -> None:
+    """Make the folder of a report and take an earlier one out of it.
+
+    Raises ConfigError where that cannot be done, and where a page is wanted that cannot be drawn: before a measurement
+    that would be lost.
+    """
+    if html and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in (REPORT_JSON, REPORT_HTML):
+            (out / name).unlink(missing_ok=True)
+        # A folder can be there and still not be writable.
+        probe = out / f".{REPORT_JSON}.part"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out '{out}' cannot be written: {error.strerror}") from error
 
 
 def publish(path: Path, data: bytes) -> None:

@@ -25,7 +25,7 @@ from fuelrail.bench.clock import NS_PER_MS, MonotonicClock
 from fuelrail.bench.cuda import CudaAccelerator
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, installed_gpus, machine_facts
-from fuelrail.bench.report import load_report
+from fuelrail.bench.train_report import load_report
 from fuelrail.loaders import DataLoader
 from fuelrail.loaders.transfer import map_tensors
 from fuelrail.pipeline.errors import ConfigError, FuelrailError

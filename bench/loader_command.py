@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.files import publish_json
+from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, prepare_folder, publish_json
 from fuelrail.bench.machine import machine_facts, usable_cpus
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError
@@ -46,18 +46,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of the order (default: %(default)s)")
     add("--repeats", type=int, default=5, help="rounds of measurement (default: %(default)s)")
     add("--seconds", type=float, default=3.0, help="length of one run of the loader (default: %(default)s)")
-    add("--out", type=Path, default=Path("bench-loader.json"), help="report file (default: %(default)s)")
+    add("--out", type=Path, default=Path("bench-loader"), help="folder for the report (default: %(default)s)")
     add("--json", action="store_true", help="print the figures as JSON instead of a table")
+    add("--no-html", action="store_true", help="write report.json only; needs no matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure limits, stages and the whole loader; write the report; print it."""
     # torch, only where something is measured
+    from fuelrail.bench.dataset_facts import dataset_facts
     from fuelrail.bench.limits import measure_limits, sample_sizes
     from fuelrail.bench.loader_report import build_loader_report
     from fuelrail.bench.loader_run import run_loader
     from fuelrail.bench.rates import median_rates
-    from fuelrail.bench.report import dataset_facts
     from fuelrail.bench.stages import LoaderChoice, measure_stages, record_stages
     from fuelrail.loaders.loader import DEFAULT_IMAGE
     from fuelrail.pipeline.augment import ImageAugment
@@ -71,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"split '{arguments.split}' has {facts.num_samples} samples, fewer than a batch of "
             f"{arguments.batch_size}: use a smaller --batch-size"
         )
+    prepare_folder(arguments.out, html=not arguments.no_html)
     image = load_yaml(arguments.image, ImageAugment) if arguments.image else DEFAULT_IMAGE
     batch_size: int = arguments.batch_size
     choice = LoaderChoice(
@@ -112,13 +114,19 @@ def run(arguments: argparse.Namespace) -> int:
         runs=runs,
         peak_rss_bytes=peak_rss_bytes,
     )
-    publish_json(arguments.out, report)
+    written = [arguments.out / REPORT_JSON]
+    publish_json(written[0], report)
+    if not arguments.no_html:
+        from fuelrail.bench.loader_page import save_loader_html  # matplotlib, only where a page is wanted
+
+        written.append(arguments.out / REPORT_HTML)
+        save_loader_html(report, written[1])
     if arguments.json:
         summary = {"figures": report.figures, "too_short": report.too_short, "warnings": report.warnings}
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode() + "\n")
     else:
         print_loader_report(report, Console(soft_wrap=True))
-        Console(soft_wrap=True).print(f"\nwritten: {arguments.out}", highlight=False)
+        Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, written)), highlight=False)
     return 0
 
 
@@ -129,8 +137,6 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
     if not arguments.seconds > 0:
         raise ConfigError(f"--seconds {arguments.seconds:g} must be more than 0")
-    if not arguments.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out '{arguments.out}': there is no folder '{arguments.out.parent}'")
 
 
 def print_loader_report(report: LoaderReport, console: Console) -> None:

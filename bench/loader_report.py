@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.limits import SampleSizes, jpeg_limit
 from fuelrail.bench.loader_bound import Bound, find_bound
 from fuelrail.bench.loader_run import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.rates import Rate  # noqa: TC001 (likewise)
-from fuelrail.bench.report import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.steady import Interval, interval_of
 
 if TYPE_CHECKING:

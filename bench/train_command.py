@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import signal
 import sys
@@ -15,9 +14,11 @@ from rich.table import Table
 
 from fuelrail.bench.accelerator import DEFAULT_PROFILE, load_profile, profile_names
 from fuelrail.bench.cpu_watch import CpuWatch
+from fuelrail.bench.dataset_facts import dataset_facts
+from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, prepare_folder
 from fuelrail.bench.machine import installed_gpus, machine_facts
 from fuelrail.bench.records import RankLog, rank_path, read_rank
-from fuelrail.bench.report import DatasetFacts, Report, build_report, dataset_facts, save_report
+from fuelrail.bench.train_report import Report, build_report, save_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
 from fuelrail.pipeline.dataset import open_dataset
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.bench.accelerator import AcceleratorProfile
+    from fuelrail.bench.dataset_facts import DatasetFacts
 
 HELP = "train a small multi-camera model on all ranks and measure how busy the accelerators were"
 DESCRIPTION = (
@@ -79,13 +81,12 @@ def configure(train: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that can be checked at once, run the ranks, gather their records, report."""
-    if not arguments.no_html and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
     dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
     records = arguments.out / "records"
     settings = _settings(arguments, records)
     _check_world(arguments, dataset)
-    _prepare(arguments.out, records)
+    prepare_folder(arguments.out, html=not arguments.no_html)
+    _prepare(records)
     (records / _SETTINGS_FILE).write_bytes(msgspec.json.encode(settings))
     machine = machine_facts()
 
@@ -168,16 +169,14 @@ def _check_world(arguments: argparse.Namespace, dataset: DatasetFacts) -> None:
         )
 
 
-def _prepare(out: Path, records: Path) -> None:
-    """Make the output folders; records of an earlier run must not be taken for this run's."""
+def _prepare(records: Path) -> None:
+    """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
     try:
         if records.exists():
             shutil.rmtree(records)
-        records.mkdir(parents=True)
-        for name in ("report.json", "report.html"):
-            (out / name).unlink(missing_ok=True)
+        records.mkdir()
     except OSError as error:
-        raise ConfigError(f"--out '{out}' cannot be written: {error.strerror}") from error
+        raise ConfigError(f"--out '{records.parent}' cannot be written: {error.strerror}") from error
 
 
 def _launch(arguments: argparse.Namespace, settings: TrainSettings, records: Path) -> Outcome:
@@ -221,13 +220,13 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
 
 def _save(report: Report, arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
-    save_report(report, out / "report.json")
-    written = [out / "report.json"]
+    save_report(report, out / REPORT_JSON)
+    written = [out / REPORT_JSON]
     if not arguments.no_html:
-        from fuelrail.bench.html import save_html  # matplotlib, only where a page is wanted
+        from fuelrail.bench.train_page import save_html  # matplotlib, only where a page is wanted
 
-        save_html(report, out / "report.html")
-        written.append(out / "report.html")
+        save_html(report, out / REPORT_HTML)
+        written.append(out / REPORT_HTML)
     if arguments.json:
         summary = {
             "cut_off": report.cut_off,

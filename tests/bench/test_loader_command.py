@@ -61,10 +61,11 @@ def test_limits_are_of_what_the_loader_reads(dataset):
 
 
 def test_a_measurement_is_reported(dataset, tmp_path, capsys):
-    out = tmp_path / "report.json"
+    out = tmp_path / "out"
     options = ("--batch-size", 2, "--workers", 1, "--seconds", 0.8, "--repeats", 2)
     assert bench(dataset, out, *options) == 0
-    report = msgspec.json.decode(out.read_bytes(), type=LoaderReport)
+    text = (out / "report.json").read_text()
+    report = msgspec.json.decode(text, type=LoaderReport)
     assert (report.schema, report.version) == ("fuelrail-bench-loader", 1)
     assert len(report.runs) == 2
     figures = report.figures
@@ -72,15 +73,17 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     assert figures.images_per_s.median == pytest.approx(2 * figures.samples_per_s.median)
     assert figures.cpu_s_per_1000_images == pytest.approx(figures.cpu_ms_per_sample.median / 2)
     assert [step.name.split()[0] for step in figures.waterfall] == ["libjpeg-turbo", "decode", "whole"]
-    assert str(dataset) not in out.read_text()
+    assert str(dataset) not in text
+    assert "How fast can this dataset be loaded here?" in (out / "report.html").read_text()
     printed = capsys.readouterr().out
     for word in ("samples/s", "per 1,000 images", "first batch after", "stage alone", "xxh3 digest", "bound:"):
         assert word in printed
 
 
 def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
-    out = tmp_path / "report.json"
-    assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.001, "--repeats", 1, "--json") == 0
+    out = tmp_path / "out"
+    assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.001, "--repeats", 1, "--json", "--no-html") == 0
+    assert [path.name for path in out.iterdir()] == ["report.json"]
     printed = json.loads(capsys.readouterr().out)
     assert printed["figures"] is None
     assert "no run became steady" in printed["too_short"]
@@ -99,12 +102,13 @@ def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
-    assert bench(dataset, tmp_path / "report.json", *options) == 2
+    assert bench(dataset, tmp_path / "out", *options) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(dataset, tmp_path, capsys):
-    assert bench(dataset, tmp_path / "nowhere" / "report.json") == 2
-    assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert bench(dataset, tmp_path / "file" / "out") == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench import train_command
 from fuelrail.bench.records import RankFailure, RankLog, rank_path, read_rank
-from fuelrail.bench.report import load_report
 from fuelrail.bench.train_command import why_cut_off
+from fuelrail.bench.train_report import load_report
 from fuelrail.bench.trainer.launch import Outcome, RankExit
 from fuelrail.pipeline.dataset import open_dataset
 from support.bench_runs import log, steps

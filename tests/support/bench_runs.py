@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.bench.dataset_facts import DatasetFacts
 from fuelrail.bench.machine import Gpu, MachineFacts
 from fuelrail.bench.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
-from fuelrail.bench.report import DatasetFacts, Report, build_report
+from fuelrail.bench.train_report import Report, build_report
 from fuelrail.bench.trainer.settings import TrainSettings
 
 MS = 1_000_000

@@ -1,49 +1,12 @@
 from __future__ import annotations
 
-import re
-from html.parser import HTMLParser
-
 import msgspec
 import pytest
 
-from fuelrail.bench.html import render_html, save_html, verdict
 from fuelrail.bench.records import RankLog
+from fuelrail.bench.train_page import render_html, save_html, verdict
 from support.bench_runs import SETTINGS, log, report_of, step, steps
-
-_VOID = {"meta", "br", "hr", "img", "link", "input"}
-
-
-class Page(HTMLParser):
-    """Holds the page's tags against each other and collects what refers to something."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.ids, self.links, self.used = [], [], [], []
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in _VOID:
-            self.open.append(tag)
-        for name, value in attributes:
-            if name == "id":
-                self.ids.append(value)
-            if name in {"href", "src", "xlink:href", "action", "data"}:
-                self.links.append(value)
-            self.used += re.findall(r"url\(#([^)]+)\)", value or "")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in _VOID:
-            self.open.pop()
-
-    def handle_data(self, data):
-        self.text += data
-
+from support.html_page import Page
 
 RUNS = {
     "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))], price=2.5),
@@ -66,11 +29,7 @@ def run(request):
 
 def test_the_page_is_well_formed_and_needs_nothing_else(run):
     _, page = run
-    assert page.open == []
-    assert all(link.startswith("#") for link in page.links), page.links
-    assert len(page.ids) == len(set(page.ids))
-    wanted = {link[1:] for link in page.links} | set(page.used)
-    assert wanted <= set(page.ids)
+    page.check()
 
 
 def test_the_page_tells_what_the_report_tells(run):

@@ -9,6 +9,7 @@ import msgspec
 
 from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.cpu_watch import CpuUse  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.doubts import doubts, ranks_disagree
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.bench.trainer.settings import TrainSettings
-    from fuelrail.pipeline.dataset import Dataset
 
 SCHEMA = "fuelrail-bench-train"
 VERSION = 1
@@ -105,30 +105,6 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     completed: bool
     peak_rss_bytes: int | None
     peak_device_bytes: int | None
-
-
-class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The dataset, without its path."""
-
-    name: str
-    fingerprint: str
-    split: str
-    num_samples: int
-    num_shards: int
-    cameras: list[str]
-
-
-def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
-    """The facts of one split; raises ConfigError where there is none of that name."""
-    entry = dataset.split(split)
-    return DatasetFacts(
-        name=dataset.manifest.name,
-        fingerprint=dataset.manifest.fingerprint,
-        split=split,
-        num_samples=entry.num_samples,
-        num_shards=entry.num_shards,
-        cameras=[camera.channel for camera in dataset.manifest.cameras],
-    )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.plots import PHASE_COLOURS, PHASE_LABELS, plots
 from fuelrail.bench.records import PHASES, RankLog
+from fuelrail.bench.train_plots import PHASE_COLOURS, PHASE_LABELS, plots
 from support.bench_runs import log, report_of, step, steps
 
 

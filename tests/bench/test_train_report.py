@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.bench.records import InputFacts, RankLog
-from fuelrail.bench.report import load_report, save_report
+from fuelrail.bench.train_report import load_report, save_report
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import PROFILE, SETTINGS, log, report_of, step, steps
 

@@ -1,22 +1,20 @@
-"""The report as one HTML file that needs nothing else: text, tables and inline plots, for a browser and for paper."""
+"""The page of a training report."""
 
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.files import publish
-from fuelrail.bench.plots import PHASE_COLOURS, PHASE_LABELS, plots
+from fuelrail.bench.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles
+from fuelrail.bench.train_plots import PHASE_COLOURS, PHASE_LABELS, plots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from fuelrail.bench.clock import Summary
-    from fuelrail.bench.report import Figures, Report
+    from fuelrail.bench.train_report import Figures, Report
 
-_GIB = 2**30
-_STYLE_SHEET = Path(__file__).with_name("report.css")
 # Losses below this share of the wall time are not worth a sentence.
 _NOTABLE = 0.02
 
@@ -66,16 +64,9 @@ def render_html(report: Report) -> str:
         *_loader(report, drawn),
         *_ranks(report),
         *_definitions(report),
-        *_facts(report),
+        *facts(report.machine, report.dataset, report.options),
     ]
-    body = "\n".join(parts)
-    title = f"Fuelrail training report: {escape(report.dataset.name)}"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>\n{_STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body><main>\n{body}\n</main></body></html>\n"
-    )
+    return page(f"Fuelrail training report: {report.dataset.name}", parts)
 
 
 def verdict(report: Report) -> str:
@@ -115,52 +106,35 @@ def _head(report: Report) -> list[str]:
         f"{report.options['batch_size']} samples a rank and batch. "
         f"{escape(report.created)}, fuelrail {escape(report.machine.fuelrail)}{commit}."
     )
-    parts = [
-        '<div class="brand">Fuelrail training report</div>',
-        "<h1>How busy were the accelerators?</h1>",
-        f'<p class="sub">{line}</p>',
-    ]
+    parts = head("Fuelrail training report", "How busy were the accelerators?", line)
     if report.cut_off:
-        parts.append(_note(f"Partial report: {report.cut_off}. It shows what was measured until then."))
+        parts.append(note(f"Partial report: {report.cut_off}. It shows what was measured until then."))
     return parts
 
 
 def _verdict(report: Report) -> list[str]:
     figures = report.figures
     if figures is None:
-        return [_note(verdict(report)), *(_note(warning) for warning in report.warnings)]
+        return [note(verdict(report)), *map(note, report.warnings)]
     segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
-    bar = "".join(
-        f'<i style="width:{share:.3%};background:{colour}" title="{label} {share:.1%}"></i>'
-        for label, colour, share in segments
-    )
-    legend = "".join(
-        f"<span>{_key(colour)}{label} {share:.1%}</span>" for label, colour, share in segments if share >= 0.0005
-    )
     emulated = "emulated " if _emulated(report) else ""
-    hero = (
-        f'<div class="hero"><div class="figure"><b>{figures.occupancy.mean:.1%}</b>'
-        f"<span>{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank "
-        f"{figures.occupancy.lowest:.1%}</span></div>"
-        f'<div><p>{escape(verdict(report))}</p><div class="bar">{bar}</div>'
-        f'<div class="legend">{legend}</div></div></div>'
-    )
-    return [hero, _tiles(figures), *(_note(warning) for warning in report.warnings)]
+    meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
+    shown = hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), bar(segments))
+    return [shown, _tiles(figures), *map(note, report.warnings)]
 
 
 def _tiles(figures: Figures) -> str:
     rate = figures.throughput
     wait = next(phase for phase in figures.phases if phase.phase == "data_wait")
-    tiles = [
+    entries = [
         (f"{rate.samples_per_s:.1f}", f"samples/s ({rate.images_per_s:.0f} images/s)"),
         (f"{figures.step_time.p50_ms:.1f} ms", f"step time p50; p99 {figures.step_time.p99_ms:.1f} ms"),
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
         (f"{rate.gpu_hours_per_million_samples:.1f}", "GPU-hours per million samples"),
     ]
     if rate.cost_per_million_samples is not None:
-        tiles.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
-    cells = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for value, label in tiles)
-    return f'<div class="tiles">{cells}</div>'
+        entries.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
+    return tiles(entries)
 
 
 def _real_and_emulated(report: Report) -> list[str]:
@@ -197,10 +171,10 @@ def _over_time(report: Report, drawn: dict[str, str]) -> list[str]:
         "Share of time in which each accelerator computed, over the last 5 steps up to each moment. The first "
         f"{warmup} steps (shaded) are warm-up and count nowhere."
     )
-    parts = ["<h2>Occupancy over time</h2>", _figure(drawn["occupancy"], caption)]
+    parts = ["<h2>Occupancy over time</h2>", figure(drawn["occupancy"], caption)]
     if "timeline" in drawn:
         caption = "The first steps after warm-up on one clock: what each rank was doing when."
-        parts += [_phase_legend(), _figure(drawn["timeline"], caption)]
+        parts += [_phase_legend(), figure(drawn["timeline"], caption)]
     return parts
 
 
@@ -211,15 +185,15 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
         "Wall time of each step, mean over ranks; the warm-up is shaded. Blue and green is work on the device, orange "
         "is waiting."
     )
-    parts = ["<h2>Where a step’s time goes</h2>", _phase_legend(), _figure(drawn["breakdown"], caption)]
+    parts = ["<h2>Where a step’s time goes</h2>", _phase_legend(), figure(drawn["breakdown"], caption)]
     figures = report.figures
     if figures is not None:
         rows = [
-            [_key(PHASE_COLOURS[row.phase]) + PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"]
+            [key(PHASE_COLOURS[row.phase]) + PHASE_LABELS[row.phase], *_times(row.time), f"{row.share:.1%}"]
             for row in figures.phases
         ]
         rows.append(["whole step", *_times(figures.step_time), "100%"])
-        parts.append(_table(["phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share"], rows, total=True))
+        parts.append(table(["phase", "mean [ms]", "p50 [ms]", "p99 [ms]", "max [ms]", "share"], rows, total=True))
         hidden = figures.all_reduce_total
         parts.append(
             f'<p class="small">{figures.step_time.count} steps on all ranks after warm-up. All-reduce in all, hidden '
@@ -231,7 +205,7 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
         "histogram": "Step times after warm-up, all ranks.",
         "loss": "The loss falls when images, geometry and boxes belong together.",
     }
-    present = [_figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
+    present = [figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
     return [*parts, f'<div class="row">{"".join(present)}</div>']
 
 
@@ -256,8 +230,8 @@ def _loader(report: Report, drawn: dict[str, str]) -> list[str]:
     )
     return [
         "<h2>Loader stages</h2>",
-        _figure(drawn["stages"], caption),
-        _table(["stage", "threads, all ranks", "items/s", "busy", "starved", "blocked"], rows),
+        figure(drawn["stages"], caption),
+        table(["stage", "threads, all ranks", "items/s", "busy", "starved", "blocked"], rows),
     ]
 
 
@@ -272,8 +246,8 @@ def _ranks(report: Report) -> list[str]:
             f"{by_rank[rank.rank].occupancy:.1%}" if rank.rank in by_rank else "no figure",
             f"{by_rank[rank.rank].including_all_reduce:.1%}" if rank.rank in by_rank else "no figure",
             f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
-            f"{rank.peak_rss_bytes / _GIB:.2f}" if rank.peak_rss_bytes else "unknown",
-            f"{rank.peak_device_bytes / _GIB:.2f}" if rank.peak_device_bytes else "none",
+            f"{rank.peak_rss_bytes / GIB:.2f}" if rank.peak_rss_bytes else "unknown",
+            f"{rank.peak_device_bytes / GIB:.2f}" if rank.peak_device_bytes else "none",
         ]
         for rank in report.ranks
     ]
@@ -282,7 +256,7 @@ def _ranks(report: Report) -> list[str]:
         rows = [row[:-1] for row in rows]
     else:
         header.append("GPU memory [GiB]")
-    return ["<h2>Ranks</h2>", _table(header, rows), '<p class="small">Memory: the peak.</p>']
+    return ["<h2>Ranks</h2>", table(header, rows), '<p class="small">Memory: the peak.</p>']
 
 
 def _definitions(report: Report) -> list[str]:
@@ -302,26 +276,6 @@ def _definitions(report: Report) -> list[str]:
     return parts
 
 
-def _facts(report: Report) -> list[str]:
-    machine, dataset = report.machine, report.dataset
-    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
-    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
-    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
-    rows = {
-        "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
-        "memory": f"{machine.memory_bytes / _GIB:.1f} GiB",
-        "GPUs": gpus or "none",
-        "system": f"{machine.system}, Python {machine.python}",
-        "fuelrail": f"{machine.fuelrail}, {commit}",
-        "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
-        "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
-        f"shards; cameras {', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}",
-        "options": ", ".join(f"{name}={value}" for name, value in report.options.items()),
-    }
-    body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
-    return ["<h2>Machine, dataset, options</h2>", f'<table class="facts">{body}</table>']
-
-
 def _emulated(report: Report) -> bool:
     return bool(report.accelerator["kind"] == "emulated")
 
@@ -337,26 +291,5 @@ def _times(summary: Summary) -> list[str]:
     return [f"{value:.2f}" for value in (summary.mean_ms, summary.p50_ms, summary.p99_ms, summary.max_ms)]
 
 
-def _key(colour: str) -> str:
-    return f'<i class="key" style="background:{colour}"></i>'
-
-
 def _phase_legend() -> str:
-    entries = "".join(f"<span>{_key(colour)}{PHASE_LABELS[phase]}</span>" for phase, colour in PHASE_COLOURS.items())
-    return f'<div class="legend">{entries}</div>'
-
-
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
-
-
-def _note(text: str) -> str:
-    return f'<div class="note"><p>{escape(text)}</p></div>'
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False) -> str:
-    lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
-    if total:
-        lines[-1] = lines[-1].replace("<tr>", '<tr class="total">', 1)
-    head = "".join(f"<th>{name}</th>" for name in header)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return legend([(PHASE_LABELS[phase], colour) for phase, colour in PHASE_COLOURS.items()])

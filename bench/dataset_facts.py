@@ -1,0 +1,34 @@
+"""The facts of a dataset that a figure must carry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dataset import Dataset
+
+
+class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The dataset, without its path."""
+
+    name: str
+    fingerprint: str
+    split: str
+    num_samples: int
+    num_shards: int
+    cameras: list[str]
+
+
+def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
+    """The facts of one split; raises ConfigError where there is none of that name."""
+    entry = dataset.split(split)
+    return DatasetFacts(
+        name=dataset.manifest.name,
+        fingerprint=dataset.manifest.fingerprint,
+        split=split,
+        num_samples=entry.num_samples,
+        num_shards=entry.num_shards,
+        cameras=[camera.channel for camera in dataset.manifest.cameras],
+    )
