@@ -99,7 +99,7 @@ def _shadows(
         if sun is not None:
             tall = solid.centre[2] + solid.size_lwh[2] / 2
             slant = np.array(sun[:2]) / sun[2]
-            base = convex_hull_2d(np.concatenate([base - slant * low, base - slant * tall * 0.96]))
+            base = _ground_hull(np.concatenate([base - slant * low, base - slant * tall * 0.96]))
         elif solid.actor < 0 or low > 0.5:
             continue
         ground = np.column_stack([base, np.zeros(len(base))]) @ global2cam[:3, :3].T + global2cam[:3, 3]
@@ -111,8 +111,8 @@ def _shadows(
     return polygons
 
 
-def convex_hull_2d(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Hull of ground points: relative to the first, as large coordinates do not fit float32."""
+def _ground_hull(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    # Relative to the first point: large coordinates lose too much in float32.
     return np.asarray(convex_hull(points - points[0]) + points[0], np.float64)
 
 

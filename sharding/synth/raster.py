@@ -65,9 +65,7 @@ def window_of(polygon: NDArray[np.float64], width_px: int, height_px: int, margi
     return Window(top, left, bottom, right) if top < bottom and left < right else None
 
 
-def coverage(
-    polygon: NDArray[np.float64], window: Window, *, inset_px: float = 0.0, softness_px: float = 1.0
-) -> NDArray[np.float32]:
+def coverage(polygon: NDArray[np.float64], window: Window, *, inset_px: float = 0.0) -> NDArray[np.float32]:
     """How much of each pixel of ``window`` a convex polygon (N, 2) covers, 0 to 1, float32.
 
     From the signed distance of the pixel's centre to the nearest side: one half on the side itself, so the edge lies
@@ -83,9 +81,9 @@ def coverage(
     rows = np.arange(window.top, window.bottom, dtype=np.float64)
     sign = 1.0 if area > 0 else -1.0
     for (x, y), (dx, dy), length in zip(polygon[keep], sides[keep], lengths[keep], strict=True):
-        nx, ny = -sign * dy / length / softness_px, sign * dx / length / softness_px
+        nx, ny = -sign * dy / length, sign * dx / length
         across = ((columns - x) * nx).astype(np.float32)
-        down = ((rows - y) * ny + 0.5 - inset_px / softness_px).astype(np.float32)
+        down = ((rows - y) * ny + 0.5 - inset_px).astype(np.float32)
         np.minimum(nearest, across[None, :] + down[:, None], out=nearest)
     return np.clip(nearest, 0.0, 1.0, out=nearest)
 
@@ -95,10 +93,3 @@ def blend(image: Image, window: Window, source: Image, alpha: NDArray[np.float32
     rows, columns = window.slices
     target = image[rows, columns]
     target[...] = cv2.blendLinear(source, np.ascontiguousarray(target), alpha, 1.0 - alpha)
-
-
-def flat(window: Window, rgb: tuple[float, float, float]) -> Image:
-    """A window filled with one colour."""
-    patch = np.empty((window.bottom - window.top, window.right - window.left, 3), np.uint8)
-    patch[:] = np.clip(np.round(rgb), 0, 255).astype(np.uint8)
-    return patch
