@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 
@@ -178,19 +179,20 @@ class _Windowed:
     bisection of the permuted shards' starts.
     """
 
-    __slots__ = ("_num_samples", "_permutation", "_shard_origins", "_slot_starts", "_window_starts")
+    __slots__ = ("_first_slots", "_num_samples", "_permutation", "_shard_offsets", "_slot_starts", "_window_starts")
 
     def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
         stored = np.array(layout.shard_lengths, dtype=np.int64)
         shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(np.arange(len(stored)))
         lengths = stored[shards]
         # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
-        # before the permutation within the window.
+        # before the permutation within the window, and shard_offsets[i] more as stored.
         self._slot_starts = np.cumsum(lengths) - lengths
-        self._shard_origins = (np.cumsum(stored) - stored)[shards]
+        self._shard_offsets = (np.cumsum(stored) - stored)[shards] - self._slot_starts
         self._num_samples = layout.num_samples
         num_windows = -(-len(stored) // window)
-        self._window_starts = self._slot_starts[np.arange(num_windows) * len(stored) // num_windows]
+        self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
+        self._window_starts = np.append(self._slot_starts, self._num_samples)[self._first_slots]
         # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
         self._permutation: Callable[[int, int], KeyedPermutation] = lru_cache(maxsize=8)(
             lambda number, length: KeyedPermutation(length, derive_key("order windowed samples", seed, epoch, number))
@@ -203,23 +205,25 @@ class _Windowed:
         wanted = as_positions(positions, self._num_samples)
         flat = wanted.reshape(-1)
         window = np.searchsorted(self._window_starts, flat, side="right") - 1
-        shuffled = np.empty_like(flat)
+        if (window[1:] >= window[:-1]).all():  # as for positions in a row
+            return self._by_window(flat, window).reshape(wanted.shape)
         by_window = np.argsort(window, kind="stable")
-        numbers, firsts = np.unique(window[by_window], return_index=True)
-        lasts = np.append(firsts, flat.size)[1:]
-        for number, first, last in zip(numbers.tolist(), firsts, lasts, strict=True):
-            start, end = self._bounds(number)
-            members = by_window[first:last]
-            shuffled[members] = self._permutation(number, end - start)(flat[members] - start) + start
-        slot = np.searchsorted(self._slot_starts, shuffled, side="right") - 1
-        shuffled += self._shard_origins[slot]
-        shuffled -= self._slot_starts[slot]
-        return shuffled.reshape(wanted.shape)
+        samples = np.empty_like(flat)
+        samples[by_window] = self._by_window(flat[by_window], window[by_window])
+        return samples.reshape(wanted.shape)
 
-    def _bounds(self, number: int) -> tuple[int, int]:
-        """First position of a window, and of the one behind it."""
-        last = number + 1 == len(self._window_starts)
-        return int(self._window_starts[number]), self._num_samples if last else int(self._window_starts[number + 1])
+    def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples at positions whose windows ascend."""
+        samples = np.empty_like(positions)
+        bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
+        for first, last in pairwise(bounds.tolist()):
+            number = int(window[first])
+            start, end = int(self._window_starts[number]), int(self._window_starts[number + 1])
+            shuffled = self._permutation(number, end - start)(positions[first:last] - start) + start
+            slots = slice(self._first_slots[number], self._first_slots[number + 1])
+            slot = np.searchsorted(self._slot_starts[slots], shuffled, side="right") - 1
+            samples[first:last] = shuffled + self._shard_offsets[slots][slot]
+        return samples
 
 
 def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
