@@ -137,9 +137,14 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
 
 def is_member_at(span: memoryview, offset: int, name: str, size: int) -> bool:
     """Whether the member whose data begin at ``offset`` is called ``name`` and has ``size`` bytes, by its header."""
-    header = bytes(span[max(offset - BLOCK_BYTES, 0) : offset])
-    front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES].ljust(_USTAR_NAME_BYTES, b"\0")
-    return len(header) == BLOCK_BYTES and header.startswith(front) and header[124:136] == b"%011o\0" % size
+    at = offset - BLOCK_BYTES
+    if at < 0:
+        return False
+    front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
+    if len(front) < _USTAR_NAME_BYTES:
+        front += b"\0"
+    # Comparing views takes no copy of the block; what follows a shorter name's end is zeros, which nobody reads.
+    return span[at : at + len(front)] == front and span[at + 124 : at + 136] == b"%011o\0" % size
 
 
 def split_member_name(name: str) -> tuple[str, str]:
