@@ -138,13 +138,26 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
     parser.add_argument("--deep", action="store_true", help="decode every member and every image too")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads (default: one for each core)")
+    parser.add_argument("--repair", metavar="KIND:PATH", help="make what is broken again from the source it came from")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _run_verify(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.progress import checking
     from fuelrail.sharding.verify import verify
 
-    report = verify(args.dataset, deep=args.deep, num_threads=args.workers or len(os.sched_getaffinity(0)))
+    num_threads = args.workers or len(os.sched_getaffinity(0))
+    with checking() as checked:
+        report = verify(args.dataset, deep=args.deep, num_threads=num_threads, checked=checked)
+    if report.faults and args.repair:
+        from fuelrail.sharding.progress import make_progress
+        from fuelrail.sharding.run import repair
+
+        sys.stderr.write(report.as_text())
+        with make_progress(as_json=False) as progress:
+            repair(args.dataset, args.repair, num_threads, progress)
+        with checking() as checked:
+            report = verify(args.dataset, deep=args.deep, num_threads=num_threads, checked=checked)
     sys.stdout.write(report.as_json() if args.json else report.as_text())
     return 1 if report.faults else 0
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
+    from fuelrail.pipeline.manifest import ShardEntry
     from fuelrail.sharding.plan import Plan
     from fuelrail.sharding.source import ScanInfo
     from fuelrail.sharding.writer import ShardDone
@@ -126,3 +129,21 @@ def make_progress(*, as_json: bool) -> Quiet:
     if as_json:
         return JsonLines()
     return Bar() if sys.stderr.isatty() else Quiet()
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
+    """A bar on stderr for `fuelrail verify`, where that is a terminal; yields what to call for each shard."""
+    if not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("checking", total=None)
+
+        def checked(shard: ShardEntry, num_shards: int) -> None:
+            bar.update(task, total=num_shards, advance=1, description=f"checked {shard.name}")
+
+        yield checked

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -18,8 +17,9 @@ from fuelrail.sharding.engines.local import make_shards
 from fuelrail.sharding.finish import finish
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.recipe import Recipe, differences
-from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source
+from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.table import ScanTable, ScanWriter
+from fuelrail.sharding.threads import in_threads
 from fuelrail.sharding.workspace import Workspace, check_out, publish_file, writing_to
 from fuelrail.sharding.writer import ShardDone, WriteJob, file_is
 
@@ -113,6 +113,18 @@ def shard(
     return Outcome(manifest, len(plan.shards) - num_kept, num_kept)
 
 
+def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Progress) -> Outcome:
+    """Make the damaged files of a finished dataset again, from the source it was made from (``KIND:LOCATION``).
+
+    Raises DatasetExistsError where the source is not the same any more, and what :func:`shard` raises.
+    """
+    folder = Path(root)
+    load_manifest(folder)  # raises where there is none
+    recipe = _finished_recipe(folder) or Recipe()
+    spec = parse_source(source, recipe.source_options)
+    return shard(spec, folder, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
+
+
 def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Recipe]:
     """Scan the source into the working folder; returns what it found and the recipe with the table's digest."""
     path = work.temporary / work.scan_table.name
@@ -173,5 +185,5 @@ def _damaged_shards(folder: Path, manifest: Manifest, num_threads: int) -> list[
             folder / idx.name, idx.bytes, idx.sha256
         )
 
-    with ThreadPoolExecutor(num_threads) as pool:
-        return [number for number, whole in enumerate(pool.map(is_whole, manifest.shards)) if not whole]
+    checked = in_threads(is_whole, manifest.shards, num_threads)
+    return [number for number, whole in enumerate(checked) if not whole]

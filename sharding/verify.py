@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +21,7 @@ import xxhash
 
 from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.dataset import Dataset, check_span, read_members
-from fuelrail.pipeline.errors import FuelrailError, IndexFileError, ShardError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import load_manifest
 from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION, decode_sample
@@ -30,11 +29,12 @@ from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, FoundMember, StoredMembe
 from fuelrail.sharding.dali import IndexText
 from fuelrail.sharding.finish import ATTRIBUTES_FILE
 from fuelrail.sharding.images import check_pixels
+from fuelrail.sharding.threads import in_threads
 from fuelrail.sharding.writer import file_is
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.pipeline.manifest import FileEntry, Manifest, ShardEntry
     from fuelrail.pipeline.schema import Sample
@@ -86,11 +86,24 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def verify(root: str | os.PathLike[str], *, deep: bool, num_threads: int) -> Report:
+def _ignore(shard: ShardEntry, num_shards: int) -> None:
+    """Nobody watches."""
+
+
+def verify(
+    root: str | os.PathLike[str],
+    *,
+    deep: bool,
+    num_threads: int,
+    checked: Callable[[ShardEntry, int], None] = _ignore,
+) -> Report:
     """Check a local dataset folder. What is wrong stands in the report.
 
-    Raises DatasetNotReadyError or ManifestError where there is no manifest that the rest could be held against.
+    ``checked`` is called for each shard that was, with the number of all of them. Raises ConfigError for less than one
+    thread, DatasetNotReadyError or ManifestError where there is no manifest that the rest could be held against.
     """
+    if num_threads < 1:
+        raise ConfigError(f"{num_threads} workers are too few: 1 at least")
     folder = Path(root)
     manifest = load_manifest(folder)
     report = Report(str(folder), deep)
@@ -102,19 +115,20 @@ def verify(root: str | os.PathLike[str], *, deep: bool, num_threads: int) -> Rep
         dataset = Dataset(folder, manifest, index)
     except IndexFileError as error:
         report.faults.append(Fault(INDEX_FILE, str(error)))
-    with ThreadPoolExecutor(num_threads) as pool:
-        for faults in pool.map(lambda entry: _check_file(folder, entry), manifest.files):
-            report.faults += faults
-        checks = pool.map(
-            lambda number: _ShardCheck(folder, manifest, number, dataset, deep=deep).run(),
-            range(len(manifest.shards)),
-        )
-        for check in checks:
-            report.num_shards += 1
-            report.num_samples += check.num_samples
-            report.num_images += check.num_images
-            report.num_bytes += check.shard.bytes
-            report.faults += check.faults
+    for faults in in_threads(lambda entry: _check_file(folder, entry), manifest.files, num_threads):
+        report.faults += faults
+    checks = in_threads(
+        lambda number: _ShardCheck(folder, manifest, number, dataset, deep=deep).run(),
+        range(len(manifest.shards)),
+        num_threads,
+    )
+    for check in checks:
+        report.num_shards += 1
+        report.num_samples += check.num_samples
+        report.num_images += check.num_images
+        report.num_bytes += check.shard.bytes
+        report.faults += check.faults
+        checked(check.shard, len(manifest.shards))
     if dataset is not None and not report.faults:
         report.faults += _check_rows(dataset)
     return report

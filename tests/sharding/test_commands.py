@@ -296,3 +296,19 @@ def test_verify_ends_with_1_where_something_is_wrong(run, source, tmp_path):
     code, said, _ = run("verify", out, "--json")
     assert code == 1
     assert json.loads(said)["faults"][1]["offset"] == 0
+
+
+def test_verify_repairs_from_the_source(run, source, tmp_path):
+    out = tmp_path / "out"
+    shard(run, source.root, out, "--shard-size", "20kB", "--order", "clip")
+    before = digests(out)
+    (out / "train-000000.tar").write_bytes(b"gone")
+    (out / "train-000001.idx").unlink()
+    other = build_nuscenes(tmp_path / "other", {"a": 3, "b": 3}, seed=5)
+    sentence = run("verify", out, "--repair", f"nuscenes:{other.root}")
+    assert sentence[0] == 2
+    assert "the source's content" in sentence[2]
+    code, said, err = run("verify", out, "--repair", f"nuscenes:{source.root}")
+    assert "train-000000.tar: has 4 bytes" in err
+    assert (code, said.splitlines()[-1].endswith("all is well")) == (0, True)
+    assert digests(out) == before
