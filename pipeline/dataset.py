@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Dataset:
     """An open dataset: its manifest and its mapped index.
 
-    ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to, and
-    the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
+    ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to,
+    and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
     """
 
     root: Path
@@ -80,8 +80,8 @@ def open_dataset(
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already the index and the attributes, into
     ``cache_dir`` (None: the user's cache folder). Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL
-    also DatasetError where storage refuses or does not answer, and ConfigError. Contents are not read: `fuelrail verify`
-    does that.
+    also DatasetError where storage refuses or does not answer, and ConfigError. Contents are not read: that is what
+    `fuelrail verify` does.
     """
     url = str(root) if is_url(root) else None
     if url is not None:
@@ -117,9 +117,9 @@ def read_members(
 ) -> dict[str, memoryview]:
     """Decode the members of a span: field name to raw bytes, in stored order; raw ones are views of the span.
 
-    ``wanted`` restricts it to some field names. Raises IndexFileError for an entry outside the span or, with ``verify``,
-    at odds with the tar header there (the span's digest says nothing about the index), and the codec's errors with key
-    and member.
+    ``wanted`` restricts it to some field names. Raises IndexFileError for an entry outside the span or, with
+    ``verify``, at odds with the tar header there (the span's digest says nothing about the index), and the codec's
+    errors with key and member.
     """
     view = memoryview(span)
     members: dict[str, memoryview] = {}

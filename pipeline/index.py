@@ -8,8 +8,8 @@ of a host share its pages. Rows stand in the order of the samples in the shards.
 from __future__ import annotations
 
 import json
-from functools import partial
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
