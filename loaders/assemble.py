@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.schema import Boxes, Sample
 
 
@@ -75,10 +76,11 @@ class DecodedSample(NamedTuple):
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def assemble(decoded: Sequence[DecodedSample], *, points: bool = False) -> dict[str, Any]:
-    """Build the batch of samples that share a slot; see the module's table.
+def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = None) -> dict[str, Any]:
+    """Build the batch of samples that share a slot and a rig; see the module's table.
 
-    Raises SchemaError where some samples are labelled and some aren't, or rigs differ.
+    ``lidar`` is the one whose sweeps become ``points``. Raises SchemaError where some samples are labelled and some
+    aren't.
     """
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
@@ -116,8 +118,8 @@ def assemble(decoded: Sequence[DecodedSample], *, points: bool = False) -> dict[
         lidar2ego = np.stack([g.lidar2keyego() for g in geometry])
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[:, None])
-    if points:
-        batch["points"] = [torch.from_numpy(_first_sweep(sample).copy()) for sample in samples]
+    if lidar is not None:
+        batch["points"] = [torch.from_numpy(_sweep(sample, lidar)) for sample in samples]
     if any(sample.boxes is not None for sample in samples):
         batch.update(_labels([_boxes(sample) for sample in samples]))
     return batch
@@ -139,9 +141,10 @@ def _boxes(sample: Sample) -> Boxes:
     return sample.boxes
 
 
-def _first_sweep(sample: Sample) -> NDArray[np.float32]:
+def _sweep(sample: Sample, lidar: LidarEntry) -> NDArray[np.float32]:
+    points = sample.points.get(lidar.channel)
     # A sweep that is missing is an empty one: the batch's list must keep its length.
-    return next(iter(sample.points.values()), np.empty((0, 5), np.float32))
+    return np.empty((0, len(lidar.columns)), np.float32) if points is None else points.copy()
 
 
 def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.assemble import BatchSlot, DecodedSample
+    from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.stages import StageClock
 
 _LOG = logging.getLogger(__name__)
@@ -50,9 +51,9 @@ class Sample(NamedTuple):
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def as_sample(decoded: DecodedSample, *, points: bool, seed: int) -> Sample:
+def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int) -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
-    batch = assemble([decoded], points=points)
+    batch = assemble([decoded], lidar=lidar)
     image = batch.pop("img")[decoded.at]
     common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
     lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
@@ -67,10 +68,10 @@ def as_sample(decoded: DecodedSample, *, points: bool, seed: int) -> Sample:
 
 
 def transform(
-    function: Callable[[dict[str, Any]], Any] | None, decoded: DecodedSample, *, points: bool, seed: int
+    function: Callable[[dict[str, Any]], Any] | None, decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int
 ) -> Sample:
     """The work of the stage: the sample as a dict, through the user's function."""
-    sample = as_sample(decoded, points=points, seed=seed)
+    sample = as_sample(decoded, lidar=lidar, seed=seed)
     return sample if function is None else sample._replace(value=function(sample.value))
 
 

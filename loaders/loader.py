@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.lookahead import Ahead
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.storage import Session, StorageStats
+    from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -207,7 +208,7 @@ class DataLoader:
             entry.num_samples,
             self.world.rank,
         )
-        self._points = points
+        self._lidar = self._first_lidar() if points else None
         self._decoder: ImageDecoder = make_decoder(decoder)
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
         self._transfer = make_transfer(device)
@@ -387,8 +388,8 @@ class DataLoader:
         """What must be equal on all ranks, as plain JSON types."""
         state = self.state_dict()
         return {
-            **state.pop("identity"), "batch_size": self.batch_size, "seed": self.seed, "points": self._points,
-            "image": msgspec.to_builtins(self.image), **state,
+            **state.pop("identity"), "batch_size": self.batch_size, "seed": self.seed,
+            "points": self._lidar is not None, "image": msgspec.to_builtins(self.image), **state,
         }  # fmt: skip
 
     def _ask_ahead(self, order_of: Callable[[int], Order]) -> Iterator[Ahead]:
@@ -399,6 +400,11 @@ class DataLoader:
         self._session = self._storage.session(foresight, uses)
         coming = work.coming(*where, self._share, self._first_row)
         return look_ahead(coming, self.dataset.index, self._session, self._look_ahead_bytes)
+
+    def _first_lidar(self) -> LidarEntry:
+        if not self.dataset.manifest.lidars:
+            raise ConfigError(f"points=True, but dataset '{self.dataset.root}' has no lidar; leave it out")
+        return self.dataset.manifest.lidars[0]
 
     def _stages(self) -> list[Stage]:
         parse = partial(work.parse, self._reader, self.image, self.seed, self._bad)
@@ -413,9 +419,9 @@ class DataLoader:
             ),
         ]
         if self._transform is None and self._collate_fn is None:
-            collate = partial(assemble, points=self._points)
+            collate = partial(assemble, lidar=self._lidar)
         else:
-            transform = partial(hooks.transform, self._transform, points=self._points, seed=self.seed)
+            transform = partial(hooks.transform, self._transform, lidar=self._lidar, seed=self.seed)
             stages.append(Stage("transform", transform, self.num_workers, self.batch_size))
             collate = partial(hooks.collate, self._collate_fn)
         stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=self.batch_size))

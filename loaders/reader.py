@@ -35,6 +35,7 @@ class SampleReader:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
         self._cameras = [camera.channel for camera in dataset.manifest.cameras]
+        self._num_lidars = len(dataset.manifest.lidars)
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
@@ -60,6 +61,11 @@ class SampleReader:
         if valid != present:
             raise SchemaError(
                 f"cam_valid is {valid}, but of the cameras {', '.join(self._cameras)} these have an image: {present}",
+                key=row.key, member=GEOMETRY,
+            )  # fmt: skip
+        if len(sample.geometry.lidar2ego) != self._num_lidars:
+            raise SchemaError(
+                f"of {len(sample.geometry.lidar2ego)} lidars, the manifest has {self._num_lidars}",
                 key=row.key, member=GEOMETRY,
             )  # fmt: skip
         return sample

@@ -103,3 +103,10 @@ class TestRig:
         }
         with pytest.raises(SchemaError, match=r"cam_valid is \[1\], but of the cameras cam_front, cam_back"):
             self.read(monkeypatch, dataset, 0, **one)
+
+    def test_another_number_of_lidars(self, monkeypatch, dataset) -> None:
+        geometry = SampleReader(dataset).sample(0).geometry
+        names = ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
+        two = {name: np.repeat(getattr(geometry, name), 2, axis=0) for name in names}
+        with pytest.raises(SchemaError, match="of 2 lidars, the manifest has 1"):
+            self.read(monkeypatch, dataset, 0, **two)

@@ -1,0 +1,99 @@
+"""Loader state: plain JSON, exact both ways, refused with both sides shown where it is of something else."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.pipeline.errors import StateMismatchError
+
+IDENTITY = Identity(
+    dataset="f" * 64, split="train", order={"version": 1, "kind": "shuffled", "seed": 7, "window": None}, drop_last=True
+)
+
+
+def state(**changes) -> LoaderState:
+    whole = {
+        "version": STATE_VERSION,
+        "identity": IDENTITY,
+        "epoch": 3,
+        "samples_consumed": 160,
+        "global_batch_size": 16,
+    }
+    return LoaderState(**(whole | changes))
+
+
+@given(st.integers(0, 2**53), st.integers(0, 2**53), st.integers(1, 2**20))
+def test_round_trip_through_json_and_pickle(epoch, consumed, batch) -> None:
+    there = state(epoch=epoch, samples_consumed=consumed, global_batch_size=batch)
+    encoded = encode_state(there)
+    assert decode_state(json.loads(json.dumps(encoded)), IDENTITY) == there
+    assert decode_state(pickle.loads(pickle.dumps(encoded)), IDENTITY) == there
+
+
+def test_state_is_small_and_plain_whatever_the_position() -> None:
+    encoded = encode_state(state(epoch=10**6, samples_consumed=10**12))
+    assert len(json.dumps(encoded)) < 400
+    assert json.loads(json.dumps(encoded)) == encoded
+
+
+def test_another_batch_size_is_no_mismatch() -> None:
+    assert decode_state(encode_state(state(global_batch_size=999)), IDENTITY).global_batch_size == 999
+
+
+@pytest.mark.parametrize(
+    ("change", "both"),
+    [
+        ({"dataset": "0" * 64}, [f"dataset: state has '{'0' * 64}', loader has '{'f' * 64}'"]),
+        ({"split": "val"}, ["split: state has 'val', loader has 'train'"]),
+        ({"drop_last": False}, ["drop_last: state has False, loader has True"]),
+        ({"order": {**IDENTITY.order, "seed": 8}}, ["order: state has", "'seed': 8", "loader has", "'seed': 7"]),
+        ({"split": "val", "drop_last": False}, ["split: state has 'val'", "drop_last: state has False"]),
+    ],
+)
+def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
+    encoded = encode_state(state())
+    encoded["identity"] = {**encoded["identity"], **change}
+    with pytest.raises(StateMismatchError, match="belongs to another training sequence") as caught:
+        decode_state(encoded, IDENTITY)
+    assert all(words in str(caught.value) for words in both)
+    same = set(Identity.__struct_fields__) - set(change)
+    assert not [name for name in same if f"{name}: state has" in str(caught.value)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "has version 2; this Fuelrail reads 1"),
+        ({"version": None}, "has version None"),
+        ({"epoch": -1}, "is at epoch -1, sample 160; both must be 0 or more"),
+        ({"samples_consumed": -1}, "is at epoch 3, sample -1"),
+        ({"epoch": "3"}, "Expected `int`, got `str` - at `$.epoch`"),
+        ({"epoch": 3.0}, "$.epoch"),
+        ({"more": 1}, "unknown field `more`"),
+        ({"identity": {}}, "$.identity"),
+    ],
+)
+def test_what_is_no_state_is_refused(change, words) -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        decode_state({**encode_state(state()), **change}, IDENTITY)
+    assert words in str(caught.value)
+
+
+def test_an_empty_state_and_one_of_torchdatas_are_refused() -> None:
+    for foreign in ({}, {"_snapshot": {"_snapshot_step": 3}, "_steps_since_snapshot": 0}):
+        with pytest.raises(StateMismatchError, match="has version None"):
+            decode_state(foreign, IDENTITY)
+
+
+@pytest.mark.parametrize("name", ["identity", "epoch", "samples_consumed", "global_batch_size"])
+def test_a_missing_entry_is_named(name) -> None:
+    encoded = encode_state(state())
+    del encoded[name]
+    with pytest.raises(StateMismatchError, match=f"missing required field `{name}`"):
+        decode_state(encoded, IDENTITY)
