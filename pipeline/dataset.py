@@ -123,17 +123,19 @@ def read_members(
     """
     view = memoryview(span)
     members: dict[str, memoryview] = {}
+    size = len(view)
     for entry in row.members:
-        if wanted is not None and entry.name not in wanted:
+        field, offset, stored_bytes, raw_bytes, codec = entry
+        if wanted is not None and field not in wanted:
             continue
-        end = entry.offset + entry.stored_bytes
-        if not 0 <= entry.offset <= end <= len(view):
+        end = offset + stored_bytes
+        if not 0 <= offset <= end <= size:
             raise IndexFileError(
                 f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} "
                 f"of a span of {len(view)} bytes"
             )
-        if not verify and entry.codec == codecs.RAW and entry.stored_bytes == entry.raw_bytes:
-            members[entry.name] = view[entry.offset : end]
+        if not verify and codec == codecs.RAW and stored_bytes == raw_bytes:
+            members[field] = view[offset:end]
             continue
         name = f"{row.key}.{entry.name}{codecs.suffix(entry.codec)}"
         if verify and not is_member_at(view, entry.offset, name, entry.stored_bytes):

@@ -3,7 +3,7 @@
 What the kernel would do page by page, at the moment of decoding, happens here in bulk and ahead of time:
 
 * Spans asked for ahead that are not in the page cache are handed to the kernel's read-ahead
-  (``posix_fadvise(WILLNEED)``). Two one-byte reads that refuse to block (``preadv2(RWF_NOWAIT)``) tell whether they
+  (``posix_fadvise(WILLNEED)``). A one-byte read that refuses to block (``preadv2(RWF_NOWAIT)``) tells whether they
   are: on a warm cache the advice itself would cost more than reading.
 * Pages that are still missing when a span is taken are read and mapped in one call (``MADV_POPULATE_READ``, Linux
   5.14) before anyone touches them. Where one cannot be served (the file was cut, the disk failed) the call returns an
@@ -74,12 +74,9 @@ class _MappedFile(ShardFile):
         return 0 if done == 0 else ctypes.get_errno()
 
     def is_cached(self, start: int, length: int) -> bool:
-        """Whether the range seems to be in the page cache, by its first and its last byte; False beyond the end."""
+        """Whether the range seems to be in the page cache, by its last byte; False beyond the file's end."""
         try:
-            return (
-                os.preadv(self.fd, self._byte, start, os.RWF_NOWAIT)
-                + os.preadv(self.fd, self._byte, start + length - 1, os.RWF_NOWAIT)
-            ) == 2
+            return os.preadv(self.fd, self._byte, start + length - 1, os.RWF_NOWAIT) == 1
         except OSError:  # not there, or a file system without RWF_NOWAIT: say no, and let the kernel find out
             return False
 
@@ -96,6 +93,7 @@ class MappedShards:
 
     def __init__(self, dataset: Dataset, *, verify: bool = True, memory_bytes: int | None = None) -> None:
         self._dataset, self._verify = dataset, verify
+        self._num_shards = len(dataset.manifest.shards)
         self._files: OpenShards[_MappedFile] = OpenShards(self._map, open_files_limit(2))
         budget = available_memory_bytes() if memory_bytes is None else memory_bytes
         total = sum(shard.bytes for shard in dataset.manifest.shards)
@@ -110,9 +108,11 @@ class MappedShards:
         Raises TruncatedShardError where the shard is shorter than the index says, ChecksumError where its bytes differ
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
         """
-        self._dataset.shard_path(row)  # raises for a row outside the manifest's shards
+        shard = row.shard
+        if not 0 <= shard < self._num_shards:
+            self._dataset.shard_path(row)  # says what is wrong
         try:
-            file = self._files[row.shard]
+            file = self._files[shard]
         except ShardError as error:
             raise explained(self._dataset, row, error) from error
         try:
