@@ -123,7 +123,7 @@ def read_members(
     """
     view = memoryview(span)
     members: dict[str, memoryview] = {}
-    size = len(view)
+    size, key = len(view), row.key
     for entry in row.members:
         field, offset, stored_bytes, raw_bytes, codec = entry
         if wanted is not None and field not in wanted:
@@ -134,15 +134,15 @@ def read_members(
                 f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} "
                 f"of a span of {len(view)} bytes"
             )
-        if not verify and codec == codecs.RAW and stored_bytes == raw_bytes:
-            members[field] = view[offset:end]
-            continue
-        name = f"{row.key}.{entry.name}{codecs.suffix(entry.codec)}"
-        if verify and not is_member_at(view, entry.offset, name, entry.stored_bytes):
+        if verify and not is_member_at(view, offset, f"{key}.{field}{codecs.suffix(codec)}", stored_bytes):
+            name = f"{key}.{field}{codecs.suffix(codec)}"
             raise IndexFileError(
                 f"index entry of {row.key}.{entry.name}: no member '{name}' of {entry.stored_bytes} bytes "
                 f"lies at offset {row.offset + entry.offset} of shard {shard}"
             )
+        if codec == codecs.RAW and stored_bytes == raw_bytes:
+            members[field] = view[offset:end]
+            continue
         try:
             members[entry.name] = memoryview(codecs.decode(entry.codec, view[entry.offset : end], entry.raw_bytes))
         except MemberError as error:
