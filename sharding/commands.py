@@ -29,7 +29,11 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
     from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
     from fuelrail.sharding.recipe import DEFAULT_SHARD_BYTES, LAYOUTS, ORDERS
 
-    parser.add_argument("source", metavar="KIND:PATH", help="what to read, such as nuscenes:/data/nuscenes")
+    parser.add_argument(
+        "source",
+        metavar="KIND:PATH",
+        help="what to read: nuscenes:DATAROOT, or fuelrail:DATASET to shard a dataset anew",
+    )
     parser.add_argument("out", metavar="OUT", help="folder for the dataset: new, empty, or with a run to go on with")
     parser.add_argument("--seed", type=int, default=0, help="of the order of samples in the shards (default 0)")
     parser.add_argument(
@@ -69,15 +73,14 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--license", help="the data's license, noted in the manifest and in every sample")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
     parser.add_argument("--json", action="store_true", help="report progress and result as JSON lines on stdout")
-    nuscenes = parser.add_argument_group("nuscenes")
-    nuscenes.add_argument("--version", metavar="FOLDER", help="folder of the tables, such as v1.0-mini")
-    nuscenes.add_argument(
+    of_source = parser.add_argument_group("options of the source")
+    of_source.add_argument("--version", metavar="FOLDER", help="nuscenes: folder of the tables, such as v1.0-mini")
+    of_source.add_argument(
         "--missing-camera",
         choices=("error", "mask"),
-        default="error",
-        help="a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
+        help="nuscenes: a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
     )
-    nuscenes.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
+    of_source.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
 
 
 def _run_shard(args: argparse.Namespace) -> int:
@@ -86,9 +89,12 @@ def _run_shard(args: argparse.Namespace) -> int:
     from fuelrail.sharding.run import shard
     from fuelrail.sharding.source import parse_source
 
-    options: dict[str, Any] = {"missing_camera": args.missing_camera, "points": not args.no_points}
-    if args.version is not None:
-        options["version"] = args.version
+    given = {
+        "version": args.version,
+        "missing_camera": args.missing_camera,
+        "points": False if args.no_points else None,
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     spec = parse_source(args.source, options)
     recipe = make_recipe(
         name=args.name,

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.index import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.manifest import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.workspace import Workspace
     from fuelrail.sharding.writer import WriteJob
 
-ATTRIBUTES_FILE: Final = "attributes.parquet"
 ROWS_PER_GROUP: Final = 1 << 16
 
 
@@ -98,7 +98,7 @@ def finish(
         attributes=tuple(info.attributes),
         time_base=info.time_base,
         ego_origin=info.ego_origin,
-        license=job.recipe.license,
+        license=job.license,
         compression={
             "layout": job.recipe.layout,
             "level": job.recipe.compression_level,

@@ -93,6 +93,7 @@ def shard(
             source=spec,
             recipe=recipe,
             dataset=recipe.name or info.name,
+            license=recipe.license or info.license,
             lidars=tuple(info.lidars),
             clip_ids=tuple(clip.clip_id for clip in info.clips),
         )
@@ -119,8 +120,7 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
     Raises DatasetExistsError where the source is not the same any more, and what :func:`shard` raises.
     """
     folder = Path(root)
-    load_manifest(folder)  # raises where there is none
-    recipe = _finished_recipe(folder) or Recipe()
+    recipe = _recipe_of(folder, load_manifest(folder))
     spec = parse_source(source, recipe.source_options)
     return shard(spec, folder, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
@@ -152,9 +152,11 @@ def _refuse_other(folder: Path, there: Recipe | None, here: Recipe) -> None:
 
 def _finished_recipe(folder: Path) -> Recipe | None:
     """The recipe of a dataset that is finished in OUT; None where there is none."""
-    if not (folder / MANIFEST_FILE).exists():
-        return None
-    recipe = load_manifest(folder).provenance.get("recipe")
+    return _recipe_of(folder, load_manifest(folder)) if (folder / MANIFEST_FILE).exists() else None
+
+
+def _recipe_of(folder: Path, manifest: Manifest) -> Recipe:
+    recipe = manifest.provenance.get("recipe")
     if recipe is None:
         raise DatasetExistsError(f"output folder '{folder}' holds a dataset that was not made by `fuelrail shard`")
     return convert(recipe, Recipe, f"recipe in the manifest of '{folder}'")

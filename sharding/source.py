@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.sharding.table import ClipInfo, ScanWriter
 
-_REGISTRY: Final = {"nuscenes": "fuelrail.sharding.sources.nuscenes:NuScenesSource"}
+_REGISTRY: Final = {
+    "nuscenes": "fuelrail.sharding.sources.nuscenes:NuScenesSource",
+    "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+}
 
 
 class Channel(NamedTuple):
@@ -30,7 +33,8 @@ class ScanInfo:
     """What a scan found out about the source as a whole.
 
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
-    occur. ``facts`` go into the manifest's provenance; no paths, times or host names.
+    occur, ``license`` is the data's, where the source states it. ``facts`` go into the manifest's provenance; no paths,
+    times or host names.
     """
 
     name: str
@@ -44,6 +48,7 @@ class ScanInfo:
     ego_origin: str
     splits: dict[str, list[str]] | None
     facts: dict[str, Any]
+    license: str | None = None
 
     @property
     def num_samples(self) -> int:
@@ -59,7 +64,11 @@ class Source(Protocol):
     """
 
     kind: str
-    attribute_types: Mapping[str, type]
+
+    @property
+    def attribute_types(self) -> Mapping[str, type]:
+        """Columns for ``attributes.parquet``: name to bool, int, float or str."""
+        ...
 
     @property
     def options(self) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class ScanWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
-        self._num_rows = 0
+        self._num_rows, self._last_frame = 0, -1
         self._ids: set[str] = set()
         self._names: set[str] = set()
         self.clips: list[ClipInfo] = []
@@ -117,6 +117,7 @@ class ScanWriter:
         if clip_id in self._ids:
             raise SourceError(f"clip id '{clip_id}' stands twice in the source (clip '{clip_name}')")
         self._ids.add(clip_id)
+        self._last_frame = -1
         self.clips.append(
             ClipInfo(
                 clip_id=clip_id, clip_name=clip_name, clip_token=clip_token, first_row=self._num_rows, num_samples=0
@@ -137,7 +138,8 @@ class ScanWriter:
         """
         clip = self.clips[-1]
         assert meta.clip_id == clip.clip_id, "append belongs to the clip of the last begin_clip"
-        assert meta.frame_idx == clip.num_samples, "frames count up from 0"
+        assert meta.frame_idx > self._last_frame, "frames count up"
+        self._last_frame = meta.frame_idx
         assert meta.key == frame_key(clip.clip_id, meta.frame_idx), "keys are made by frame_key"
         blob = encode_meta(meta)
         inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)

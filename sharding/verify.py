@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.dataset import Dataset, check_span, read_members
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, IndexFileError, ShardError
@@ -27,7 +28,6 @@ from fuelrail.pipeline.manifest import load_manifest
 from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION, decode_sample
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, FoundMember, StoredMember, iter_members
 from fuelrail.sharding.dali import IndexText
-from fuelrail.sharding.finish import ATTRIBUTES_FILE
 from fuelrail.sharding.images import check_pixels
 from fuelrail.sharding.threads import in_threads
 from fuelrail.sharding.writer import file_is

@@ -77,6 +77,7 @@ class WriteJob:
     source: SourceSpec
     recipe: Recipe
     dataset: str
+    license: str | None
     lidars: tuple[LidarEntry, ...]
     clip_ids: tuple[str, ...]
 
@@ -145,7 +146,7 @@ class ShardWriter:
             scanned,
             dataset=job.dataset,
             split=split,
-            license=job.recipe.license,
+            license=job.license,
             prev_key=scanned.prev_key if scanned.prev_key and self._selection[number - 1] else None,
             next_key=scanned.next_key if scanned.next_key and self._selection[number + 1] else None,
         )

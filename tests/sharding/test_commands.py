@@ -135,7 +135,7 @@ def test_unknown_options(run, source, tmp_path):
     assert code == 2
     assert "'zip'" in err
     assert "invalid int value: 'x'" in run("shard", "nuscenes:x", "out", "--seed", "x")[2]
-    assert "known kinds: nuscenes" in refused(run("shard", "kitti:/data", tmp_path / "out"))
+    assert "known kinds: nuscenes, fuelrail" in refused(run("shard", "kitti:/data", tmp_path / "out"))
     assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
     assert "compression_level" in refused(shard(run, source.root, tmp_path / "out", "--compression", "99"))
     assert "0 workers" not in refused(shard(run, source.root, tmp_path / "out", "--shard-size", "1"))

@@ -338,7 +338,7 @@ def test_sources_by_name():
     assert parse_source("nuscenes:/data", {"a": 1}) == SourceSpec("nuscenes", "/data", {"a": 1})
     assert parse_source("nuscenes:C:/x", {}).location == "C:/x"
     for text in ("/data", "nuscenes", "nuscenes:", "kitty:/data", ":x"):
-        with pytest.raises(ConfigError, match="KIND:PATH; known kinds: nuscenes"):
+        with pytest.raises(ConfigError, match="KIND:PATH; known kinds: nuscenes, fuelrail"):
             parse_source(text, {})
     with pytest.raises(ConfigError, match=r"colour.*allowed here: version, missing_camera, points"):
         make_source(SourceSpec("nuscenes", "/data", {"colour": 1}))
