@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench import loader_command, train_command
+from fuelrail.bench import diff_command, loader_command, train_command
 from fuelrail.pipeline.command import Command
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    for word, module in (("train", train_command), ("loader", loader_command)):
+    for word, module in (("train", train_command), ("loader", loader_command), ("diff", diff_command)):
         parser_of_word = words.add_parser(word, help=module.HELP, description=module.DESCRIPTION)
         module.configure(parser_of_word)
         parser_of_word.set_defaults(run_word=module.run)

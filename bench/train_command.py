@@ -23,6 +23,7 @@ from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.remote import is_url
 
 if TYPE_CHECKING:
     import argparse
@@ -72,6 +73,7 @@ def configure(train: argparse.ArgumentParser) -> None:
     )
     add("--learning-rate", type=float, default=2e-3, help="AdamW's learning rate (default: %(default)s)")
     add("--workers", type=int, help="decoding threads a rank (default: the rank's share of the CPUs)")
+    add("--decoder", default="auto", help="decode backend, as the DataLoader takes it (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of order, augmentation and weights (default: %(default)s)")
     add("--price-per-gpu-hour", type=float, help="adds the cost per million samples, in the price's currency")
     add("--out", type=Path, default=Path("bench-train"), help="folder for the report (default: %(default)s)")
@@ -126,13 +128,14 @@ def _settings(arguments: argparse.Namespace, records: Path) -> TrainSettings:
     profile = _profile(arguments.accelerator)
     steps = arguments.steps if arguments.steps is not None or arguments.epochs is not None else 60
     return TrainSettings(
-        dataset=str(Path(arguments.dataset).absolute()),
+        dataset=arguments.dataset if is_url(arguments.dataset) else str(Path(arguments.dataset).absolute()),
         split=arguments.split,
         batch_size=arguments.batch_size,
         num_steps=steps,
         num_epochs=arguments.epochs,
         num_warmup_steps=arguments.warmup,
         num_workers=arguments.workers,
+        decoder=arguments.decoder,
         seed=arguments.seed,
         accumulation=arguments.accumulation,
         precision=arguments.precision or ("fp32" if profile else "bf16"),

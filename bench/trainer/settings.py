@@ -50,6 +50,7 @@ class TrainSettings(Settings, frozen=True):
     num_epochs: Positive | None
     num_warmup_steps: NotNegative
     num_workers: Positive | None
+    decoder: str
     seed: NotNegative
     accumulation: Positive
     precision: Precision

@@ -168,6 +168,7 @@ def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
         split=settings.split,
         seed=settings.seed,
         num_workers=settings.num_workers,
+        decoder=settings.decoder,
         device=device,
     ) as loader:
         run_rank(settings, batches(loader, settings.num_epochs), writer, lambda: loader.stats().stages)

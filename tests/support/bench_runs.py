@@ -32,6 +32,7 @@ SETTINGS = TrainSettings(
     num_epochs=None,
     num_warmup_steps=4,
     num_workers=None,
+    decoder="auto",
     seed=0,
     accumulation=1,
     precision="fp32",
