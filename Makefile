@@ -58,6 +58,7 @@ types: setup
 bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.order
 	$(BIN)/python -m fuelrail.bench.micro.decode
+	$(BIN)/python -m fuelrail.bench.micro.metadata
 
 gpu-check: setup
 	$(BIN)/python -m fuelrail.bench.gpu_check

