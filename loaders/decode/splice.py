@@ -36,13 +36,15 @@ _END_OF_IMAGE = b"\xff\xd9"
 class SplicedRows(NamedTuple):
     """A JPEG of some rows of another: pixel rows ``top`` up to ``top + height`` of it, all columns."""
 
-    encoded: bytes
+    encoded: Buffer
     top: int
     height: int
 
 
-def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int) -> SplicedRows | None:
+def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor: int = 1) -> SplicedRows | None:
     """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
+
+    ``factor`` is the divisor of the DCT-scaled decoding that is to follow.
 
     None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
     where cutting would save nothing. Damage in rows that are left out is not seen.
@@ -53,8 +55,10 @@ def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int) -> Spli
     if mcu is None or info.restart_interval != -(-info.width // mcu[0]):
         return None
     num_rows = -(-info.height // mcu[1])
-    # One row of context: smooth upsampling of the colour planes looks into the neighbouring row.
-    first, last = max(0, top // mcu[1] - 1), min(num_rows, -(-bottom // mcu[1]) + 1)
+    # Smooth upsampling of colour planes of half height looks into the neighbouring row. Scaled decoding of 4:2:0 does
+    # without: it makes the colour planes as large as the other at once (jdmaster.c).
+    context = int(mcu[1] == 16 and (factor == 1 or info.subsampling != "4:2:0"))
+    first, last = max(0, top // mcu[1] - context), min(num_rows, -(-bottom // mcu[1]) + context)
     if num_rows - (last - first) < _MIN_SAVED_ROWS or last <= first:
         return None
     markers = _restart_markers(encoded, info.scan_at)
@@ -78,7 +82,7 @@ def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int) -> Spli
         move = info.scan_at - start
         for number, at in enumerate(markers[first : last - 1]):
             spliced[at + move + 1] = 0xD0 + number % 8
-    return SplicedRows(bytes(spliced), first * mcu[1], height)
+    return SplicedRows(spliced, first * mcu[1], height)
 
 
 def _restart_markers(encoded: Buffer, scan_at: int) -> list[int] | None:

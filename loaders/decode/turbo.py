@@ -82,7 +82,7 @@ class TurboDecoder:
             if info.restart_interval:
                 reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
                 rows = grid.rows[:2] if grid is not None else image_map.source_roi(reach)[1::2]
-                spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor)
+                spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor, factor)
                 if spliced is not None:
                     encoded, info = spliced.encoded, info._replace(height=spliced.height)
                     top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
+import cv2
 import numpy as np
 import pytest
 import simplejpeg
@@ -18,13 +19,21 @@ from support.decoder_suite import ALL_MAPS, NUSCENES_WH
 from support.pictures import encode, natural, open_with_pillow
 from support.shared_data import shared_data
 
-SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "gray")
+SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "4:4:0", "4:1:1", "gray")
+SAMPLING_FACTORS = {"4:4:0": 0x121111, "4:1:1": 0x411111}
 
 
 def with_restarts(width: int, height: int, subsampling: str = "4:2:0", **options) -> bytes:
     picture = natural(width, height)
     if subsampling == "gray":
         return encode(picture[..., 0], restart_marker_rows=1, **options)
+    if subsampling in SAMPLING_FACTORS:  # which Pillow does not write
+        mcu_width = 8 if subsampling == "4:4:0" else 32
+        parameters = (
+            *(cv2.IMWRITE_JPEG_SAMPLING_FACTOR, SAMPLING_FACTORS[subsampling]),
+            *(cv2.IMWRITE_JPEG_RST_INTERVAL, -(-width // mcu_width)),
+        )
+        return cv2.imencode(".jpg", picture, parameters)[1].tobytes()
     return encode(picture, subsampling=subsampling, restart_marker_rows=1, **options)
 
 
@@ -91,9 +100,23 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
     (image_map,) = ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=0)
     out = np.empty((3, 256, 704), np.uint8)
     make_decoder("turbo").decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)
-    # Seen: rows 318 to 900. The output's grid meets the half-size picture's in row 150, 300 of the stored one; that
-    # is in row 18 of MCUs, and one of context more.
-    assert heights == [(900 - 17 * 16) // 2]
+    # Seen: rows 318 to 900. The output's grid meets the half-size picture's in row 150, 300 of the stored one, and
+    # that is in row 18 of MCUs.
+    assert heights == [(900 - 18 * 16) // 2]
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_scaled_decoding_of_the_rows_is_that_of_the_whole(subsampling: str, factor: int) -> None:
+    encoded = with_restarts(325, 411, subsampling)
+    whole = simplejpeg.decode_jpeg(encoded, "RGB", min_height=-(-411 // factor), min_width=-(-325 // factor))
+    for top, bottom in ((200, 411), (161, 250), (0, 100), (176, 208)):
+        spliced = splice_rows(encoded, probe(encoded), top, bottom, factor)
+        part = simplejpeg.decode_jpeg(
+            spliced.encoded, "RGB", min_height=-(-spliced.height // factor), min_width=-(-325 // factor)
+        )
+        first, last, offset = top // factor, -(-bottom // factor), spliced.top // factor
+        assert np.array_equal(part[first - offset : last - offset], whole[first:last])
 
 
 def test_files_that_cannot_be_cut_are_left_alone() -> None:
