@@ -349,7 +349,7 @@ class DataLoader:
 
     def _drain(self, pipeline: Pipeline, start: Cursor) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
-        rest, share = start.rest(self._batching), self._share
+        rest, share, following = start.rest(self._batching), self._share, Cursor(start.epoch + 1)
         num_batches, handed_out = len(share.steps(rest)), 0
         try:
             for batch in islice(pipeline, num_batches):
@@ -362,15 +362,25 @@ class DataLoader:
                 self._position = Cursor(start.epoch, rest.consumed(min(handed_out * share.of, rest.num_steps)))
                 if self._tuner is not None:
                     self._retune(self._tuner, pipeline)
+                if handed_out == num_batches and self._pipeline is pipeline:
+                    # Here, not behind the loop: who counts batches by len() never asks for one more.
+                    self._go_on(following)
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
-            if self._pipeline is pipeline and handed_out == num_batches:
-                self._start = self._position = self._ahead = Cursor(start.epoch + 1)
-                self._epoch_is_set = False
+            if self._pipeline is pipeline:
+                if not num_batches:
+                    self._go_on(following)
+                if self._ahead == following:  # and no other iteration has begun
+                    self._position = following
         finally:
             hooks.warn_if_slow(pipeline.clocks())
-            if self._pipeline is pipeline and self._ahead is None:
+            if self._pipeline is pipeline and handed_out < num_batches:
                 self.close()
+
+    def _go_on(self, following: Cursor) -> None:
+        """The epoch is over: the next iteration is the following one, where the pipeline stands already."""
+        self._start = self._ahead = following
+        self._epoch_is_set = False
 
     def _retune(self, tuner: Autotuner, pipeline: Pipeline) -> None:
         """Note a batch, and do what the tuner says."""

@@ -150,6 +150,33 @@ class TestOrder:
         assert len(set(sequence[:NUM_TRAIN])) == NUM_TRAIN
         assert sequence[NUM_TRAIN:] == sequence[:3], "padding is the epoch's beginning"
 
+    def test_a_consumer_that_counts_batches_gets_the_next_epoch_too(self, tiny):
+        """Lightning and others take len(loader) batches and never ask for one more."""
+        loader, counted = make(tiny[0], 4), make(tiny[0], 4)
+        expected = [[batch["sample_key"] for batch in loader] for _ in range(3)]
+        for epoch in range(3):
+            iterator = iter(counted)
+            got = [next(iterator)["sample_key"] for _ in range(len(counted))]
+            assert got == expected[epoch]
+            assert counted.state_dict()["samples_consumed"] == 20, "still that epoch's end"
+            if epoch == 1:
+                del iterator
+        counted.set_epoch(0)
+        assert [batch["sample_key"] for batch in counted] == expected[0]
+
+    def test_an_old_iterator_does_not_disturb_the_one_that_follows(self, tiny):
+        loader = make(tiny[0], 4)
+        old = iter(loader)
+        for _ in range(len(loader)):
+            next(old)
+        new = iter(loader)
+        first = next(new)
+        assert first["epoch"] == 1
+        assert list(old) == []
+        del old
+        assert loader.state_dict()["samples_consumed"] == 4
+        assert [batch["step"] for batch in new] == [1, 2, 3, 4]
+
     def test_padding_is_flagged(self, tiny):
         batches = list(make(tiny[0], 6, drop_last=False))
         assert [batch["valid"].tolist() for batch in batches] == [[True] * 6] * 3 + [[True] * 3 + [False] * 3]

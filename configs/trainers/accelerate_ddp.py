@@ -1,0 +1,61 @@
+"""Hugging Face Accelerate: ``torchrun --nproc-per-node 2 configs/trainers/accelerate_ddp.py OUT``.
+
+Model and optimiser go through `prepare`, the loader does not need to: it knows its rank, and ``device`` makes it bring
+the batches there. `register_for_checkpointing` puts its position into Accelerate's own checkpoints. Needs
+``pip install accelerate``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from example import IMAGE, arguments, build_model, forever, inputs, report, targets
+from torch.nn.functional import mse_loss
+
+from fuelrail.loaders import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Progress:
+    """How many steps are done; saved with the rest."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the count."""
+        self.step = state["step"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on this rank."""
+    options = arguments(argv)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    model = build_model()
+    model, optimiser = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+    folder = options.checkpoint / "accelerate"
+    progress = Progress()
+    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=accelerator.device) as loader:
+        accelerator.register_for_checkpointing(loader, progress)
+        if folder.exists():
+            accelerator.load_state(str(folder))
+        for step, batch in zip(range(progress.step, options.steps), forever(loader), strict=False):
+            loss = mse_loss(model(inputs(batch)), targets(batch))
+            optimiser.zero_grad()
+            accelerator.backward(loss)
+            optimiser.step()
+            report(step, loss.item(), batch)
+        progress.step = options.steps
+        accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Plain DistributedDataParallel: ``torchrun --nproc-per-node 2 configs/trainers/ddp.py OUT``.
+
+The loader finds its rank by itself. Its state is the same on every rank, so one file for all of them is enough, and
+that file also restores a run on more or fewer ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from example import IMAGE, arguments, build_model, forever, inputs, own_device, report, targets
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from fuelrail.loaders import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on this rank; the process group is up."""
+    options = arguments(argv)
+    device = own_device()
+    model = DistributedDataParallel(build_model().to(device))
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    file = options.checkpoint / "ddp.pt"
+    first = 0
+    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device) as loader:
+        if file.exists():
+            saved = torch.load(file, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimiser.load_state_dict(saved["optimiser"])
+            loader.load_state_dict(saved["loader"])
+            first = saved["step"]
+        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+            loss = mse_loss(model(inputs(batch)), targets(batch))
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            report(step, loss.item(), batch)
+        if dist.get_rank() == 0:
+            state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+            torch.save({**state, "loader": loader.state_dict(), "step": options.steps}, file)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    main()
+    dist.destroy_process_group()

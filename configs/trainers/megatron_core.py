@@ -1,0 +1,54 @@
+"""Megatron-Core's parallel state: ``torchrun --nproc-per-node 2 configs/trainers/megatron_core.py OUT``.
+
+Once `initialize_model_parallel` has run, the loader asks Megatron for its data-parallel rank: the ranks of a
+tensor-, pipeline- or context-parallel group get the same batches without a word. Needs ``pip install megatron-core``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from example import IMAGE, arguments, build_model, forever, inputs, own_device, report, targets
+from megatron.core import parallel_state
+from torch.nn.functional import mse_loss
+
+from fuelrail.loaders import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
+    """Train on this rank; the process group is up."""
+    options = arguments(argv)
+    device = own_device()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+    model = build_model().to(device)
+    optimiser = torch.optim.SGD(model.parameters(), 1e-3)
+    group = parallel_state.get_data_parallel_group()
+    file = options.checkpoint / f"megatron-{dist.get_rank()}.pt"
+    first = 0
+    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, check_ranks=True) as loader:
+        if file.exists():
+            saved = torch.load(file, weights_only=True)
+            model.load_state_dict(saved["model"])
+            loader.load_state_dict(saved["loader"])
+            first = saved["step"]
+        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+            loss = mse_loss(model(inputs(batch)), targets(batch))
+            optimiser.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=group)
+            optimiser.step()
+            report(step, loss.item(), batch)
+        torch.save({"model": model.state_dict(), "loader": loader.state_dict(), "step": options.steps}, file)
+    parallel_state.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,59 @@
+"""Pipeline parallelism: ``torchrun --nproc-per-node 2 configs/trainers/pipeline_parallel.py OUT``.
+
+The first stage needs the images, the last one the labels of the same samples. Both take them from loaders of their
+own, which the mesh's axis "pp" tells to yield the same batches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from example import IMAGE, arguments, build_model, forever, inputs, own_device, report, targets
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.functional import mse_loss
+
+from fuelrail.loaders import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on this rank; the process group is up."""
+    options = arguments(argv)
+    device = own_device()
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("pp",))
+    rank = mesh.get_local_rank()
+    whole = build_model().to(device)
+    part = whole[:1] if rank == 0 else whole[1:]
+    stage = PipelineStage(part, stage_index=rank, num_stages=2, device=device, group=mesh.get_group())
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=mse_loss)
+    optimiser = torch.optim.SGD(part.parameters(), 1e-3)
+    file = options.checkpoint / f"pipeline_parallel-{rank}.pt"
+    first = 0
+    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, world=mesh) as loader:
+        if file.exists():
+            saved = torch.load(file, weights_only=True)
+            part.load_state_dict(saved["model"])
+            loader.load_state_dict(saved["loader"])
+            first = saved["step"]
+        for step, batch in zip(range(first, options.steps), forever(loader), strict=False):
+            optimiser.zero_grad()
+            losses: list[torch.Tensor] = []
+            if rank == 0:
+                schedule.step(inputs(batch))
+            else:
+                schedule.step(target=targets(batch), losses=losses)
+            optimiser.step()
+            report(step, torch.stack(losses).mean().item() if losses else None, batch)
+        torch.save({"model": part.state_dict(), "loader": loader.state_dict(), "step": options.steps}, file)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,58 @@
+"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py OUT``.
+
+The ranks of a tensor-parallel group hold parts of the same layers, so they must see the same samples. The loader knows
+that from the mesh: along "tp" all ranks get the same batches, along "dp" each its own. ``check_ranks`` makes sure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from example import IMAGE, arguments, build_model, forever, inputs, latest, own_device, report, targets
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
+
+from fuelrail.loaders import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train on this rank; the process group is up."""
+    options = arguments(argv)
+    device = own_device()
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = build_model().to(device)
+    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    # Plain SGD keeps this short: with more than one rank along "dp" add fully_shard(model, mesh=mesh["dp"]).
+    optimiser = torch.optim.SGD(model.parameters(), 1e-3)
+    folder = options.checkpoint / "tensor_parallel"
+    with DataLoader(
+        options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, world=mesh, check_ranks=True
+    ) as loader:
+        progress: dict[str, Any] = {"step": 0}
+        if saved := latest(folder):
+            state = {"model": get_model_state_dict(model), "loader": loader, "progress": progress}
+            dcp.load(state, checkpoint_id=saved)
+            set_model_state_dict(model, state["model"])
+            progress = state["progress"]
+        for step, batch in zip(range(progress["step"], options.steps), forever(loader), strict=False):
+            loss = mse_loss(model(inputs(batch)), targets(batch))
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            report(step, loss.item(), batch)
+        state = {"model": get_model_state_dict(model), "loader": loader, "progress": {"step": options.steps}}
+        dcp.save(state, checkpoint_id=folder / f"step-{options.steps}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    main()
+    dist.destroy_process_group()
