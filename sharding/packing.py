@@ -60,7 +60,7 @@ class ShardPacker:
     def add(self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]) -> int:
         """Encode and write the next sample; returns the length of its span [bytes]."""
         stored = [
-            StoredMember(name + codecs.suffix(codec), codecs.encode(codec, data, level=self._level))
+            StoredMember(codecs.stored_name(name, codec), codecs.encode(codec, data, level=self._level))
             for name, codec, data in members
         ]
         packed = pack_sample(key, stored)
