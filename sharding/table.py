@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
@@ -135,12 +136,19 @@ class ScanWriter:
         """Add the clip's next frame; frame number, key and time are those of ``meta``.
 
         ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
+        Raises SourceError for a member over the cap.
         """
         clip = self.clips[-1]
         assert meta.clip_id == clip.clip_id, "append belongs to the clip of the last begin_clip"
         assert meta.frame_idx > self._last_frame, "frames count up"
         self._last_frame = meta.frame_idx
         assert meta.key == frame_key(clip.clip_id, meta.frame_idx), "keys are made by frame_key"
+        for member in members:
+            if member.bytes > MAX_MEMBER_BYTES:
+                raise SourceError(
+                    f"'{member.ref}' ({member.name} of sample {meta.key}) has {member.bytes} bytes; a member has "
+                    f"{MAX_MEMBER_BYTES} at most"
+                )
         blob = encode_meta(meta)
         inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
         size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -32,6 +33,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -43,6 +45,7 @@ RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
 
 NS_PER_US: Final = 1000
+_CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 
 
 class Keyframes:
@@ -153,6 +156,7 @@ class Keyframes:
         self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
         if not self.cameras:
             raise SourceError(f"table '{folder / 'sample_data.json'}' has no keyframes of cameras")
+        _check_channels([*self.cameras, *self.lidars])
         columns = {
             sensor: column
             for column, sensor in enumerate(
@@ -252,3 +256,13 @@ class Keyframes:
             return None
         pose = self._reference_pose(sample)
         return self.annotations.of_sample(sample, self._ego_wxyz[pose], self._ego_xyz[pose])
+
+
+def _check_channels(names: Sequence[str]) -> None:
+    """Channels are stored in lower case, as part of members' names."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if not _CHANNEL.match(name.lower()):
+            raise SourceError(f"table 'sensor': channel '{name}' has other characters than letters, digits and _")
+        if seen.setdefault(name.lower(), name) != name:
+            raise SourceError(f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import tarfile
 
 import numpy as np
 import pytest
@@ -12,7 +15,9 @@ from fuelrail.pipeline.schema import Boxes, Geometry, decode_arrays, decode_meta
 from fuelrail.sharding.source import SourceSpec, make_source, parse_source
 from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
 from fuelrail.sharding.table import ScanTable, ScanWriter
+from fuelrail.sharding.verify import verify
 from support.nuscenes_tables import CAMERAS, build_nuscenes, token
+from support.sharding import shard_nuscenes
 from support.shared_data import shared_data
 
 CLIPS = {"scene-0061": 3, "scene-0103": 2, "scene-0916": 1}
@@ -303,6 +308,45 @@ def test_tables_that_are_wrong(copy, tmp_path, case):
     if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is no JSON
         says = "ego_pose.json' is not JSON"
     with pytest.raises(SourceError, match=says):
+        scan(copy.root, tmp_path)
+
+
+def rename_channel(copy, old, new):
+    for sensor in copy.tables["sensor"]:
+        if sensor["channel"] == old:
+            sensor["channel"] = new
+    copy.write("sensor")
+
+
+@pytest.mark.parametrize(
+    ("channel", "says"),
+    [
+        ("CAM.BACK", "'CAM.BACK' has other characters"),
+        ("", "'' has other characters"),
+        ("cam_front", "'CAM_FRONT' and 'cam_front' differ in case alone"),
+    ],
+)
+def test_channels_that_are_no_names(copy, tmp_path, channel, says):
+    rename_channel(copy, "CAM_BACK", channel)
+    with pytest.raises(SourceError, match=says):
+        scan(copy.root, tmp_path)
+
+
+def test_names_over_100_bytes(tmp_path):
+    made = build_nuscenes(tmp_path / "root", {"x" * 64: 2}, cameras=("CAM_FRONT", "CAM_" + "Y" * 60))
+    shard_nuscenes(made.root, tmp_path / "out")
+    assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
+    with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
+        names = tar.getnames()
+    assert f"{'x' * 64}-000000.cam_{'y' * 60}.jpg" in names
+    listed = subprocess.run(["tar", "tf", tmp_path / "out" / "train-000000.tar"], check=True, capture_output=True)
+    assert listed.stdout.decode().split() == names
+
+
+def test_a_file_over_the_cap(copy, tmp_path):
+    path = copy.files("CAM_BACK")[0]
+    os.truncate(path, (1 << 30) + 1)  # sparse: it takes no room
+    with pytest.raises(SourceError, match=rf"{path.name}.*cam_back\.jpg of sample scene-0061-000000.*1073741825 bytes"):
         scan(copy.root, tmp_path)
 
 
