@@ -6,17 +6,21 @@ from fuelrail.loaders.loader import DataLoader, LoaderStats
 from fuelrail.loaders.mesh import mesh_world
 from fuelrail.loaders.observe import serve_metrics
 from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.order import OrderSpec
+from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.trace import TraceRecorder
 from fuelrail.pipeline.world import World
 
 __all__ = [
+    "BevAugment",
     "Budget",
     "DataLoader",
     "ImageAugment",
     "IterableView",
     "LoaderStats",
     "OrderSpec",
+    "PixelAugment",
     "TraceRecorder",
     "World",
     "mesh_world",

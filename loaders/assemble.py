@@ -1,7 +1,9 @@
 """Decoded samples to one batch: the tensors of FORMAT's sample, stacked, after image augmentation.
 
 B samples, N cameras of the rig, output images H x W. Computed in float64, cast last. Frames of reference as in
-:mod:`fuelrail.pipeline.schema`; `ego` is the ego frame at the sample's own time.
+:mod:`fuelrail.pipeline.schema`; `ego` is the ego frame at the sample's own time, moved by ``bda_mat`` where the loader
+augments it (:mod:`fuelrail.pipeline.bev_augment`): boxes, points and all matrices from and to ego agree with each
+other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
 
 ==================== ============================ ============================================================
 name                 shape, dtype                 meaning
@@ -14,8 +16,9 @@ name                 shape, dtype                 meaning
 ``cam2keyego``       [B, N, 4, 4] float32         camera at its exposure to ego at the sample's time
 ``ego2img``          [B, N, 4, 4] float32         ego to (u d, v d, d, 1) of the output image
 ``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
-``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego (datasets with a lidar)
+``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego, not augmented
 ``ego2global``       [B, 4, 4] float64            ego pose
+``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``bev``
 ``timestamp_ns``     [B] int64                    the sample's time
 ``img_timestamp_ns`` [B, N] int64                 each camera's exposure
 ``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw in ego (labelled datasets; so are the next four)
@@ -40,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from fuelrail.pipeline.bev_augment import IDENTITY
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.geometry import apply_to_intrinsics, apply_to_projection, ida_mats
 from fuelrail.pipeline.schema import homogeneous, invert_rigid
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.bev_augment import BevMap
     from fuelrail.pipeline.geometry import ImageMap
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.schema import Boxes, Sample
@@ -71,6 +76,7 @@ class DecodedSample(NamedTuple):
     valid: bool
     sample: Sample
     maps: Sequence[ImageMap]
+    bev: BevMap = IDENTITY
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
@@ -94,16 +100,19 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
     cam2keyego = invert_rigid(ego2global)[:, None] @ stack("cam_ego2global") @ cam2ego
     stored_intrinsics = stack("intrinsics")
     ida_mat = np.stack([ida_mats(entry.maps) for entry in decoded])
+    bda_mat, undo_bda = (np.stack([getattr(entry.bev, name) for entry in decoded]) for name in ("matrix", "inverse"))
     ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2keyego))
+    ego2img = ego2img @ undo_bda[:, None]
     batch: dict[str, Any] = {
         "img": torch.from_numpy(slot.images),
         "cam_valid": torch.from_numpy(stack("cam_valid").astype(bool)),
         "intrinsics": _float32(apply_to_intrinsics(ida_mat, stored_intrinsics)),
         "ida_mat": _float32(ida_mat),
         "cam2ego": _float32(cam2ego),
-        "cam2keyego": _float32(cam2keyego),
+        "cam2keyego": _float32(bda_mat[:, None] @ cam2keyego),
         "ego2img": _float32(ego2img),
-        "ego2global": torch.from_numpy(ego2global),
+        "ego2global": torch.from_numpy(ego2global @ undo_bda),
+        "bda_mat": _float32(bda_mat),
         "timestamp_ns": torch.tensor([sample.meta.timestamp_ns for sample in samples]),
         "img_timestamp_ns": torch.from_numpy(stack("cam_timestamp_ns")),
         "sample_key": [sample.key for sample in samples],
@@ -119,17 +128,18 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[:, None])
     if lidar is not None:
-        batch["points"] = [torch.from_numpy(_sweep(sample, lidar)) for sample in samples]
+        batch["points"] = [torch.from_numpy(_sweep(entry, lidar)) for entry in decoded]
     if any(sample.boxes is not None for sample in samples):
-        batch.update(_labels([_boxes(sample) for sample in samples]))
+        batch.update(_labels([_boxes(sample) for sample in samples], [entry.bev for entry in decoded]))
     return batch
 
 
-def _labels(boxes: Sequence[Boxes]) -> dict[str, list[torch.Tensor]]:
+def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[torch.Tensor]]:
+    pairs = list(zip(boxes, bevs, strict=True))
     return {
-        "gt_boxes_3d": [torch.from_numpy(b.boxes3d.copy()) for b in boxes],
+        "gt_boxes_3d": [torch.from_numpy(bev.boxes3d(b.boxes3d)) for b, bev in pairs],
         "gt_labels_3d": [torch.from_numpy(b.label.astype(np.int64)) for b in boxes],
-        "gt_velocity": [torch.from_numpy(b.velocity.copy()) for b in boxes],
+        "gt_velocity": [torch.from_numpy(bev.vectors(b.velocity)) for b, bev in pairs],
         "gt_valid": [torch.from_numpy(b.valid.astype(bool)) for b in boxes],
         "instance_id": [torch.from_numpy(b.instance_id.copy()) for b in boxes],
     }
@@ -141,10 +151,12 @@ def _boxes(sample: Sample) -> Boxes:
     return sample.boxes
 
 
-def _sweep(sample: Sample, lidar: LidarEntry) -> NDArray[np.float32]:
-    points = sample.points.get(lidar.channel)
+def _sweep(entry: DecodedSample, lidar: LidarEntry) -> NDArray[np.float32]:
+    points = entry.sample.points.get(lidar.channel)
     # A sweep that is missing is an empty one: the batch's list must keep its length.
-    return np.empty((0, len(lidar.columns)), np.float32) if points is None else points.copy()
+    if points is None:
+        return np.empty((0, len(lidar.columns)), np.float32)
+    return entry.bev.points(points, entry.sample.geometry.lidar2keyego())
 
 
 def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:

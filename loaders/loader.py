@@ -27,9 +27,11 @@ from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ConfigError, WorldError
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
+from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.stages import Observer, Pipeline, Stage, StageClock, add_clocks
 from fuelrail.pipeline.world import Batching, Cursor
 
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
 """704 x 256 from the bottom of each image, as BEVDet and its family evaluate."""
+
+NO_PIXEL_AUGMENT = PixelAugment()
+NO_BEV_AUGMENT = BevAugment()
 
 
 class LoaderStats(NamedTuple):
@@ -89,6 +94,8 @@ class DataLoader:
         batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
         split: name of the split.
         image: size and augmentation of the images.
+        pixels: augmentation of their pixel values.
+        bev: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         shuffle: seeded random order of all samples; False: as stored. ``order`` says it in full and replaces both
             ``shuffle`` and ``seed`` for the order.
         seed: of the order and of the augmentation.
@@ -140,6 +147,8 @@ class DataLoader:
         *,
         split: str = "train",
         image: ImageAugment = DEFAULT_IMAGE,
+        pixels: PixelAugment = NO_PIXEL_AUGMENT,
+        bev: BevAugment = NO_BEV_AUGMENT,
         shuffle: bool = True,
         seed: int = 0,
         order: OrderSpec | None = None,
@@ -173,6 +182,7 @@ class DataLoader:
             dataset = open_dataset(dataset, storage_options=storage_options, cache_dir=cache_dir)
         self.dataset = dataset
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
+        self._augments = work.Augments(image, pixels, bev, seed)
         self._tuner: Autotuner | None = None
         self.world = resolve_world(world)
         self._world_is_detected = world is None
@@ -399,7 +409,7 @@ class DataLoader:
         state = self.state_dict()
         return {
             **state.pop("identity"), "batch_size": self.batch_size, "seed": self.seed,
-            "points": self._lidar is not None, "image": msgspec.to_builtins(self.image), **state,
+            "points": self._lidar is not None, "augments": msgspec.to_builtins(self._augments), **state,
         }  # fmt: skip
 
     def _ask_ahead(self, order_of: Callable[[int], Order]) -> Iterator[Ahead]:
@@ -417,13 +427,14 @@ class DataLoader:
         return self.dataset.manifest.lidars[0]
 
     def _stages(self) -> list[Stage]:
-        parse = partial(work.parse, self._reader, self.image, self.seed, self._bad)
+        parse = partial(work.parse, self._reader, self._augments, self._bad)
+        fill = self._augments.pixels.grid_mask_fill
         stages = [
             Stage("fetch", partial(work.fetch, self._bad), 1, 2 * self.num_workers),
             Stage("parse", parse, 1, 2 * self.num_workers),
             Stage(
                 "decode",
-                partial(work.decode, self._decoder, self._cameras, self._bad, parse),
+                partial(work.decode, self._decoder, self._cameras, fill, self._bad, parse),
                 self.num_workers,
                 decode_ahead(self.num_workers, self.batch_size),
             ),

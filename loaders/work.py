@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
+from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.lookahead import Due
 from fuelrail.loaders.quarantine import BAD_SAMPLE
 from fuelrail.loaders.reader import FetchedSpan
@@ -25,11 +26,22 @@ if TYPE_CHECKING:
     from fuelrail.loaders.slots import BufferPool
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.augment import ImageAugment
+    from fuelrail.pipeline.bev_augment import BevAugment, BevMap
     from fuelrail.pipeline.geometry import ImageMap
     from fuelrail.pipeline.index import IndexRow
     from fuelrail.pipeline.order import Order
+    from fuelrail.pipeline.pixel_augment import PixelAugment, PixelChange
     from fuelrail.pipeline.schema import Sample
     from fuelrail.pipeline.world import Batching
+
+
+class Augments(NamedTuple):
+    """All that is drawn for a sample."""
+
+    image: ImageAugment
+    pixels: PixelAugment
+    bev: BevAugment
+    seed: int
 
 
 class Share(NamedTuple):
@@ -79,6 +91,8 @@ class Parsed(NamedTuple):
     task: Task
     sample: Sample
     maps: Sequence[ImageMap]
+    changes: Sequence[PixelChange]
+    bev: BevMap
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r}, {self.task}"
@@ -125,8 +139,8 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
             return Fetched(task, FetchedSpan(task.entry, span))
 
 
-def parse(reader: SampleReader, image: ImageAugment, seed: int, bad: BadSamples, fetched: Fetched) -> Parsed:
-    """The sample's members, and the image maps drawn for it."""
+def parse(reader: SampleReader, augments: Augments, bad: BadSamples, fetched: Fetched) -> Parsed:
+    """The sample's members, and the augmentation drawn for it."""
     while True:
         task = fetched.task
         try:
@@ -134,13 +148,17 @@ def parse(reader: SampleReader, image: ImageAugment, seed: int, bad: BadSamples,
         except BAD_SAMPLE as error:
             fetched = fetch(bad, bad.replace(task, error))
         else:
-            maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=task.slot.epoch, sample=task.row)
-            return Parsed(task, sample, maps)
+            image, pixels, bev, seed = augments
+            epoch, row, img_wh = task.slot.epoch, task.row, sample.geometry.img_wh.tolist()
+            maps = image.draw(img_wh, seed=seed, epoch=epoch, sample=row)
+            changes = pixels.draw(image.height, seed=seed, epoch=epoch, sample=row, cameras=range(len(img_wh)))
+            return Parsed(task, sample, maps, changes, bev.draw(seed=seed, epoch=epoch, sample=row))
 
 
 def decode(
     decoder: ImageDecoder,
     cameras: Sequence[str],
+    fill: tuple[int, int, int],
     bad: BadSamples,
     parse_again: Callable[[Fetched], Parsed],
     parsed: Parsed,
@@ -148,15 +166,15 @@ def decode(
     """The sample's images, decoded into its place in the batch."""
     while True:
         try:
-            return _decode(decoder, cameras, parsed)
+            return _decode(decoder, cameras, fill, parsed)
         except BAD_SAMPLE as error:
             parsed = parse_again(fetch(bad, bad.replace(parsed.task, error)))
 
 
-def _decode(decoder: ImageDecoder, cameras: Sequence[str], parsed: Parsed) -> DecodedSample:
-    task, sample, maps = parsed
+def _decode(decoder: ImageDecoder, cameras: Sequence[str], fill: tuple[int, int, int], parsed: Parsed) -> DecodedSample:
+    task, sample, maps, changes, bev = parsed
     images = task.slot.images[task.at]
-    for camera, (channel, image_map) in enumerate(zip(cameras, maps, strict=True)):
+    for camera, (channel, image_map, change) in enumerate(zip(cameras, maps, changes, strict=True)):
         encoded = sample.images.get(channel)
         if encoded is None:
             images[camera] = 0
@@ -165,4 +183,5 @@ def _decode(decoder: ImageDecoder, cameras: Sequence[str], parsed: Parsed) -> De
             decoder.decode_into(encoded, image_map, images[camera])
         except ImageError as error:
             raise ImageError(error.message, key=sample.key, member=channel) from error
-    return DecodedSample(task.slot, task.at, task.row, task.valid, sample, maps)
+        change_pixels(images[camera], change, fill)
+    return DecodedSample(task.slot, task.at, task.row, task.valid, sample, maps, bev)

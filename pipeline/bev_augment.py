@@ -71,7 +71,9 @@ class BevMap:
         return inverse
 
     def boxes3d(self, boxes3d: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return float32 (M, 7) boxes x y z l w h yaw, ego to augmented ego; yaw in [-pi, pi)."""
+        """Return float32 (M, 7) boxes x y z l w h yaw, ego to augmented ego; yaw in [-pi, pi). A copy."""
+        if self == IDENTITY:
+            return boxes3d.copy()
         matrix = self.matrix
         boxes = boxes3d.astype(np.float64)
         boxes[:, :3] = boxes[:, :3] @ matrix[:3, :3].T + matrix[:3, 3]
@@ -83,7 +85,9 @@ class BevMap:
         return boxes.astype(np.float32)
 
     def vectors(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return float32 (M, 3) velocities in augmented ego axes; NaN stays NaN."""
+        """Return float32 (M, 3) velocities in augmented ego axes; NaN stays NaN. A copy."""
+        if self == IDENTITY:
+            return vectors.copy()
         return (vectors.astype(np.float64) @ self.matrix[:3, :3].T).astype(np.float32)
 
     def points(self, points: NDArray[np.float32], lidar2ego: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -91,6 +95,8 @@ class BevMap:
 
         ``lidar2ego`` is rigid, (4, 4) float64.
         """
+        if self == IDENTITY:
+            return points.copy()
         rotation, place = lidar2ego[:3, :3], lidar2ego[:3, 3]
         matrix = self.matrix
         linear = rotation.T @ matrix[:3, :3] @ rotation

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
+from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.pipeline.pixel_augment import NO_CHANGE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode.jpeg import Picture, Scratch
+    from fuelrail.loaders.decode.jpeg import Picture
     from fuelrail.pipeline.pixel_augment import GridHoles, PixelChange
 
+_scratch = Scratch()
 
-def change_pixels(planes: NDArray[np.uint8], change: PixelChange, fill: tuple[int, int, int], scratch: Scratch) -> None:
+
+def change_pixels(planes: NDArray[np.uint8], change: PixelChange, fill: tuple[int, int, int]) -> None:
     """Apply a change to uint8 (3, height, width) RGB planes, whose rows are contiguous, in place.
 
     Computed in float32 without clipping in between, as mmdet3d does, then rounded and clipped once. ``fill`` is the
@@ -31,17 +34,17 @@ def change_pixels(planes: NDArray[np.uint8], change: PixelChange, fill: tuple[in
             for plane in planes:
                 cv2.LUT(plane, table, plane)
     else:
-        _distort(planes, change, scratch)
+        _distort(planes, change)
     if change.order != (0, 1, 2):
         planes[:] = planes[list(change.order)]
     if change.holes is not None:
         _mask(planes, change.holes, fill)
 
 
-def _distort(planes: NDArray[np.uint8], change: PixelChange, scratch: Scratch) -> None:
+def _distort(planes: NDArray[np.uint8], change: PixelChange) -> None:
     _, height, width = planes.shape
-    image: Picture = scratch.take("float", height, width, 12).view(np.float32)
-    merged = scratch.take("merged", height, width, 3)
+    image: Picture = _scratch.take("float", height, width, 12).view(np.float32)
+    merged = _scratch.take("merged", height, width, 3)
     cv2.merge(list(planes), merged)
     np.copyto(image, merged)
     before = change.contrast if change.contrast_first else 1.0
@@ -49,7 +52,7 @@ def _distort(planes: NDArray[np.uint8], change: PixelChange, scratch: Scratch) -
     if change.brightness != 0.0 or before != 1.0:
         image += change.brightness
         image *= before
-    hsv: Picture = scratch.take("hsv", height, width, 12).view(np.float32)
+    hsv: Picture = _scratch.take("hsv", height, width, 12).view(np.float32)
     cv2.cvtColor(image, cv2.COLOR_RGB2HSV, hsv)
     if change.hue_deg != 0.0:
         hue = hsv[..., 0]

@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.pipeline.pixel_augment import NO_CHANGE, GridHoles, PixelChange
 from support.pictures import natural
 
 FILL = (124, 116, 104)
 PLANES = np.ascontiguousarray(natural(64, 48).transpose(2, 0, 1))
-SCRATCH = Scratch()
 
 
 def changed(change: PixelChange, planes: np.ndarray = PLANES) -> np.ndarray:
     copy = planes.copy()
-    change_pixels(copy, change, FILL, SCRATCH)
+    change_pixels(copy, change, FILL)
     return copy
 
 
@@ -89,6 +87,6 @@ def test_planes_inside_a_batch() -> None:
     batch = np.full((2, 3, 48, 64), 9, np.uint8)
     batch[1] = PLANES
     change = PixelChange(brightness=10, saturation=1.2, hue_deg=5, order=(2, 0, 1), holes=GridHoles(8, 4, 0, 0))
-    change_pixels(batch[1], change, FILL, SCRATCH)
+    change_pixels(batch[1], change, FILL)
     assert np.array_equal(batch[1], changed(change))
     assert (batch[0] == 9).all()
