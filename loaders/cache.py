@@ -41,7 +41,7 @@ from fuelrail.loaders.storage.buffers import SpanBuffers
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.storage.protocol import StorageStats
@@ -100,7 +100,6 @@ class CachedSpan:
         except OSError as error:
             _LOG.warning("cache file '%s' cannot be read: %s", self._path, error)
             return None
-        self._cache.count_hit(self._length)
         return buffer
 
     def __del__(self) -> None:
@@ -120,9 +119,14 @@ class _Counts(NamedTuple):
 class SpanCache:
     """A cache of one dataset's spans; safe to use from many threads and processes."""
 
-    def __init__(self, folder: Path, fingerprint: str, num_samples: int, max_bytes: int) -> None:
-        """Open the cache in ``folder``, or begin one. Raises ConfigError where it is of another dataset or version."""
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(
+        self, folder: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
+    ) -> None:
+        """Open the cache in ``folder``, or begin one; ``length_of`` tells a sample's bytes.
+
+        Raises ConfigError where it is of another dataset or version.
+        """
+        self._folder, self._length_of, self._max_bytes = folder, length_of, max_bytes
         self.buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
         self.num_open = 0
         self._thread_lock = threading.RLock()
@@ -164,7 +168,8 @@ class SpanCache:
         others = [entry.name for entry in base.iterdir() if entry.name != fingerprint]
         if others:
             _LOG.info("cache '%s' also holds %d other datasets; cache_size is for each", cache_dir, len(others))
-        return cls(folder, fingerprint, len(dataset.index), max_bytes)
+        index = dataset.index
+        return cls(folder, fingerprint, len(index), lambda row: index.row(row).length, max_bytes)
 
     def foresee(self, foresight: Foresight | None, uses_per_step: int = 0) -> None:
         """From now on evict by this foresight (of an iteration that begins), or not at all."""
@@ -241,7 +246,7 @@ class SpanCache:
                 self._remove(index)
 
     def count_hit(self, num_bytes: int) -> None:
-        """Count a span that was read here."""
+        """Count a span that was read here and found good."""
         with self._thread_lock:
             counts = self._counts
             self._counts = counts._replace(hits=counts.hits + 1, hit_bytes=counts.hit_bytes + num_bytes)
@@ -295,23 +300,16 @@ class SpanCache:
                     policy.add(row, time)
                 return False
             victims.append(victim)
-            room += self._size(victim[0])
+            room += self._length_of(victim[0])
         for row, _ in victims:
             self._remove(row)
         self._counts = self._counts._replace(evictions=self._counts.evictions + len(victims))
         return True
 
     def _remove(self, index: int) -> None:
-        size = self._size(index)
         self._path(index).unlink(missing_ok=True)
         self._table[index] = 0
-        self._used -= size
-
-    def _size(self, index: int) -> int:
-        try:
-            return self._path(index).stat().st_size
-        except OSError:
-            return 0
+        self._used -= self._length_of(index)
 
     def _is_resident(self, index: int) -> bool:
         return bool(self._table[index])
@@ -364,11 +362,8 @@ class SpanCache:
             for entry in os.scandir(group):
                 size = entry.stat().st_size
                 index = int(entry.name, 16) if re.fullmatch("[0-9a-f]{1,15}", entry.name) else -1
-                if (
-                    not 0 <= index < len(self._table)
-                    or used + size > self._max_bytes
-                    or self._path(index) != Path(entry)
-                ):
+                is_ours = 0 <= index < len(self._table) and self._path(index) == Path(entry)
+                if not is_ours or size != self._length_of(index) or used + size > self._max_bytes:
                     Path(entry).unlink()
                     continue
                 self._table[index] = 1

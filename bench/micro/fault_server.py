@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,6 @@ class FaultServer:
         self._at_once = 0
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-server", daemon=True)
 
     @property
@@ -136,25 +135,20 @@ class FaultServer:
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
-        # A connection that was accepted just now has its task only after a turn or two of the loop.
-        for _ in range(3):
-            await asyncio.sleep(0.005)
-            connections = list(self._connections)
-            for task in connections:
+        # Connections being served, and those that were accepted just now: on this loop there are no other tasks.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
                 task.cancel()
-            await asyncio.gather(*connections, return_exceptions=True)
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.sleep(0.005)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
         try:
             while await self._answer(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            self._connections.discard(task)
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

@@ -283,9 +283,10 @@ class _RemoteSession:
     def _take_cached(self, cached: CachedSpan, asked: int, index: int, row: IndexRow) -> memoryview:
         storage = self._storage
         span = cached.read()
-        if span is not None and storage.is_good(row, span):
-            return storage.handed_out(span)
         assert storage.cache is not None
+        if span is not None and storage.is_good(row, span):
+            storage.cache.count_hit(len(span))
+            return storage.handed_out(span)
         storage.cache.forget(index)
         future = self._start(row.shard, row.offset, row.offset + row.length)
         return self._take(future, row.offset, True, asked, index, row)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fuelrail.loaders.foresight import NEVER, FarthestFirst, Foresight, coming_rows
 from fuelrail.pipeline.order import Layout, Order, OrderSpec
 from fuelrail.pipeline.world import Batching, Cursor, World
+from support.caches import lru_misses
 
 
 def foresight_of(sequence, horizon=None):
@@ -98,20 +99,6 @@ def test_no_policy_misses_less(sequence, capacity):
 def epochs(num_samples, num_epochs, seed=0):
     rng = np.random.default_rng(seed)
     return np.concatenate([rng.permutation(num_samples) for _ in range(num_epochs)]).tolist()
-
-
-def lru_misses(sequence, capacity):
-    resident: dict[int, None] = {}
-    misses = 0
-    for row in sequence:
-        if row in resident:
-            del resident[row]
-        else:
-            misses += 1
-            if len(resident) == capacity:
-                del resident[next(iter(resident))]
-        resident[row] = None
-    return misses
 
 
 def test_shuffled_epochs_hit_as_often_as_the_cache_is_large_and_far_more_than_lru():

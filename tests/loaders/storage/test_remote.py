@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 
@@ -23,6 +22,7 @@ from fuelrail.pipeline.errors import (
     TruncatedShardError,
 )
 from fuelrail.pipeline.retry import RetryPolicy
+from support.forked import fork, join
 from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
 
 pytest.importorskip("aiohttp")
@@ -218,17 +218,11 @@ class TestFaults:
         expected = spans_of(pristine)
         rows = rows_of(dataset)
         assert bytes(storage.span(*rows[0])) == expected[0]
-        read_end, write_end = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.write(write_end, b"good" if bytes(storage.span(*rows[1])) == expected[1] else b"bad")
-            finally:
-                os._exit(0)
-        os.close(write_end)
-        with os.fdopen(read_end, "rb") as told:
-            assert told.read() == b"good"
-        os.waitpid(pid, 0)
+
+        def read_on():
+            assert bytes(storage.span(*rows[1])) == expected[1]
+
+        assert join(fork(read_on)) == 0
         assert bytes(storage.span(*rows[2])) == expected[2]
 
 

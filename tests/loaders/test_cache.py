@@ -1,0 +1,313 @@
+"""The span cache: shared, bounded, crash-safe; full disks, damaged files and folders of others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import signal
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fuelrail.loaders.cache import SpanCache, parse_size
+from fuelrail.loaders.foresight import Foresight
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import ConfigError
+from support.caches import belady_misses, lru_misses
+from support.forked import fork, join
+from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of
+
+__all__ = ["own", "pristine"]
+
+BYTES = 1000
+LARGE = 300_000
+
+
+def cache_at(folder, *, samples=100, max_bytes=10 * BYTES, fingerprint="f" * 64):
+    return SpanCache(folder, fingerprint, samples, lambda index: BYTES, max_bytes)
+
+
+def large_cache(folder):
+    return SpanCache(folder, "f" * 64, 100, lambda index: LARGE, 10**9)
+
+
+def span(index):
+    return memoryview(bytes([index]) * BYTES)
+
+
+def read(cache, index):
+    found = cache.open(index, BYTES)
+    return None if found is None else bytes(found.read())
+
+
+def foresee(sequence):
+    rows = np.array(sequence)
+    return Foresight(lambda first, count: rows[first : first + count], 2 * len(rows))
+
+
+def files(folder):
+    return sorted(int(path.name, 16) for path in folder.glob("data/*/*"))
+
+
+class TestContent:
+    def test_what_was_put_is_found_by_others_too(self, tmp_path):
+        cache, other = cache_at(tmp_path), cache_at(tmp_path)
+        assert read(cache, 7) is None
+        assert cache.put(7, span(7))
+        assert read(other, 7) == bytes(span(7))
+        assert cache._used == other._used == BYTES
+        assert not other.put(7, memoryview(b"")) or other._used == BYTES
+        cache.close()
+        other.close()
+        again = cache_at(tmp_path)
+        assert read(again, 7) == bytes(span(7))
+        assert again._used == BYTES
+
+    def test_without_foresight_it_fills_up_and_evicts_nothing(self, tmp_path):
+        cache = cache_at(tmp_path)
+        assert [cache.put(index, span(index)) for index in range(12)] == [True] * 10 + [False] * 2
+        assert files(tmp_path) == list(range(10))
+
+    def test_what_is_larger_than_the_cache_is_not_kept(self, tmp_path):
+        assert not cache_at(tmp_path).put(0, memoryview(bytes(20 * BYTES)))
+
+    def test_it_evicts_what_is_needed_last(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=2 * BYTES)
+        cache.foresee(foresee([0, 1, 2, 1, 2, 0]))
+        for time_, index in enumerate([0, 1, 2]):
+            cache.put(index, span(index), time_)
+        assert files(tmp_path) == [1, 2]
+
+    def test_a_newcomer_that_is_needed_last_is_not_admitted(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=2 * BYTES)
+        cache.foresee(foresee([0, 1, 2, 0, 1, 2]))
+        assert [cache.put(index, span(index), index) for index in range(3)] == [True, True, False]
+        assert files(tmp_path) == [0, 1]
+
+    def test_small_ones_stay_unless_all_that_must_go_are_needed_later(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=2 * BYTES)
+        cache.foresee(foresee([0, 1, 2, 0, 2, 1]))
+        cache.put(0, span(0), 0)
+        cache.put(1, span(1), 1)
+        assert not cache.put(2, memoryview(bytes(2 * BYTES)), 2)  # 1 could go, but 0 comes sooner than 2
+        assert files(tmp_path) == [0, 1]
+        assert cache.put(2, span(2), 2)
+        assert files(tmp_path) == [0, 2]
+
+    def test_an_open_span_survives_its_eviction(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=BYTES)
+        cache.foresee(foresee([0, 1, 1, 0]))
+        cache.put(0, span(0), 0)
+        held = cache.open(0, BYTES)
+        assert cache.put(1, span(1), 1)
+        assert files(tmp_path) == [1]
+        assert bytes(held.read()) == bytes(span(0))
+
+    def test_many_held_open_take_no_descriptors(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.loaders.cache._OPEN_FILES", 2)
+        cache = cache_at(tmp_path)
+        for index in range(5):
+            cache.put(index, span(index))
+        held = [cache.open(index, BYTES) for index in range(5)]
+        assert cache.num_open == 2
+        assert [bytes(one.read()) for one in held] == [bytes(span(index)) for index in range(5)]
+        del held
+        assert cache.num_open == 0
+
+
+def simulate(folder, sequence, capacity):
+    """Hits of the real cache over a sequence of equal samples."""
+    cache = cache_at(folder, max_bytes=capacity * BYTES)
+    cache.foresee(foresee(sequence))
+    hits = 0
+    for now, index in enumerate(sequence):
+        if read(cache, index) is not None:
+            hits += 1
+        else:
+            cache.put(index, span(index), now)
+        assert cache._used == len(files(folder)) * BYTES <= capacity * BYTES
+    return hits
+
+
+def test_over_shuffled_epochs_it_hits_as_the_optimum_does(tmp_path):
+    rng = np.random.default_rng(0)
+    sequence = np.concatenate([rng.permutation(40) for _ in range(5)]).tolist()
+    hits = simulate(tmp_path, sequence, 12)
+    assert hits == len(sequence) - belady_misses(sequence, 12)
+    assert hits > len(sequence) - lru_misses(sequence, 12)
+
+
+class TestTrouble:
+    def test_a_missing_or_cut_file_is_a_miss_and_forgotten(self, tmp_path):
+        cache = cache_at(tmp_path)
+        for index in range(3):
+            cache.put(index, span(index))
+        cache._path(0).unlink()
+        assert cache.open(0, BYTES) is None
+        os.truncate(cache._path(1), 10)
+        assert cache.open(1, BYTES).read() is None
+        cache.forget(1)
+        assert cache._used == BYTES
+        assert cache.open(1, BYTES) is None
+        assert files(tmp_path) == [2]
+        assert cache.put(1, span(1))
+
+    def test_a_folder_of_another_dataset_is_named(self, tmp_path):
+        cache_at(tmp_path).close()
+        with pytest.raises(ConfigError, match=r"is the cache of dataset f{64}.*not of e{64}"):
+            cache_at(tmp_path, fingerprint="e" * 64)
+        with pytest.raises(ConfigError, match=r"100 samples.*not of.*101 samples"):
+            cache_at(tmp_path, samples=101)
+        (tmp_path / "cache.json").write_text("{")
+        with pytest.raises(ConfigError, match="is damaged"):
+            cache_at(tmp_path)
+
+    def test_a_place_that_cannot_be_used_is_named(self, tmp_path, pristine):
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(ConfigError, match="cannot be used as a cache"):
+            SpanCache.open_for(open_dataset(pristine), tmp_path / "file", None)
+
+    def test_leftovers_are_cleared_by_the_first_who_comes(self, tmp_path):
+        cache = cache_at(tmp_path)
+        cache.put(3, span(3))
+        cache.close()
+        (tmp_path / "tmp" / "12345-0").write_bytes(b"half")
+        (tmp_path / "data" / "0" / "stranger").write_bytes(b"x")
+        (tmp_path / "data" / "0" / "fff").write_bytes(b"beyond the dataset")
+        (tmp_path / "data" / "0" / "5").write_bytes(bytes(BYTES))  # whole, but its process died before it was counted
+        again = cache_at(tmp_path)
+        assert files(tmp_path) == [3, 5]
+        assert again._used == 2 * BYTES
+        assert not list((tmp_path / "tmp").iterdir())
+
+    def test_a_smaller_cache_than_before_drops_what_is_too_much(self, tmp_path):
+        cache = cache_at(tmp_path)
+        for index in range(10):
+            cache.put(index, span(index))
+        cache.close()
+        assert len(files(tmp_path)) == 10
+        assert cache_at(tmp_path, max_bytes=4 * BYTES)._used == 4 * BYTES
+        assert len(files(tmp_path)) == 4
+
+    def test_a_full_disk_ends_admission_with_one_warning(self, tmp_path, caplog):
+        cache = cache_at(tmp_path)
+        assert cache.put(0, span(0))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES // 2, hard))
+        try:
+            assert not cache.put(1, span(1))
+            assert not cache.put(2, span(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "takes no more samples" in caplog.text
+        assert read(cache, 0) == bytes(span(0))
+        assert cache._used == BYTES
+        assert not list((tmp_path / "tmp").iterdir())
+
+    def test_killed_while_writing_nothing_half_is_ever_seen(self, tmp_path):
+        def write_for_ever():
+            cache = large_cache(tmp_path)
+            for number in itertools.count():
+                cache.put(number % 100, memoryview(bytes([number % 100]) * LARGE))
+                if number >= 50:
+                    cache.forget((number + 50) % 100)
+
+        for turn in range(8):
+            child = fork(write_for_ever)
+            time.sleep(0.05 + 0.01 * turn)
+            os.kill(child, signal.SIGKILL)
+            assert join(child) == -signal.SIGKILL
+            cache = large_cache(tmp_path)
+            here = files(tmp_path)
+            assert cache._used == len(here) * LARGE
+            for index in here:
+                assert bytes(cache.open(index, LARGE).read()) == bytes([index]) * LARGE
+            cache.close()
+        assert here
+
+    def test_processes_share_one_cache_within_its_size(self, tmp_path):
+        rows = np.concatenate([np.random.default_rng(epoch).permutation(100) for epoch in range(4)])
+
+        def use(rank):
+            cache = cache_at(tmp_path, max_bytes=20 * BYTES)
+            cache.foresee(foresee(rows), 2)
+            for now in range(rank, len(rows), 2):
+                index = int(rows[now])
+                found = read(cache, index)
+                if found is None:
+                    cache.put(index, span(index), now)
+                else:
+                    assert found == bytes(span(index))
+
+        watch = cache_at(tmp_path, max_bytes=20 * BYTES)
+        children = [fork(partial(use, rank)) for rank in range(2)]
+        assert [join(child) for child in children] == [0, 0]
+        assert watch._used == len(files(tmp_path)) * BYTES == 20 * BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(5, 5), ("5", 5), ("5B", 5), ("2kb", 2000), ("1.5 GiB", 3 << 29), ("500GB", 500 * 10**9), ("1TiB", 1 << 40)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 bananas", "-5", 0, -1, "0", "5i"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="cache_size"):
+        parse_size(text)
+
+
+class TestCachedStorage(StorageSuite):
+    """A local dataset read through a cache."""
+
+    @pytest.fixture
+    def opened(self, tmp_path):
+        def made(root, **options):
+            dataset = open_dataset(root)
+            return dataset, open_storage(dataset, cache_dir=tmp_path / "cache", cache_size="1MB", **options)
+
+        return made
+
+    def test_unverified_wrong_bytes_are_handed_out(self, opened, own):
+        pytest.skip("what goes into a cache is always verified")
+
+    def test_the_second_time_nothing_is_fetched(self, opened, own):
+        dataset, storage = opened(own)
+        expected = spans_of(own)
+        rows = rows_of(dataset)
+        for _ in range(2):
+            assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        for path in own.glob("*.tar"):
+            path.unlink()
+        assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        stats = storage.stats()
+        assert (stats.requests, stats.cache_hits, stats.cache_misses) == (4, 50, 25)
+        assert stats.cache_bytes == stats.request_bytes == sum(map(len, expected))
+
+    def test_damaged_cache_files_are_fetched_again(self, opened, pristine, tmp_path, caplog):
+        dataset, storage = opened(pristine)
+        expected = spans_of(pristine)
+        rows = rows_of(dataset)
+        assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        damaged = sorted((tmp_path / "cache").glob("spans/*/data/*/*"))[:9]
+        for number, path in enumerate(damaged):
+            data = path.read_bytes()
+            if number < 3:
+                path.write_bytes(data[:-1])
+            elif number < 6:
+                path.write_bytes(bytes(len(data)))
+            else:
+                path.unlink()
+        for _ in range(2):
+            assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        assert storage.stats().cache_damaged == 9
+        assert storage.stats().cache_hits == 16 + 25
