@@ -1,0 +1,73 @@
+"""Ray Train: ``python configs/trainers/ray_train.py OUT``.
+
+Each worker of `TorchTrainer` makes its loader, which finds its rank in the process group that Ray has set up. The
+state goes into Ray's checkpoints, from which Ray also restarts a run whose worker died. Needs
+``pip install "ray[train]"``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from example import IMAGE, arguments, build_model, forever, inputs, report, targets
+from ray import train
+from ray.train import Checkpoint, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
+from torch.nn.functional import mse_loss
+
+from fuelrail.loaders import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """One worker."""
+    model = prepare_model(build_model())
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
+    first = 0
+    device = train.torch.get_device()
+    with DataLoader(config["dataset"], batch_size=2, image=IMAGE, seed=7, device=device) as loader:
+        checkpoint = train.get_checkpoint()
+        if checkpoint is not None:
+            with checkpoint.as_directory() as folder:
+                saved = torch.load(Path(folder, "state.pt"), weights_only=True)
+            model.load_state_dict(saved["model"])
+            loader.load_state_dict(saved["loader"])
+            first = saved["step"]
+        for step, batch in zip(range(first, config["steps"]), forever(loader), strict=False):
+            loss = mse_loss(model(inputs(batch)), targets(batch))
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            report(step, loss.item(), batch)
+            if step == config["fail_at"] and checkpoint is None:
+                raise RuntimeError("a worker dies, for the example's sake")
+            metrics = {"step": step, "rank": dist.get_rank(), "samples": batch["sample_key"]}
+            with tempfile.TemporaryDirectory() as folder:
+                # The state is the same on every rank: rank 0's is enough.
+                state = {"model": model.state_dict(), "loader": loader.state_dict(), "step": step + 1}
+                torch.save(state, Path(folder, "state.pt"))
+                train.report(metrics, checkpoint=Checkpoint(folder) if dist.get_rank() == 0 else None)
+
+
+def main(argv: Sequence[str] | None = None, fail_at: int = -1) -> None:
+    """Train with two workers; with ``fail_at`` both die at that step, and Ray starts them again."""
+    options = arguments(argv)
+    TorchTrainer(
+        train_worker,
+        train_loop_config={"dataset": str(Path(options.dataset).resolve()), "steps": options.steps, "fail_at": fail_at},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            storage_path=str(options.checkpoint.resolve()), name="ray",
+            failure_config=train.FailureConfig(max_failures=1),
+        ),
+    ).fit()  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Fuelrail in MMEngine's runner: a config changes in three places.
+
+::
+
+    custom_imports = dict(imports=["fuelrail.loaders.integrations.mmengine"])
+    custom_hooks, default_hooks["sampler_seed"] = [dict(type="FuelrailStateHook")], None
+    train_dataloader = dict(
+        dataset=dict(type="FuelrailDataset", dataset="OUT", batch_size=8, seed=7),
+        batch_size=None, sampler=None, num_workers=0, collate_fn=dict(type="fuelrail_batch"),
+    )
+
+The hook keeps the loader's position in MMEngine's checkpoints; MMEngine's own hook for samplers finds none here, and
+would fail. ``EpochBasedTrainLoop`` works as it is. MMEngine's ``IterBasedTrainLoop`` runs through all batches before
+the resumed one; ``train_cfg = dict(type="FuelrailTrainLoop", max_iters=...)`` is the same loop without that. The batch
+reaches ``model.train_step`` and its data preprocessor as the dict that it is.
+
+MMEngine 0.10 reads its own checkpoints, which hold Python objects, in a way that torch refuses since 2.6: to resume,
+trust the file and set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from mmengine.hooks import Hook
+from mmengine.registry import DATASETS, FUNCTIONS, HOOKS, LOOPS
+from mmengine.runner import IterBasedTrainLoop
+
+from fuelrail.loaders.iterable import IterableView
+from fuelrail.loaders.loader import DEFAULT_IMAGE, DataLoader
+from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.order import OrderSpec
+from fuelrail.pipeline.settings import convert
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from mmengine.runner import Runner
+
+_STATE = "fuelrail_loader"
+
+
+@DATASETS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
+class FuelrailDataset(IterableView):
+    """A loader as the dataset of a config; its items are whole batches.
+
+    ``image`` and ``order`` are dicts of settings, every other option is one of :class:`fuelrail.loaders.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        batch_size: int,
+        image: Mapping[str, Any] | None = None,
+        order: Mapping[str, Any] | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        augment = DEFAULT_IMAGE if image is None else convert(dict(image), ImageAugment, "image")
+        spec = None if order is None else convert(dict(order), OrderSpec, "order")
+        super().__init__(DataLoader(dataset, batch_size, image=augment, order=spec, **options))
+
+
+@FUNCTIONS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
+def fuelrail_batch(batch: Any) -> Any:  # noqa: ANN401
+    """The batch as it is, where MMEngine would collate samples."""
+    return batch
+
+
+@HOOKS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
+class FuelrailStateHook(Hook):  # type: ignore[misc, unused-ignore]
+    """Saves and restores the training loader's position with the checkpoint."""
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        """Add the position to the checkpoint."""
+        checkpoint[_STATE] = runner.train_dataloader.dataset.state_dict()
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        """Restore it when training is resumed; a checkpoint that only gives weights leaves the loader alone."""
+        if _STATE in checkpoint and getattr(runner, "_resume", False):
+            runner.train_dataloader.dataset.load_state_dict(checkpoint[_STATE])
+
+
+@LOOPS.register_module()  # type: ignore[untyped-decorator, unused-ignore]
+class FuelrailTrainLoop(IterBasedTrainLoop):  # type: ignore[misc, unused-ignore]
+    """MMEngine's loop of iterations, over a loader that knows where it stands: a resume loads nothing twice."""
+
+    def run(self) -> Any:  # noqa: ANN401
+        """Train to the last iteration."""
+        # The base class asks for every batch before the resumed one, to throw it away.
+        self.dataloader_iterator = itertools.chain(itertools.repeat(None, self._iter), self._batches())
+        return super().run()
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield from self.dataloader

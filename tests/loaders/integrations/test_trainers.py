@@ -1,0 +1,114 @@
+"""Every example trainer, really run, stopped at step 3 and resumed from its own checkpoint: the right samples each step.
+
+The trainers beyond torch are tested where they are installed: ``pip install 'fuelrail[trainers]'``, deepspeed,
+megatron-core, ray[train].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+
+from fuelrail.loaders import DataLoader, World
+from support.datasets import build_dataset
+from support.ranks import TESTS, environment, run_ranks
+
+NUM_STEPS = 8
+EXAMPLES = TESTS.parent / "configs" / "trainers"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets") / "tiny"
+    build_dataset(root, {"train": (5, 7, 9)})
+    return root
+
+
+def expected(root, world):
+    """(step, epoch, keys) of the first steps, from a loader that nobody stopped."""
+    with DataLoader(root, batch_size=2, seed=7, world=world) as loader:
+        batches = (batch for _ in range(9) for batch in loader)
+        return [(step, b["epoch"], b["sample_key"]) for step, b in enumerate(islice(batches, NUM_STEPS))]
+
+
+def told(text, rank):
+    """What an example reported of one rank, and the losses."""
+    lines = re.findall(rf"^.*rank {rank} step (\d+) epoch (\d+)(?: loss (\S+))? samples (.+)$", text, re.MULTILINE)
+    return [(int(step), int(epoch), keys.split()) for step, epoch, _, keys in lines], [loss for *_, loss, _ in lines]
+
+
+def run(root, out, *examples, num_ranks=2):
+    run_ranks(num_ranks, TESTS / "support" / "trainer_ranks.py", root, out, *examples, timeout_s=280)
+    return {
+        name: [(out / f"{name}-{rank}.txt").read_text() for rank in range(num_ranks)]
+        for name in (example.partition(":")[0] + example.partition("=")[2] for example in examples)
+    }
+
+
+DATA_PARALLEL = (World(0, 2), World(1, 2))
+SAME_BATCHES = (World(0, 1), World(0, 1))
+
+
+def assert_samples(root, texts, worlds):
+    for rank, (text, world) in enumerate(zip(texts, worlds, strict=True)):
+        assert told(text, rank)[0] == expected(root, world)
+
+
+def test_what_torch_brings(tiny, tmp_path):
+    reports = run(tiny, tmp_path, "ddp", "fsdp2", "tensor_parallel", "pipeline_parallel")
+    assert_samples(tiny, reports["ddp"], DATA_PARALLEL)
+    assert_samples(tiny, reports["fsdp2"], DATA_PARALLEL)
+    assert_samples(tiny, reports["tensor_parallel"], SAME_BATCHES)
+    assert_samples(tiny, reports["pipeline_parallel"], SAME_BATCHES)
+    for rank in range(2):
+        # Sharded or not, it is the same training: nothing was lost over checkpoint and resume either.
+        ddp, fsdp2 = (told(reports[name][rank], rank)[1] for name in ("ddp", "fsdp2"))
+        assert [float(loss) for loss in fsdp2] == pytest.approx([float(loss) for loss in ddp], abs=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("package", "example", "worlds"),
+    [
+        ("lightning", "lightning_ddp", DATA_PARALLEL),
+        ("accelerate", "accelerate_ddp", DATA_PARALLEL),
+        ("deepspeed", "deepspeed_zero:zero_stage=1", DATA_PARALLEL),
+        ("deepspeed", "deepspeed_zero:zero_stage=2", DATA_PARALLEL),
+        ("deepspeed", "deepspeed_zero:zero_stage=3", DATA_PARALLEL),
+        ("megatron", "megatron_core:tensor_parallel=2", SAME_BATCHES),
+        ("megatron", "megatron_core:tensor_parallel=1", DATA_PARALLEL),
+        ("mmengine", "mmengine_runner", (World(0, 1),)),
+    ],
+)
+def test_other_trainers(tiny, tmp_path, package, example, worlds):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    (texts,) = run(tiny, tmp_path, example, num_ranks=len(worlds)).values()
+    assert_samples(tiny, texts, worlds)
+
+
+def test_ray_train_goes_on_after_its_workers_died(tiny, tmp_path):
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.train") is None:
+        pytest.skip("ray[train] is not installed")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import ray_train; "
+        "ray_train.main([sys.argv[2], '--steps', '8', '--checkpoint', sys.argv[3]], fail_at=4)"
+    )
+    paths = environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES)
+    done = subprocess.run(
+        [sys.executable, "-c", code, EXAMPLES, tiny, tmp_path],
+        capture_output=True, text=True, timeout=280, env={**environment(), "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for rank, world in enumerate(DATA_PARALLEL):
+        reported = told(done.stdout + done.stderr, rank)[0]
+        again = [entry for entry in reported if entry[0] >= 4]
+        assert sorted({entry[0] for entry in reported}) == list(range(NUM_STEPS))
+        for step, epoch, keys in reported:
+            assert (step, epoch, keys) == expected(tiny, world)[step]
+        assert len([entry for entry in again if entry[0] == 4]) >= 2, "the step at which they died came again"
