@@ -337,11 +337,12 @@ class DataLoader:
         if self._session is not None:
             self._session.close()  # a thread that waits for storage must not hold up the others' end
             self._session = None
-        if self._pipeline is not None:
-            self._pipeline.close()
-            self._past = add_clocks(self._past, self._pipeline.clocks())
-            self._past_waited_s += self._pipeline.waited_s
-            self._pipeline = self._ahead = None
+        # Taken first: an iteration that ends in another thread closes too.
+        pipeline, self._pipeline, self._ahead = self._pipeline, None, None
+        if pipeline is not None:
+            pipeline.close()
+            self._past = add_clocks(self._past, pipeline.clocks())
+            self._past_waited_s += pipeline.waited_s
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""

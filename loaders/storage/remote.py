@@ -15,6 +15,7 @@ import concurrent.futures
 import logging
 import os
 import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -129,11 +130,11 @@ class RemoteShards:
         get = partial(self.client.get, name, start, end)
         return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
 
-    def fetch_again(self, row: IndexRow) -> memoryview:
+    def fetched_again(self, row: IndexRow, future: concurrent.futures.Future[memoryview]) -> memoryview:
         """One span on its own, after its first coming failed a check. Raises what :meth:`span` raises."""
         self._refetched += 1
         try:
-            span = self.fetch(row.shard, row.offset, row.offset + row.length).result()
+            span = future.result()
         except FetchFailedError as error:
             self.fail(row, error)
         if self._verify:
@@ -193,12 +194,23 @@ class RemoteShards:
         _LOG.info("'%s': %s; trying again", shown_url(self._url), fault.text)
 
 
+class _Range:
+    """A range under way or here; as long as somebody holds it, who wants a sample in it need not ask again."""
+
+    __slots__ = ("__weakref__", "future", "is_single", "start")
+
+    def __init__(self, future: concurrent.futures.Future[memoryview], start: int, *, is_single: bool) -> None:
+        self.future, self.start, self.is_single = future, start, is_single
+
+
 class _RemoteSession:
     """Ranges asked for and not yet taken."""
 
     def __init__(self, storage: RemoteShards, foresight: Foresight | None = None) -> None:
         self._storage, self._foresight = storage, foresight
         self._asked = 0
+        # By sample. In a small dataset, and about an epoch's end, a sample is asked for again before it was taken.
+        self._ranges: weakref.WeakValueDictionary[int, _Range] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._under_way: set[concurrent.futures.Future[memoryview]] = set()
         self._closed = False
@@ -208,24 +220,35 @@ class _RemoteSession:
         storage, cache = self._storage, self._storage.cache
         pending: dict[int, PendingSpan] = {}
         first, self._asked = self._asked, self._asked + len(rows)
+        new: dict[int, list[int]] = {}  # by sample: where in rows, the first time and again
         for number, (index, row) in enumerate(rows):
             try:
                 storage.shard_name(row)
             except FuelrailError as error:  # a row that names no shard; told when its turn comes
                 pending[number] = partial(_raise, error)
                 continue
+            held = self._ranges.get(index)
+            if held is not None:
+                pending[number] = partial(self._take, held, first + number, index, row)
+                continue
+            if index in new:
+                new[index].append(number)
+                continue
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
                 pending[number] = partial(self._take_cached, cached, first + number, index, row)
-        missing = [number for number in range(len(rows)) if number not in pending]
-        wanted = [WantedSpan(row.shard, row.offset, row.length) for row in (rows[number][1] for number in missing)]
+            else:
+                new[index] = [number]
+        missing = list(new.values())
+        wanted = [WantedSpan(row.shard, row.offset, row.length) for row in (rows[places[0]][1] for places in missing)]
         for planned in plan_ranges(wanted):
             future = self._start(planned.shard, planned.start, planned.end)
+            asked = _Range(future, planned.start, is_single=len(planned.members) == 1)
             for member in planned.members:
-                index, row = rows[missing[member]]
-                alone = len(planned.members) == 1
-                asked = first + missing[member]
-                pending[missing[member]] = partial(self._take, future, planned.start, alone, asked, index, row)
+                for number in missing[member]:
+                    index, row = rows[number]
+                    self._ranges[index] = asked
+                    pending[number] = partial(self._take, asked, first + number, index, row)
         return [pending[number] for number in range(len(rows))]
 
     def close(self) -> None:
@@ -250,37 +273,36 @@ class _RemoteSession:
         with self._lock:
             self._under_way.discard(future)
 
-    def _take(
-        self,
-        future: concurrent.futures.Future[memoryview],
-        start: int,
-        alone: bool,
-        asked: int,
-        index: int,
-        row: IndexRow,
-    ) -> memoryview:
+    def _take(self, asked: _Range, number: int, index: int, row: IndexRow) -> memoryview:
         storage = self._storage
         try:
-            data = future.result()
+            span = self._wait(asked, row)
         except concurrent.futures.CancelledError:
             raise StorageError(
                 "the loader was closed before the sample came", shard=storage.shard_name(row), offset=row.offset,
                 key=row.key,
             ) from None  # fmt: skip
-        except FetchFailedError as error:
-            if alone or error.fault.kind != "cut":
-                storage.fail(row, error)
-            span = storage.fetch_again(row)  # the cut may lie behind this sample
-        else:
-            first = row.offset - start
-            span = data[first : first + row.length]
-            if not storage.is_good(row, span):
-                span = storage.fetch_again(row)
         if storage.cache is not None:
-            storage.cache.put(index, span, None if self._foresight is None else self._foresight.time_of(asked))
+            storage.cache.put(index, span, None if self._foresight is None else self._foresight.time_of(number))
         return storage.handed_out(span)
 
-    def _take_cached(self, cached: CachedSpan, asked: int, index: int, row: IndexRow) -> memoryview:
+    def _wait(self, asked: _Range, row: IndexRow) -> memoryview:
+        """A span out of its range once that is here, good, if need be by asking for it alone."""
+        storage = self._storage
+        try:
+            data = asked.future.result()
+        except FetchFailedError as error:
+            if asked.is_single or error.fault.kind != "cut":
+                storage.fail(row, error)
+        else:
+            first = row.offset - asked.start
+            span = data[first : first + row.length]
+            if storage.is_good(row, span):
+                return span
+        # Wrong bytes, or a shard that was cut, perhaps behind this sample.
+        return storage.fetched_again(row, self._start(row.shard, row.offset, row.offset + row.length))
+
+    def _take_cached(self, cached: CachedSpan, number: int, index: int, row: IndexRow) -> memoryview:
         storage = self._storage
         span = cached.read()
         assert storage.cache is not None
@@ -289,7 +311,7 @@ class _RemoteSession:
             return storage.handed_out(span)
         storage.cache.forget(index)
         future = self._start(row.shard, row.offset, row.offset + row.length)
-        return self._take(future, row.offset, True, asked, index, row)
+        return self._take(_Range(future, row.offset, is_single=True), number, index, row)
 
 
 def _raise(error: FuelrailError) -> NoReturn:
