@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -125,6 +127,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise ManifestError(f"'{where}': {error}") from error
     if fingerprint(manifest) != manifest.fingerprint:
         raise ManifestError(f"'{where}' was edited or damaged: its fingerprint is not that of its content")
+    _check_names(manifest, where)
     _check_runs(manifest, where)
     return manifest
 
@@ -145,18 +148,30 @@ def load_manifest(root: str | os.PathLike[str]) -> Manifest:
     return decode_manifest(data, str(file))
 
 
+def _check_names(manifest: Manifest, where: str) -> None:
+    """Names become paths, keys and member names: they must be plain, and none may stand twice."""
+    files = [*(shard.name for shard in manifest.shards), *(file.name for file in manifest.files)]
+    for name in files:
+        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\0" in name:
+            raise ManifestError(f"'{where}': {name!r} is not a plain file name")
+    for kind, names, pattern in (
+        ("file", files, None),
+        ("channel", manifest.channels, "[a-z0-9_]+"),
+        ("split", list(manifest.splits), "[a-z][a-z0-9_]*"),
+    ):
+        for name, count in Counter(list(names)).items():
+            if count > 1:
+                raise ManifestError(f"'{where}': {kind} '{name}' stands twice")
+            if pattern is not None and not re.fullmatch(pattern, name):
+                raise ManifestError(f"'{where}': {kind} name {name!r} does not match {pattern}")
+
+
 def _check_runs(manifest: Manifest, where: str) -> None:
     """Shards and splits must tile the rows without gap or overlap."""
     row = 0
-    names: set[str] = set()
     for shard in manifest.shards:
         if shard.first_sample != row or shard.num_samples < 1 or shard.split not in manifest.splits:
             raise ManifestError(f"'{where}': shard '{shard.name}' does not continue at sample {row}")
-        if shard.name in ("", "..") or shard.name != Path(shard.name).name:
-            raise ManifestError(f"'{where}': shard name {shard.name!r} is not a plain file name")
-        if shard.name in names:
-            raise ManifestError(f"'{where}': shard '{shard.name}' stands twice")
-        names.add(shard.name)
         row += shard.num_samples
     total = sum(split.num_samples for split in manifest.splits.values())
     if row != manifest.num_samples or total != manifest.num_samples:

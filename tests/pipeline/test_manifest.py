@@ -126,7 +126,7 @@ def test_channels_are_cameras_then_lidars() -> None:
         (signed(shards=(shard(0, "train", 0, 4), shard(1, "train", 5, 3))), "'train-000001.tar' does not continue at"),
         (signed(shards=(shard(0, "train", 1, 4),)), "'train-000000.tar' does not continue at sample 0"),
         (signed(shards=(shard(0, "test", 0, 9),)), "'test-000000.tar' does not continue"),
-        (signed(shards=(shard(0, "train", 0, 0), *manifest().shards)), "does not continue"),
+        (signed(shards=(shard(9, "train", 0, 0), *manifest().shards)), "does not continue"),
         (signed(num_samples=10), "shards hold 9 samples, splits 9, stated 10"),
         (signed(splits={"train": manifest().splits["train"], "val": SplitEntry(
             first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1)}), "splits 10, stated 9"),
@@ -144,18 +144,41 @@ def test_what_does_not_add_up_is_refused(data, words) -> None:
     assert "'OUT/dataset.json'" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/"])
-def test_shard_names_cannot_leave_the_folder(name) -> None:
-    shards = (msgspec.structs.replace(manifest().shards[0], name=name), *manifest().shards[1:])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/", "a\0.tar", "dataset.json"]
+)
+@pytest.mark.parametrize("kind", ["shards", "files"])
+def test_file_names_cannot_leave_the_folder(kind, name) -> None:
+    entries = getattr(manifest(), kind)
+    changed = (msgspec.structs.replace(entries[0], name=name), *entries[1:])
     with pytest.raises(ManifestError, match="not a plain file name"):
-        decode_manifest(signed(shards=shards), "here")
+        decode_manifest(signed(**{kind: changed}), "here")
 
 
-def test_a_shard_stands_once() -> None:
+def test_nothing_stands_twice() -> None:
     first, second, third = manifest().shards
     shards = (first, msgspec.structs.replace(second, name=first.name), third)
-    with pytest.raises(ManifestError, match=r"'train-000000\.tar' stands twice"):
+    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' stands twice"):
         decode_manifest(signed(shards=shards), "here")
+    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' stands twice"):
+        decode_manifest(signed(files=(msgspec.structs.replace(manifest().files[0], name=first.name),)), "here")
+    lidars = (msgspec.structs.replace(manifest().lidars[0], channel="cam_front"),)
+    with pytest.raises(ManifestError, match="channel 'cam_front' stands twice"):
+        decode_manifest(signed(lidars=lidars), "here")
+
+
+@pytest.mark.parametrize("name", ["", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n"])
+def test_channels_can_be_member_names(name) -> None:
+    cameras = (msgspec.structs.replace(manifest().cameras[0], channel=name),)
+    with pytest.raises(ManifestError, match=r"channel name '.*' does not match \[a-z0-9_\]\+"):
+        decode_manifest(signed(cameras=cameras), "here")
+
+
+@pytest.mark.parametrize("name", ["", "Train", "1st", "../train", "train\n"])
+def test_splits_can_be_file_names(name) -> None:
+    splits = {name if key == "val" else key: entry for key, entry in manifest().splits.items()}
+    with pytest.raises(ManifestError, match=r"split name '.*' does not match"):
+        decode_manifest(signed(splits=splits), "here")
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
