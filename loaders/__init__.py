@@ -10,12 +10,16 @@ from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.trace import TraceRecorder
+from fuelrail.pipeline.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.world import World
 
 __all__ = [
+    "AttributeWeights",
     "BevAugment",
     "Budget",
+    "ClassBalance",
     "DataLoader",
+    "FileWeights",
     "ImageAugment",
     "IterableView",
     "LoaderStats",

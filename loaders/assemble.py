@@ -31,7 +31,9 @@ name                 shape, dtype                 meaning
 ``clip_id``          list of str
 ``frame``            [B] int64                    index in the clip
 ``global_index``     [B] int64                    row of the dataset's index
-``valid``            [B] bool                     False: repeated to fill the last batch (``drop_last=False``)
+``valid``            [B] bool                     False: repeated (``drop_last=False``, lanes that ended)
+``lane``             [B] int64                    lane of the global batch (order kind ``lanes``; so is the next one)
+``prev_exists``      [B] bool                     the lane showed the frame before; False: forget the past
 ``epoch``, ``step``  int                          which global batch this is
 ==================== ============================ ============================================================
 """
@@ -43,13 +45,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from fuelrail.loaders.lookahead import NO_FLAGS
 from fuelrail.pipeline.bev_augment import IDENTITY
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.geometry import apply_to_intrinsics, apply_to_projection, ida_mats
 from fuelrail.pipeline.schema import homogeneous, invert_rigid
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -60,11 +63,15 @@ if TYPE_CHECKING:
 
 
 class BatchSlot(NamedTuple):
-    """One batch in the making: which it is, and the buffer its images are decoded into."""
+    """One batch in the making: which it is, and the buffer its images are decoded into.
+
+    ``flags`` are what the order says of the batch's samples, (B,) each, under their names in the batch.
+    """
 
     epoch: int
     step: int
     images: NDArray[np.uint8]
+    flags: Mapping[str, NDArray[Any]] = NO_FLAGS
 
 
 class DecodedSample(NamedTuple):
@@ -123,6 +130,8 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
         "epoch": slot.epoch,
         "step": slot.step,
     }
+    at = [entry.at for entry in decoded]
+    batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
     if all(len(g.lidar2ego) for g in geometry):
         lidar2ego = np.stack([g.lidar2keyego() for g in geometry])
         batch["lidar2ego"] = _float32(lidar2ego)

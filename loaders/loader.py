@@ -28,9 +28,10 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
+from fuelrail.pipeline.compiled_order import compile_order
 from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ConfigError, WorldError
-from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
+from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.stages import Observer, Pipeline, Stage, StageClock, add_clocks
 from fuelrail.pipeline.world import Batching, Cursor
@@ -97,7 +98,8 @@ class DataLoader:
         pixels: augmentation of their pixel values.
         bev: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         shuffle: seeded random order of all samples; False: as stored. ``order`` says it in full and replaces both
-            ``shuffle`` and ``seed`` for the order.
+            ``shuffle`` and ``seed`` for the order: which samples (filter, keys), how often (weights), in windows of
+            shards, or in lanes that follow clips.
         seed: of the order and of the augmentation.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False: fill it with the
             epoch's first samples, ``valid`` False. Either way all ranks get the same number of batches.
@@ -189,12 +191,13 @@ class DataLoader:
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         entry = self.dataset.split(split)
         self._first_row = entry.first_sample
-        self._layout = Layout.of_split(self.dataset.manifest, split)
-        self._batching = Batching(entry.num_samples, batch_size * self.world.size, self.world, drop_last=drop_last)
+        global_batch = batch_size * self.world.size
+        self._epochs = compile_order(self.order, self.dataset, split, global_batch=global_batch)
+        self._batching = Batching(self._epochs.epoch_length, global_batch, self.world, drop_last=drop_last)
         self._identity = Identity(
             dataset=self.dataset.manifest.fingerprint,
             split=split,
-            order={"version": ORDER_VERSION, **msgspec.json.decode(msgspec.json.encode(self.order))},
+            order=self._epochs.identity,
             drop_last=drop_last,
         )
         self._storage = open_storage(
@@ -214,8 +217,8 @@ class DataLoader:
             self.dataset,
             self._storage,
             self._first_row,
-            partial(Order, self.order, self._layout),
-            entry.num_samples,
+            self._epochs.epoch,
+            self._epochs.epoch_length,
             self.world.rank,
         )
         self._lidar = self._first_lidar() if points else None
@@ -268,8 +271,7 @@ class DataLoader:
         self._position = self._start
         if self._pipeline is None or not self._pipeline.is_running or self._ahead != self._start:
             self.close()
-            order_of = partial(Order, self.order, self._layout)
-            tasks = work.tasks(self._ask_ahead(order_of), self._buffers)
+            tasks = work.tasks(self._ask_ahead(), self._buffers)
             self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
             if self._tuner is not None:
                 self._tuner.restart()
@@ -413,9 +415,9 @@ class DataLoader:
             "points": self._lidar is not None, "augments": msgspec.to_builtins(self._augments), **state,
         }  # fmt: skip
 
-    def _ask_ahead(self, order_of: Callable[[int], Order]) -> Iterator[Ahead]:
+    def _ask_ahead(self) -> Iterator[Ahead]:
         """The samples from where the run stands, asked for ahead of their turn."""
-        where = (order_of, self._start, self._batching)
+        where = (self._epochs.epoch, self._start, self._batching)
         # Worker processes that take turns each see a part of the future only.
         foresight, uses = foresee(*where, self._first_row) if self._share.of == 1 else (None, 0)
         self._session = self._storage.session(foresight, uses)

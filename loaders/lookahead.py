@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from fuelrail.loaders.storage.protocol import PendingSpan, Session
     from fuelrail.pipeline.index import IndexRow, SampleIndex
@@ -16,9 +19,15 @@ if TYPE_CHECKING:
 MAX_SAMPLES: Final = 512
 """Small samples are not asked for farther ahead than this."""
 
+NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
+"""Of batches whose order has nothing to say of its samples."""
+
 
 class Due(NamedTuple):
-    """One sample in the order of loading: its place in the batches, its position in the epoch, its row in the index."""
+    """One sample in the order of loading: its place in the batches, its position in the epoch, its row in the index.
+
+    ``flags`` are the whole batch's (`fuelrail.loaders.assemble.BatchSlot`), the same for all of its samples.
+    """
 
     epoch: int
     step: int
@@ -26,6 +35,7 @@ class Due(NamedTuple):
     position: int
     row: int
     valid: bool
+    flags: Mapping[str, NDArray[Any]] = NO_FLAGS
 
 
 class Ahead(NamedTuple):

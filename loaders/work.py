@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.lookahead import Due
+from fuelrail.loaders.lookahead import NO_FLAGS, Due
 from fuelrail.loaders.quarantine import BAD_SAMPLE
 from fuelrail.loaders.reader import FetchedSpan
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.lanes import LaneEpoch
 from fuelrail.pipeline.world import Cursor
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.bev_augment import BevAugment, BevMap
     from fuelrail.pipeline.geometry import ImageMap
     from fuelrail.pipeline.index import IndexRow
-    from fuelrail.pipeline.order import Order
+    from fuelrail.pipeline.order import PositionMap
     from fuelrail.pipeline.pixel_augment import PixelAugment, PixelChange
     from fuelrail.pipeline.schema import Sample
     from fuelrail.pipeline.world import Batching
@@ -99,7 +100,7 @@ class Parsed(NamedTuple):
 
 
 def coming(
-    order_of: Callable[[int], Order], start: Cursor, whole: Batching, share: Share, first_row: int
+    order_of: Callable[[int], PositionMap], start: Cursor, whole: Batching, share: Share, first_row: int
 ) -> Iterator[Due]:
     """The samples of this rank from ``start`` on, epoch after epoch without end."""
     while share.steps(whole):  # a share of nothing would never come to an end
@@ -107,14 +108,19 @@ def coming(
         start = Cursor(start.epoch + 1)
 
 
-def _coming_in_epoch(order: Order, start: Cursor, rest: Batching, share: Share, first_row: int) -> Iterator[Due]:
+def _coming_in_epoch(order: PositionMap, start: Cursor, rest: Batching, share: Share, first_row: int) -> Iterator[Due]:
     steps_done = start.samples_consumed // rest.global_batch
     for step in share.steps(rest):
-        positions = rest.positions(step)
-        rows = (order(positions) + first_row).tolist()
-        places = zip(positions.tolist(), rows, rest.valid(step).tolist(), strict=True)
-        for at, (position, row, valid) in enumerate(places):
-            yield Due(start.epoch, steps_done + step, at, position, row, valid)
+        positions, valid, flags = rest.positions(step), rest.valid(step), NO_FLAGS
+        if isinstance(order, LaneEpoch):
+            lanes = order.entries(positions)
+            samples, valid = lanes.samples, valid & lanes.valid
+            flags = {"lane": positions % order.num_lanes, "prev_exists": lanes.prev_exists}
+        else:
+            samples = order(positions)
+        places = zip(positions.tolist(), (samples + first_row).tolist(), valid.tolist(), strict=True)
+        for at, place in enumerate(places):
+            yield Due(start.epoch, steps_done + step, at, *place, flags)
 
 
 def tasks(asked_for: Iterator[Ahead], buffers: BufferPool) -> Iterator[Task]:
@@ -122,7 +128,7 @@ def tasks(asked_for: Iterator[Ahead], buffers: BufferPool) -> Iterator[Task]:
     slot: BatchSlot | None = None
     for due, entry, take in asked_for:
         if due.at == 0:
-            slot = BatchSlot(due.epoch, due.step, buffers.take())
+            slot = BatchSlot(due.epoch, due.step, buffers.take(), due.flags)
         assert slot is not None, "a batch begins with its first sample"
         yield Task(slot, due.at, due.row, due.valid, due.position, entry, take)
 

@@ -118,9 +118,9 @@ class LaneEpoch:
         "_first_ranks",
         "_lane_ends",
         "_lengths",
-        "_num_lanes",
         "_num_steps",
         "_starts",
+        "num_lanes",
     )
 
     def __init__(
@@ -133,8 +133,8 @@ class LaneEpoch:
     ) -> None:
         """Pieces as they follow one another: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
         self._clips, self._num_steps, self._first_ranks, self._lengths = clips, num_steps, first_ranks, lengths
-        self._num_lanes = int(lanes[-1]) + 1
-        self._first_piece = np.searchsorted(lanes, np.arange(self._num_lanes))
+        self.num_lanes = int(lanes[-1]) + 1
+        self._first_piece = np.searchsorted(lanes, np.arange(self.num_lanes))
         ends = np.cumsum(lengths)
         before = (ends - lengths)[self._first_piece]
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
@@ -142,7 +142,7 @@ class LaneEpoch:
         self._lane_ends = np.append(before[1:], ends[-1]) - before
 
     def __len__(self) -> int:
-        return self._num_steps * self._num_lanes
+        return self._num_steps * self.num_lanes
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
         """Samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
@@ -150,7 +150,7 @@ class LaneEpoch:
 
     def entries(self, positions: ArrayLike) -> LaneEntries:
         """Samples and flags at ``positions``; raises OrderError as a call does."""
-        step, lane = np.divmod(as_positions(positions, len(self)), self._num_lanes)
+        step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
         valid = step < self._lane_ends[lane]
         first = self._first_piece[lane]
         padding = (step - self._lane_ends[lane]) % self._lengths[first]

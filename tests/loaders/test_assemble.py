@@ -44,7 +44,8 @@ def make_sample(number: int, *, labelled: bool = True, lidars: int = 1) -> Sampl
 
 def decoded(*samples: Sample, valid: tuple[bool, ...] | None = None) -> list[DecodedSample]:
     images = np.arange(len(samples) * len(CAMERAS) * 3 * OUT[0] * OUT[1], dtype=np.uint32).astype(np.uint8)
-    slot = BatchSlot(epoch=2, step=5, images=images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]))
+    flags = {"lane": np.arange(len(samples)), "prev_exists": np.arange(len(samples)) % 2 == 1}
+    slot = BatchSlot(2, 5, images.reshape(len(samples), len(CAMERAS), 3, OUT[1], OUT[0]), flags)
     return [
         DecodedSample(
             slot, at, 100 + at, True if valid is None else valid[at], sample,
