@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench import diff_command, loader_command, train_command
+from fuelrail.bench import diagnose_command, diff_command, loader_command, train_command
 from fuelrail.pipeline.command import Command
 
 if TYPE_CHECKING:
     import argparse
 
 
+_WORDS = {
+    "train": train_command,
+    "loader": loader_command,
+    "diagnose": diagnose_command,
+    "diff": diff_command,
+}
+
+
 def _configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    for word, module in (("train", train_command), ("loader", loader_command), ("diff", diff_command)):
+    for word, module in _WORDS.items():
         parser_of_word = words.add_parser(word, help=module.HELP, description=module.DESCRIPTION)
         module.configure(parser_of_word)
         parser_of_word.set_defaults(run_word=module.run)

@@ -25,7 +25,7 @@ def doubts(
     settings: TrainSettings, logs: Sequence[RankLog], window: Window, figures: Figures | None, cpu: CpuUse | None
 ) -> list[str]:
     """All doubts about a run; ``figures`` is None when its window is too short."""
-    found = [*_of_the_run(logs), *_of_the_input(settings, logs)]
+    found = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
     if cpu is not None and cpu.disturbed:
         found.append(
             f"Other processes used {cpu.others:.1f} of this host's {cpu.usable:g} CPUs meanwhile, we {cpu.own:.1f}: "
@@ -41,8 +41,10 @@ def ranks_disagree(logs: Sequence[RankLog]) -> bool:
     return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
 
 
-def _of_the_run(logs: Sequence[RankLog]) -> Iterator[str]:
-    if ranks_disagree(logs):
+def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
+    if settings.leave_out:
+        yield f"This run left out {' and '.join(settings.leave_out)}: it shows what that costs, and trains nothing."
+    elif ranks_disagree(logs):
         yield "The ranks ended with different weights: their gradients were not the same. Don't trust this run."
     if any(step.loss is None for log in logs for step in log.steps):
         yield "The loss was not finite in some steps: lower the learning rate. The times are as they are."

@@ -1,56 +1,54 @@
-"""``fuelrail bench train``: from the command line to the ranks, and from their records to a report."""
+"""``fuelrail bench train``: arguments, files and figures as text."""
 
 from __future__ import annotations
 
-import shutil
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.accelerator import DEFAULT_PROFILE, load_profile, profile_names
-from fuelrail.bench.cpu_watch import CpuWatch
-from fuelrail.bench.dataset_facts import dataset_facts
+from fuelrail.bench.accelerator import DEFAULT_PROFILE, profile_names
 from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, prepare_folder
-from fuelrail.bench.machine import installed_gpus, machine_facts
-from fuelrail.bench.records import RankLog, rank_path, read_rank
-from fuelrail.bench.train_report import Report, build_report, save_report
-from fuelrail.bench.trainer.launch import Outcome, run_ranks
-from fuelrail.bench.trainer.settings import MODELS, TrainSettings
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.pipeline.remote import is_url
+from fuelrail.bench.train_report import Report, save_report
+from fuelrail.bench.train_run import TrainRun
+from fuelrail.bench.trainer.settings import MODELS, LeaveOut
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
-
-    from fuelrail.bench.accelerator import AcceleratorProfile
-    from fuelrail.bench.dataset_facts import DatasetFacts
 
 HELP = "train a small multi-camera model on all ranks and measure how busy the accelerators were"
 DESCRIPTION = (
     "Trains a small multi-camera model with DDP and writes report.json and report.html: occupancy, the time of each "
     "phase of the step, the loader's stages, throughput."
 )
-_SETTINGS_FILE = "settings.json"
-_LOG_FILE = "ranks.log"
 _INTERRUPTED = 130
 _FAILED = 1
 
 
-def configure(train: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench train``."""
-    add = train.add_argument
+    configure_run(parser)
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        choices=get_args(LeaveOut),
+        help="run without it, to see what it costs: loading (batches come from memory) or all-reduce (each rank trains "
+        "alone); may be given twice",
+    )
+
+
+def configure_run(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of any command that trains."""
+    add = parser.add_argument
     add("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
     add("--split", default="train", help="split to train on (default: %(default)s)")
     add("--ranks", type=int, default=1, help="data-parallel ranks on this host (default: %(default)s)")
     add("--batch-size", type=int, default=4, help="samples of one rank in a batch (default: %(default)s)")
-    length = train.add_mutually_exclusive_group()
+    length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, help="optimiser steps, over as many epochs as it takes (default: 60)")
     length.add_argument("--epochs", type=int, help="whole epochs instead of a number of steps")
     add("--warmup", type=int, default=10, help="steps at the start that count nowhere (default: %(default)s)")
@@ -83,142 +81,15 @@ def configure(train: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that can be checked at once, run the ranks, gather their records, report."""
-    dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
-    records = arguments.out / "records"
-    settings = _settings(arguments, records)
-    _check_world(arguments, dataset)
+    training = TrainRun(arguments, arguments.out / "records", arguments.leave_out)
     prepare_folder(arguments.out, html=not arguments.no_html)
-    _prepare(records)
-    (records / _SETTINGS_FILE).write_bytes(msgspec.json.encode(settings))
-    machine = machine_facts()
-
-    watch = CpuWatch()
-    outcome = _launch(arguments, settings, records)
-    cpu = watch.use()
-    logs = [read_rank(rank_path(records, rank)) for rank in range(arguments.ranks)]
-    cut_off = why_cut_off(outcome, logs)
-    if cut_off is not None and not any(log.steps for log in logs):
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        raise FuelrailError(f"no step was run: {cut_off}")
-    report = build_report(
-        settings,
-        logs,
-        machine=machine,
-        dataset=dataset,
-        cut_off=cut_off,
-        cpu=cpu,
-        price_per_gpu_hour=arguments.price_per_gpu_hour,
-    )
+    report, outcome = training.measure()
     _save(report, arguments)
-    if cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
+    if report.cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
     if outcome.interrupted:
         return _INTERRUPTED
-    return _FAILED if cut_off else 0
-
-
-def _settings(arguments: argparse.Namespace, records: Path) -> TrainSettings:
-    positive = dict.fromkeys(("ranks", "batch_size", "steps", "epochs", "workers", "accumulation"), 1)
-    not_negative = dict.fromkeys(("warmup", "seed", "price_per_gpu_hour", "learning_rate"), 0)
-    for name, least in (positive | not_negative).items():
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be {least} or more")
-    profile = _profile(arguments.accelerator)
-    steps = arguments.steps if arguments.steps is not None or arguments.epochs is not None else 60
-    return TrainSettings(
-        dataset=arguments.dataset if is_url(arguments.dataset) else str(Path(arguments.dataset).absolute()),
-        split=arguments.split,
-        batch_size=arguments.batch_size,
-        num_steps=steps,
-        num_epochs=arguments.epochs,
-        num_warmup_steps=arguments.warmup,
-        num_workers=arguments.workers,
-        decoder=arguments.decoder,
-        seed=arguments.seed,
-        accumulation=arguments.accumulation,
-        precision=arguments.precision or ("fp32" if profile else "bf16"),
-        learning_rate=arguments.learning_rate,
-        model_name=arguments.model or ("stand-in" if profile else "base"),
-        profile=profile,
-        records=str(records.absolute()),
-    )
-
-
-def _profile(choice: str) -> AcceleratorProfile | None:
-    """The profile to emulate, or None for CUDA."""
-    if choice == "auto":
-        return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
-    if choice == "cuda":
-        if not installed_gpus():
-            raise ConfigError("--accelerator cuda: the NVIDIA driver shows no GPU here; use emulated:PROFILE")
-        return None
-    kind, _, name = choice.partition(":")
-    if kind != "emulated" or not name:
-        raise ConfigError(
-            f"--accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
-        )
-    return load_profile(name)
-
-
-def _check_world(arguments: argparse.Namespace, dataset: DatasetFacts) -> None:
-    global_batch = arguments.ranks * arguments.batch_size * arguments.accumulation
-    if dataset.num_samples < global_batch:
-        raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
-            f"{arguments.ranks} ranks x {arguments.batch_size} samples x {arguments.accumulation} batches: use fewer "
-            "ranks or smaller batches"
-        )
-
-
-def _prepare(records: Path) -> None:
-    """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
-    try:
-        if records.exists():
-            shutil.rmtree(records)
-        records.mkdir()
-    except OSError as error:
-        raise ConfigError(f"--out '{records.parent}' cannot be written: {error.strerror}") from error
-
-
-def _launch(arguments: argparse.Namespace, settings: TrainSettings, records: Path) -> Outcome:
-    program = ["fuelrail.bench.trainer.worker", str(records / _SETTINGS_FILE)]
-    console = Console(stderr=True)
-    what = f"{arguments.ranks} rank{'s' if arguments.ranks > 1 else ''}"
-    with console.status(f"starting {what}") as status:
-
-        def show_progress() -> None:
-            if not console.is_terminal:
-                return
-            done = len(read_rank(rank_path(records, 0)).steps)
-            target = f" of {settings.num_steps}" if settings.num_steps else ""
-            status.update(f"training on {what}: step {done}{target}")
-
-        return run_ranks(program, arguments.ranks, records / _LOG_FILE, show_progress)
-
-
-def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
-    """One sentence on why a run ended early, or None: the first cause, not what the other ranks died of after it."""
-    if outcome.interrupted:
-        return "the run was interrupted"
-    if outcome.exit_code == 0:
-        return None
-    log_hint = f"their output is in records/{_LOG_FILE} beside the report"
-    # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
-    for exit_ in outcome.failed:
-        if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:
-            name = signal.Signals(-exit_.exit_code).name
-            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
-            num_steps = len(logs[exit_.rank].steps)
-            return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
-    failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
-    if failures:
-        failure, rank = min(failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns))
-        message = f"rank {rank}: {failure.message}"
-        return message if failure.kind == "refused" else f"{message} (the ranks' {log_hint[6:]})"
-    ended = ", ".join(str(rank) for rank, log in enumerate(logs) if log.end is None)
-    return f"rank {ended or 'unknown'} ended early with exit code {outcome.exit_code}; {log_hint}"
+    return _FAILED if report.cut_off else 0
 
 
 def _save(report: Report, arguments: argparse.Namespace) -> None:

@@ -195,7 +195,7 @@ def load_report(path: Path) -> Report:
 
 def _options(settings: TrainSettings) -> dict[str, Any]:
     """The run's settings without what is told elsewhere or would name a place on this machine."""
-    options: dict[str, Any] = msgspec.to_builtins(settings)
+    options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return {key: value for key, value in options.items() if key not in {"dataset", "records", "profile"}}
 
 

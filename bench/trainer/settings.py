@@ -12,6 +12,7 @@ from fuelrail.pipeline.settings import Settings
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Precision = Literal["fp32", "bf16"]
+LeaveOut = Literal["loading", "all-reduce"]
 
 
 class ModelSettings(Settings, frozen=True):
@@ -40,7 +41,9 @@ class TrainSettings(Settings, frozen=True):
     """One run of the reference trainer, the same on all its ranks.
 
     ``num_steps`` counts optimiser steps; None runs ``num_epochs`` epochs. ``batch_size`` is samples a rank takes in one
-    micro-batch; ``accumulation`` micro-batches make a step. ``profile`` is None on CUDA.
+    micro-batch; ``accumulation`` micro-batches make a step. ``profile`` is None on CUDA. ``leave_out`` makes it a
+    counterfactual: without ``loading`` the first batches are trained on again and again, and the loader stands still;
+    without ``all-reduce`` each rank trains alone.
     """
 
     dataset: str
@@ -58,3 +61,4 @@ class TrainSettings(Settings, frozen=True):
     model_name: str
     profile: AcceleratorProfile | None
     records: str
+    leave_out: tuple[LeaveOut, ...] = ()

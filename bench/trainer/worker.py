@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # A rank that is alive but stuck must not hold the others for ever.
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+# Enough that the model doesn't see one batch alone, few enough to lie in memory.
+_NUM_BATCHES_KEPT = 4
 
 
 def run_rank(
@@ -71,7 +73,8 @@ def run_rank(
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
     )
-    trained = data_parallel(model, accelerator) if distributed else model
+    reduces = distributed and "all-reduce" not in settings.leave_out
+    trained = data_parallel(model, accelerator) if reduces else model
 
     num_steps = 0
     steps = train(
@@ -130,6 +133,12 @@ def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str,
         yield from loader
 
 
+def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:
+    """The first batches in turns, taken now: ``num_batches`` in all, without end if that is None."""
+    kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
+    return itertools.islice(itertools.cycle(kept), num_batches)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS LAUNCHER_PID``."""
     path, launcher = arguments
@@ -171,7 +180,11 @@ def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
         decoder=settings.decoder,
         device=device,
     ) as loader:
-        run_rank(settings, batches(loader, settings.num_epochs), writer, lambda: loader.stats().stages)
+        source = batches(loader, settings.num_epochs)
+        if "loading" in settings.leave_out:
+            source = from_memory(source, None if settings.num_epochs is None else settings.num_epochs * len(loader))
+            loader.close()
+        run_rank(settings, source, writer, lambda: loader.stats().stages)
     # Not after a failure: leaving the group waits for ranks that may be gone.
     dist.destroy_process_group()
 

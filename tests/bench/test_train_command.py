@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench import train_command
+from fuelrail.bench import train_run
 from fuelrail.bench.records import RankFailure, RankLog, rank_path, read_rank
-from fuelrail.bench.train_command import why_cut_off
 from fuelrail.bench.train_report import load_report
+from fuelrail.bench.train_run import why_cut_off
 from fuelrail.bench.trainer.launch import Outcome, RankExit
 from fuelrail.pipeline.dataset import open_dataset
 from support.bench_runs import log, steps
@@ -118,7 +118,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs
 
 
 def test_cuda_without_a_gpu_is_refused(dataset, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train_command, "installed_gpus", list)
+    monkeypatch.setattr(train_run, "installed_gpus", list)
     assert bench(dataset, tmp_path / "out", "--accelerator", "cuda") == 2
     assert "shows no GPU" in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import torch
 from fuelrail.bench.records import RankWriter, rank_path, read_rank
 from fuelrail.bench.trainer.model import BevOccupancy
 from fuelrail.bench.trainer.settings import MODELS
-from fuelrail.bench.trainer.worker import batches, parameters_digest, run_rank
+from fuelrail.bench.trainer.worker import batches, from_memory, parameters_digest, run_rank
 from fuelrail.loaders import DataLoader, ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset
@@ -35,6 +35,13 @@ def test_epochs_follow_each_other(dataset):
         assert steps == [(epoch, step) for epoch in (0, 1) for step in range(4)]
         endless = [batch["epoch"] for batch in islice(batches(loader, None), 10)]
         assert endless == [0] * 4 + [1] * 4 + [2] * 2
+
+
+def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
+    with loader_of(dataset) as loader:
+        kept = list(from_memory(batches(loader, 2), 6))
+    assert [batch["step"] for batch in kept] == [0, 1, 2, 3, 0, 1]
+    assert kept[0] is kept[4]
 
 
 def test_a_rank_leaves_its_whole_record(dataset, tmp_path):

@@ -1,0 +1,187 @@
+"""One measured training run: from the command line's arguments to the ranks, and from their records to a report."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+
+from fuelrail.bench.accelerator import DEFAULT_PROFILE, load_profile, profile_names
+from fuelrail.bench.cpu_watch import CpuWatch
+from fuelrail.bench.dataset_facts import dataset_facts
+from fuelrail.bench.machine import installed_gpus, machine_facts
+from fuelrail.bench.records import RankLog, rank_path, read_rank
+from fuelrail.bench.train_report import Report, build_report
+from fuelrail.bench.trainer.launch import Outcome, run_ranks
+from fuelrail.bench.trainer.settings import LeaveOut, TrainSettings
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.remote import is_url
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from fuelrail.bench.accelerator import AcceleratorProfile
+    from fuelrail.bench.dataset_facts import DatasetFacts
+
+_SETTINGS_FILE = "settings.json"
+_LOG_FILE = "ranks.log"
+_RECORDS = "records"
+
+
+class TrainRun:
+    """A training run whose arguments are checked; :meth:`measure` runs it.
+
+    ``arguments`` are those of ``fuelrail bench train``. Raises ConfigError and DatasetErrors.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut] = ()) -> None:
+        self._dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
+        self._settings = _settings(arguments, records, leave_out)
+        self._num_ranks: int = arguments.ranks
+        self._price: float | None = arguments.price_per_gpu_hour
+        self._records = records
+        _check_world(self._num_ranks, self._settings, self._dataset)
+
+    def measure(self) -> tuple[Report, Outcome]:
+        """Run the ranks and report.
+
+        A run that was cut off is reported too, if there was a step; else raises FuelrailError with the reason, or
+        KeyboardInterrupt.
+        """
+        _prepare(self._records)
+        (self._records / _SETTINGS_FILE).write_bytes(msgspec.json.encode(self._settings))
+        machine = machine_facts()
+        watch = CpuWatch()
+        outcome = _launch(self._num_ranks, self._settings, self._records)
+        cpu = watch.use()
+        logs = [read_rank(rank_path(self._records, rank)) for rank in range(self._num_ranks)]
+        cut_off = why_cut_off(outcome, logs)
+        if cut_off is not None and not any(log.steps for log in logs):
+            if outcome.interrupted:
+                raise KeyboardInterrupt
+            raise FuelrailError(f"no step was run: {cut_off}")
+        report = build_report(
+            self._settings,
+            logs,
+            machine=machine,
+            dataset=self._dataset,
+            cut_off=cut_off,
+            cpu=cpu,
+            price_per_gpu_hour=self._price,
+        )
+        return report, outcome
+
+
+def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut]) -> TrainSettings:
+    positive = dict.fromkeys(("ranks", "batch_size", "steps", "epochs", "workers", "accumulation"), 1)
+    not_negative = dict.fromkeys(("warmup", "seed", "price_per_gpu_hour", "learning_rate"), 0)
+    for name, least in (positive | not_negative).items():
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be {least} or more")
+    profile = _profile(arguments.accelerator)
+    steps = arguments.steps if arguments.steps is not None or arguments.epochs is not None else 60
+    return TrainSettings(
+        dataset=arguments.dataset if is_url(arguments.dataset) else str(Path(arguments.dataset).absolute()),
+        split=arguments.split,
+        batch_size=arguments.batch_size,
+        num_steps=steps,
+        num_epochs=arguments.epochs,
+        num_warmup_steps=arguments.warmup,
+        num_workers=arguments.workers,
+        decoder=arguments.decoder,
+        seed=arguments.seed,
+        accumulation=arguments.accumulation,
+        precision=arguments.precision or ("fp32" if profile else "bf16"),
+        learning_rate=arguments.learning_rate,
+        model_name=arguments.model or ("stand-in" if profile else "base"),
+        profile=profile,
+        records=str(records.absolute()),
+        leave_out=tuple(leave_out),
+    )
+
+
+def _profile(choice: str) -> AcceleratorProfile | None:
+    """The profile to emulate, or None for CUDA."""
+    if choice == "auto":
+        return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
+    if choice == "cuda":
+        if not installed_gpus():
+            raise ConfigError("--accelerator cuda: the NVIDIA driver shows no GPU here; use emulated:PROFILE")
+        return None
+    kind, _, name = choice.partition(":")
+    if kind != "emulated" or not name:
+        raise ConfigError(
+            f"--accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
+        )
+    return load_profile(name)
+
+
+def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
+    global_batch = num_ranks * settings.batch_size * settings.accumulation
+    if dataset.num_samples < global_batch:
+        raise ConfigError(
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = {num_ranks} "
+            f"ranks x {settings.batch_size} samples x {settings.accumulation} batches: use fewer ranks or smaller "
+            "batches"
+        )
+    num_gpus = len(installed_gpus())
+    if settings.profile is None and num_ranks > num_gpus:
+        raise ConfigError(f"--ranks {num_ranks}: each rank takes a GPU, and the NVIDIA driver shows {num_gpus} here")
+
+
+def _prepare(records: Path) -> None:
+    """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
+    try:
+        if records.exists():
+            shutil.rmtree(records)
+        records.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--out '{records.parent}' cannot be written: {error.strerror}") from error
+
+
+def _launch(num_ranks: int, settings: TrainSettings, records: Path) -> Outcome:
+    program = ["fuelrail.bench.trainer.worker", str(records / _SETTINGS_FILE)]
+    console = Console(stderr=True)
+    what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    if settings.leave_out:
+        what += f" without {' and '.join(settings.leave_out)}"
+    with console.status(f"starting {what}") as status:
+
+        def show_progress() -> None:
+            if not console.is_terminal:
+                return
+            done = len(read_rank(rank_path(records, 0)).steps)
+            target = f" of {settings.num_steps}" if settings.num_steps else ""
+            status.update(f"training on {what}: step {done}{target}")
+
+        return run_ranks(program, num_ranks, records / _LOG_FILE, show_progress)
+
+
+def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
+    """One sentence on why a run ended early, or None: the first cause, not what the other ranks died of after it."""
+    if outcome.interrupted:
+        return "the run was interrupted"
+    if outcome.exit_code == 0:
+        return None
+    log_hint = f"their output is in records/{_LOG_FILE} beside the report"
+    # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
+    for exit_ in outcome.failed:
+        if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:
+            name = signal.Signals(-exit_.exit_code).name
+            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+            num_steps = len(logs[exit_.rank].steps)
+            return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
+    failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
+    if failures:
+        failure, rank = min(failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns))
+        message = f"rank {rank}: {failure.message}"
+        return message if failure.kind == "refused" else f"{message} (the ranks' {log_hint[6:]})"
+    ended = ", ".join(str(rank) for rank, log in enumerate(logs) if log.end is None)
+    return f"rank {ended or 'unknown'} ended early with exit code {outcome.exit_code}; {log_hint}"
