@@ -70,7 +70,12 @@ class BatchSlot(NamedTuple):
 
     epoch: int
     step: int
-    images: NDArray[np.uint8]
+    images: NDArray[np.uint8] | torch.Tensor
+
+    def img(self) -> torch.Tensor:
+        """The images as a tensor on the same memory."""
+        return self.images if isinstance(self.images, torch.Tensor) else torch.from_numpy(self.images)
+
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
 
 
@@ -111,7 +116,7 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
     ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2keyego))
     ego2img = ego2img @ undo_bda[:, None]
     batch: dict[str, Any] = {
-        "img": torch.from_numpy(slot.images),
+        "img": slot.img(),
         "cam_valid": torch.from_numpy(stack("cam_valid").astype(bool)),
         "intrinsics": _float32(apply_to_intrinsics(ida_mat, stored_intrinsics)),
         "ida_mat": _float32(ida_mat),

@@ -125,7 +125,7 @@ def _stack(values: list[Any]) -> Any:  # noqa: ANN401
 
 def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
     """The batch's buffer itself, if every image is still its own row of it."""
-    whole = torch.from_numpy(transformed[0].slot.images)
+    whole = transformed[0].slot.img()
     for entry, image in zip(transformed, images, strict=True):
         row = whole[entry.at]
         if not (

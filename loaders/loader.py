@@ -14,8 +14,9 @@ from fuelrail.loaders import hooks, work
 from fuelrail.loaders.agreement import check_ranks_agree
 from fuelrail.loaders.assemble import assemble
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, decode_ahead, make_tuner
+from fuelrail.loaders.batch_decode import BatchDecode, check_pixels
 from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.loaders.foresight import foresee
 from fuelrail.loaders.lookahead import look_ahead
 from fuelrail.loaders.mesh import detect_world, resolve_world
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.lookahead import Ahead
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.storage import Session, StorageStats
@@ -115,7 +115,8 @@ class DataLoader:
             against tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's environment. Ranks of
             one model-parallel group get the same batches.
         points: also decode the first lidar's sweep.
-        decoder: "turbo" (libjpeg-turbo), "pillow" or "auto".
+        decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
+            is a GPU) or "auto".
         verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
         storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
             "fsspec" and "obstore" also say the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
@@ -222,9 +223,10 @@ class DataLoader:
             self.world.rank,
         )
         self._lidar = self._first_lidar() if points else None
-        self._decoder: ImageDecoder = make_decoder(decoder)
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
         self._transfer = make_transfer(device)
+        self._decoder = make_decoder(decoder, device)
+        check_pixels(self._decoder, pixels)
         pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
@@ -435,20 +437,25 @@ class DataLoader:
         stages = [
             Stage("fetch", partial(work.fetch, self._bad), 1, 2 * self.num_workers),
             Stage("parse", parse, 1, 2 * self.num_workers),
-            Stage(
-                "decode",
-                partial(work.decode, self._decoder, self._cameras, fill, self._bad, parse),
-                self.num_workers,
-                decode_ahead(self.num_workers, self.batch_size),
-            ),
         ]
+        group: int | None = self.batch_size
+        if isinstance(self._decoder, BatchDecoder):
+            hw = (self.image.height, self.image.width)
+            decode_all = BatchDecode(self._decoder, self._cameras, hw, fill, self._bad, parse)
+            stages.append(Stage("decode", decode_all, 1, 1, group=group))
+            group = None  # from here on the items are batches
+        else:
+            decode_one = partial(work.decode, self._decoder, self._cameras, fill, self._bad, parse)
+            ahead = decode_ahead(self.num_workers, self.batch_size)
+            stages.append(Stage("decode", decode_one, self.num_workers, ahead))
         if self._transform is None and self._collate_fn is None:
             collate = partial(assemble, lidar=self._lidar)
         else:
             transform = partial(hooks.transform, self._transform, lidar=self._lidar, seed=self.seed)
-            stages.append(Stage("transform", transform, self.num_workers, self.batch_size))
+            each = transform if group else partial(work.for_each, transform)
+            stages.append(Stage("transform", each, self.num_workers, self.batch_size if group else 1))
             collate = partial(hooks.collate, self._collate_fn)
-        stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=self.batch_size))
+        stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=group))
         if self._transfer is not None:
             stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
             return [with_ranges(stage) for stage in stages]

@@ -6,7 +6,9 @@ error names.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
 from fuelrail.loaders.decode.pixels import change_pixels
@@ -161,6 +163,11 @@ def parse(reader: SampleReader, augments: Augments, bad: BadSamples, fetched: Fe
             return Parsed(task, sample, maps, changes, bev.draw(seed=seed, epoch=epoch, sample=row))
 
 
+def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """A stage's work on single items, where the items come as batches."""
+    return [function(item) for item in items]
+
+
 def decode(
     decoder: ImageDecoder,
     cameras: Sequence[str],
@@ -180,6 +187,7 @@ def decode(
 def _decode(decoder: ImageDecoder, cameras: Sequence[str], fill: tuple[int, int, int], parsed: Parsed) -> DecodedSample:
     task, sample, maps, changes, bev = parsed
     images = task.slot.images[task.at]
+    assert not isinstance(images, torch.Tensor)
     for camera, (channel, image_map, change) in enumerate(zip(cameras, maps, changes, strict=True)):
         encoded = sample.images.get(channel)
         if encoded is None:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from fuelrail.loaders.decode.probe import ImageInfo, probe
-from fuelrail.loaders.decode.protocol import INTERPOLATIONS, ImageDecoder, Interpolation
+from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation
 from fuelrail.pipeline.errors import ConfigError
 
-__all__ = ["BACKENDS", "INTERPOLATIONS", "ImageDecoder", "ImageInfo", "Interpolation", "make_decoder", "probe"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "BACKENDS",
+    "INTERPOLATIONS",
+    "BatchDecoder",
+    "ImageDecoder",
+    "ImageInfo",
+    "Interpolation",
+    "make_decoder",
+    "probe",
+]
 
 BACKENDS = {
     "turbo": "fuelrail.loaders.decode.turbo:TurboDecoder",
@@ -18,9 +30,13 @@ BACKENDS = {
 }
 """Backend name to the class that is imported when it is chosen."""
 
+_ON_DEVICES = frozenset({"dali"})
 
-def make_decoder(name: str = "auto") -> ImageDecoder:
+
+def make_decoder(name: str = "auto", device: torch.device | str | None = None) -> ImageDecoder:
     """Return the decode backend of that name; ``"auto"`` picks the fastest that is always installed, ``"turbo"``.
+
+    ``device`` is for those that know devices, which are `BatchDecoder` too ("dali"); None is the CPU.
 
     Raises ConfigError for an unknown name, or with what to install for a backend whose package is missing.
     """
@@ -28,4 +44,5 @@ def make_decoder(name: str = "auto") -> ImageDecoder:
     if target is None:
         raise ConfigError(f"decoder={name!r} must be one of auto, {', '.join(BACKENDS)}")
     module, _, attribute = target.partition(":")
-    return cast("ImageDecoder", getattr(import_module(module), attribute)())
+    backend = getattr(import_module(module), attribute)
+    return cast("ImageDecoder", backend() if device is None or name not in _ON_DEVICES else backend(device))

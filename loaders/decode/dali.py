@@ -88,6 +88,11 @@ class DaliDecoder:
         self._local = _Pipelines()
         self._turbo = TurboDecoder()
 
+    def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return uninitialised uint8 memory on the device; see the protocol."""
+        with torch.cuda.stream(self._local.stream(self.device)):
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
     def decode_into(
         self,
         encoded: Buffer,
@@ -98,7 +103,7 @@ class DaliDecoder:
         """Decode one image into ``out`` in host memory; see the protocol. Batches are what DALI is made for."""
         check_output(image_map, out, interpolation)
         batch = torch.from_numpy(out)[None]
-        on_device = batch if self.device.type == "cpu" else torch.empty_like(batch, device=self.device)
+        on_device = batch if self.device.type == "cpu" else self.new_output(tuple(batch.shape))
         (error,) = self.decode_batch([encoded], [image_map], on_device, interpolation)
         if error is not None:
             raise error
@@ -107,17 +112,34 @@ class DaliDecoder:
 
     def decode_batch(
         self,
-        encoded: Sequence[Buffer],
+        encoded: Sequence[Buffer | None],
         image_maps: Sequence[ImageMap],
         out: torch.Tensor,
         interpolation: Interpolation = "bilinear",
     ) -> list[ImageError | None]:
         """Decode a batch; see the protocol."""
         self._check(image_maps, out, interpolation)
+        stream = self._local.stream(self.device)
+        with torch.cuda.stream(stream):
+            errors = self._decode_batch(encoded, image_maps, out, interpolation)
+        if stream is not None:
+            stream.synchronize()
+        return errors
+
+    def _decode_batch(
+        self,
+        encoded: Sequence[Buffer | None],
+        image_maps: Sequence[ImageMap],
+        out: torch.Tensor,
+        interpolation: Interpolation,
+    ) -> list[ImageError | None]:
         errors: list[ImageError | None] = [None] * len(encoded)
         jobs: list[_Job] = []
         by_turbo: list[int] = []
         for at, (data, image_map) in enumerate(zip(encoded, image_maps, strict=True)):
+            if data is None:
+                out[at] = 0
+                continue
             try:
                 info = probe(data)
                 check_source(info, image_map)
@@ -136,15 +158,14 @@ class DaliDecoder:
             for first in range(0, len(group), MAX_BATCH):
                 by_turbo += self._run_or_split(group[first : first + MAX_BATCH], image_maps, out, interpolation)
         for at in by_turbo:
-            picture = np.empty(tuple(out.shape[1:]), np.uint8)
+            picture, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
+            assert data is not None
             try:
-                self._turbo.decode_into(encoded[at], image_maps[at], picture, interpolation)
+                self._turbo.decode_into(data, image_maps[at], picture, interpolation)
             except ImageError as error:
                 errors[at] = error
                 continue
             out[at] = torch.from_numpy(picture).to(out.device)
-        if out.device.type == "cuda":
-            torch.cuda.current_stream(out.device).synchronize()
         return errors
 
     def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
@@ -242,10 +263,17 @@ class DaliDecoder:
 
 
 class _Pipelines(threading.local):
-    """The calling thread's pipelines by (interpolation, aligned, output width, output height)."""
+    """The calling thread's pipelines by (interpolation, aligned, output width, output height), and its CUDA stream."""
 
     def __init__(self) -> None:
         self.pipelines: dict[tuple[str, bool, int, int], Pipeline] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream to decode on; None on the CPU."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
 
 
 def _black_out_unseen(places: Sequence[int], image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:

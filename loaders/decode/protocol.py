@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 
@@ -55,14 +55,23 @@ class ImageDecoder(Protocol):
         ...
 
 
+@runtime_checkable
 class BatchDecoder(Protocol):
     """A decode backend that takes batches, because its device wants many images at once. Thread-safe as the other."""
 
     name: str
+    device: torch.device
+
+    def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return uninitialised uint8 memory on the backend's device, safe to decode into at once.
+
+        Where it is used on another CUDA stream than the backend's own, that stream must be recorded on it.
+        """
+        ...
 
     def decode_batch(
         self,
-        encoded: Sequence[Buffer],
+        encoded: Sequence[Buffer | None],
         image_maps: Sequence[ImageMap],
         out: torch.Tensor,
         interpolation: Interpolation = "bilinear",
@@ -70,7 +79,7 @@ class BatchDecoder(Protocol):
         """Decode B images and write each under its map into ``out[i]``.
 
         Args:
-            encoded: B whole JPEG or PNG files.
+            encoded: B whole JPEG or PNG files. None for a missing one: its ``out[i]`` is all zeros.
             image_maps: B maps; all of them to the size of ``out``.
             out: uint8 [B, 3, height, width] RGB on the backend's device. Finished, not just queued, on return.
             interpolation: one of `INTERPOLATIONS`.
