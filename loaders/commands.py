@@ -1,4 +1,4 @@
-"""`fuelrail view`."""
+"""`fuelrail view` and `fuelrail doctor`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,16 @@ def _run_view(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_doctor(args: argparse.Namespace) -> int:  # noqa: ARG001
+    from fuelrail.loaders.doctor import examine, render
+
+    print(render(examine()))  # noqa: T201
+    return 0
+
+
 COMMANDS = {
-    "view": Command("draw a sample's cameras and boxes, through the augmentation, as a PNG", _configure_view, _run_view)
+    "view": Command(
+        "draw a sample's cameras and boxes, through the augmentation, as a PNG", _configure_view, _run_view
+    ),
+    "doctor": Command("say what is installed to decode with, and what would be better", lambda _: None, _run_doctor),
 }

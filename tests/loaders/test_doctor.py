@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuelrail.__main__ import main
+from fuelrail.loaders import doctor
+from fuelrail.loaders.decode import BACKENDS
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Let exactly these packages be installed."""
+
+    def version(package: str) -> str:
+        try:
+            return versions[package.replace("-", "_")]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(package) from None
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def about(subject: str) -> doctor.Finding:
+    return next(finding for finding in doctor.examine() if finding.subject == subject)
+
+
+def test_every_backend_is_spoken_of() -> None:
+    subjects = [finding.subject for finding in doctor.examine()]
+    assert {f"decoder={name}" for name in (*BACKENDS, "auto")} <= set(subjects)
+    assert about("decoder=turbo").state.startswith("ready: simplejpeg ")
+
+
+def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, simplejpeg="1.9.0")
+    assert "pip install pillow" in about("decoder=pillow").advice
+    assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
+    pretend(monkeypatch, simplejpeg="1.9.0", pillow="12.0", nvidia_dali_cuda120="2.4.0")
+    assert about("decoder=pillow").state == "ready, without SIMD: pillow 12.0"
+    assert "fuelrail[simd]" in about("decoder=pillow").advice
+    assert "nvidia-dali-cuda120 2.4.0" in about("decoder=dali").state
+    pretend(monkeypatch, simplejpeg="1.9.0", pillow_simd="9.5")
+    assert about("decoder=pillow") == doctor.Finding("decoder=pillow", "ready, with SIMD: pillow-simd 9.5")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert "libjpeg-turbo-progs" in about("jpegtran").advice
+
+
+def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    assert about("GPU").state == "2 for torch: NVIDIA H100"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert about("GPU").state.startswith("none that torch can use")
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "decoder=auto" in printed
+    for finding in doctor.examine():
+        assert finding.state in printed
+        assert finding.advice in printed
