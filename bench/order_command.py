@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.compiled_order import CompiledOrder
+    from fuelrail.pipeline.compiled_order import AnyOrder
 
 DESCRIPTION = (
     "Shows what an order selects from a dataset, how long an epoch is, and how well it is shuffled, beside what "
@@ -159,7 +159,7 @@ def _spec(arguments: argparse.Namespace) -> OrderSpec:
     )
 
 
-def _epoch(order: CompiledOrder | LaneOrder, epoch: int) -> NDArray[np.int64]:
+def _epoch(order: AnyOrder, epoch: int) -> NDArray[np.int64]:
     """The samples of one epoch, padding of lanes left out."""
     positions = np.arange(order.epoch_length)
     if isinstance(order, LaneOrder):
@@ -168,7 +168,7 @@ def _epoch(order: CompiledOrder | LaneOrder, epoch: int) -> NDArray[np.int64]:
     return order.epoch(epoch)(positions)
 
 
-def _over_epochs(order: CompiledOrder | LaneOrder) -> NDArray[np.int64]:
+def _over_epochs(order: AnyOrder) -> NDArray[np.int64]:
     """What stands at the first, middle and last position of many epochs; of lanes, where it is always valid."""
     at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
     if isinstance(order, LaneOrder):

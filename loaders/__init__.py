@@ -7,6 +7,7 @@ from fuelrail.loaders.mesh import mesh_world
 from fuelrail.loaders.observe import serve_metrics
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
+from fuelrail.pipeline.mix import Mix
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.trace import TraceRecorder
@@ -23,6 +24,7 @@ __all__ = [
     "ImageAugment",
     "IterableView",
     "LoaderStats",
+    "Mix",
     "OrderSpec",
     "PixelAugment",
     "TraceRecorder",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,9 +27,17 @@ from fuelrail.pipeline.clips import ClipTable
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.filters import Filter
 from fuelrail.pipeline.lanes import LaneEpoch, Lanes
+from fuelrail.pipeline.mix import Mix, MixedEpoch, MixedOrder
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
 from fuelrail.pipeline.permutation import derive_key
-from fuelrail.pipeline.weights import SystematicSampling, columns_of, compute_weights, natural_length, read_columns
+from fuelrail.pipeline.weights import (
+    SystematicSampling,
+    columns_of,
+    compute_weights,
+    natural_length,
+    read_columns,
+    value_numbers,
+)
 from fuelrail.pipeline.windows import FrameWindow, WindowLookup
 
 if TYPE_CHECKING:
@@ -52,7 +60,7 @@ def compile_order(
     *,
     global_batch: int | None = None,
     window: FrameWindow | None = None,
-) -> CompiledOrder | LaneOrder:
+) -> AnyOrder:
     """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
 
     ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
@@ -86,18 +94,49 @@ def compile_order(
         identity["lanes"] = global_batch
         lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
         return LaneOrder(spec, lanes, identity)
+    lengths = Layout.of_split(dataset.manifest, split).shard_lengths
+    for described in identity["weights"]:
+        described.pop("file", None)  # what the file says is in a digest
+    if spec.mix is not None:
+        return _mixed(spec, spec.mix, attributes, lengths, selected, identity)
     sampling = None
     if spec.weights:
-        table = attributes.read(columns_of(spec.weights))
-        if selected is not None:
-            table = table.take(selected)
+        table = _selected_rows(attributes.read(columns_of(spec.weights)), selected)
         weights = compute_weights(spec.weights, table)
         sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
-        for described in identity["weights"]:
-            described.pop("file", None)  # what the file says is in the digest
-        identity["weights"].append(f"{sampling.length} of {len(weights)} weights {sampling.digest()[:_DIGEST_CHARS]}")
-    lengths = Layout.of_split(dataset.manifest, split).shard_lengths
+        identity["weighted"] = _said(sampling)
     return CompiledOrder(spec, identity, lengths, selected, sampling)
+
+
+def _mixed(
+    spec: OrderSpec,
+    mix: Mix,
+    attributes: Attributes,
+    shard_lengths: Sequence[int],
+    selected: Rows | None,
+    identity: dict[str, Any],
+) -> MixOrder:
+    """The parts of the selected samples, each an order of its own, mixed; weights are those of the whole selection."""
+    column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
+    weights = None
+    if spec.weights:
+        weights = compute_weights(spec.weights, _selected_rows(attributes.read(columns_of(spec.weights)), selected))
+    number = value_numbers(column, tuple(mix.ratios))
+    parts = []
+    for at, value in enumerate(mix.ratios):
+        inside = np.flatnonzero(number == at)
+        if not inside.size:
+            known = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+            raise OrderError(f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {known}")
+        own = inside if selected is None else selected[inside]
+        seed = derive_key("order mix part", spec.seed, at) % 2**63
+        part = msgspec.structs.replace(spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None)
+        sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
+        said = f"{len(own)} samples {_digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
+        parts.append(CompiledOrder(part, {value: said}, shard_lengths, own, sampling))
+    mixed = MixedOrder(parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length)
+    identity["mixed"] = mixed.identity["parts"]
+    return MixOrder(spec, identity, mixed)
 
 
 class CompiledOrder:
@@ -117,7 +156,7 @@ class CompiledOrder:
     ) -> None:
         """``selected``: samples of the split, ascending, each once (None: all); ``sampling``: how often they come."""
         self.spec, self.identity, self._sampling = spec, identity, sampling
-        self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), epoch_length=None)
+        self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), mix=None, epoch_length=None)
         self._bounds = np.cumsum([0, *shard_lengths])
         self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
         self._selected: NDArray[np.integer] | None = None
@@ -150,6 +189,33 @@ class CompiledOrder:
         return Chain(order, *then) if then else order
 
 
+class MixOrder:
+    """The epochs of parts of one split, mixed by ratio; as :class:`CompiledOrder`."""
+
+    def __init__(self, spec: OrderSpec, identity: dict[str, Any], mixed: MixedOrder[CompiledOrder]) -> None:
+        self.spec, self.identity, self.mixed = spec, identity, mixed
+        self.epoch_length = mixed.epoch_length
+        self.num_selected = sum(part.num_selected for part in mixed.orders)
+
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+        return np.sort(np.concatenate([part.selected() for part in self.mixed.orders]))
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        orders, ratios = self.mixed.orders, self.mixed.ratios
+        counts = [
+            part.expected_counts() * (self.mixed.num_blocks * ratio / part.epoch_length)
+            for part, ratio in zip(orders, ratios, strict=True)
+        ]
+        stored = np.argsort(np.concatenate([part.selected() for part in orders]))
+        return np.concatenate(counts)[stored]
+
+    def epoch(self, epoch: int) -> MixedEpoch:
+        """The order of one epoch; raises OrderError for an epoch out of range."""
+        return self.mixed.epoch(epoch)
+
+
 class LaneOrder:
     """The epochs of an order of kind ``lanes``; as :class:`CompiledOrder`, with :meth:`epoch` giving lanes."""
 
@@ -170,6 +236,9 @@ class LaneOrder:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         return self.lanes.epoch(self.spec.seed, epoch)
+
+
+AnyOrder: TypeAlias = CompiledOrder | MixOrder | LaneOrder
 
 
 class Chain:
@@ -232,6 +301,14 @@ def _drops(window: FrameWindow | None) -> bool:
 
 def _take(selected: NDArray[np.integer], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return selected[numbers].astype(np.int64)
+
+
+def _selected_rows(table: pa.Table, selected: Rows | None) -> pa.Table:
+    return table if selected is None else table.take(selected)
+
+
+def _said(sampling: SystematicSampling) -> str:
+    return f"{sampling.length} positions, weights {sampling.digest()[:_DIGEST_CHARS]}"
 
 
 def _digest(samples: Rows) -> str:

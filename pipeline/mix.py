@@ -1,4 +1,4 @@
-"""Mixing datasets by ratio, exact in every block, each dataset in its own order and through its own epochs.
+"""Mixing datasets, or parts of one, by ratio: exact in every block, each in its own order and through its own epochs.
 
 With ratios 4:2:1 each block of 7 consecutive positions holds 4, 2 and 1 samples of the three, in an arrangement that
 is shuffled anew for each block; a global batch that is a multiple of 7 always holds the same shares. A dataset's
@@ -9,12 +9,13 @@ often, whatever the sizes. All of it is arithmetic, so any position is known wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
+
+
+class Mix(Settings, frozen=True):
+    """Parts of a dataset, told apart by an attribute's values, mixed by ratio: ``{"true": 1, "false": 3}``.
+
+    Values are written as text; samples with others, or with none, are left out.
+    """
+
+    attribute: str
+    ratios: dict[str, int]
+    """Samples of each value in a block, 1 or more; at most ``MAX_BLOCK`` in sum."""
 
 
 class EndlessOrder(Protocol):
@@ -51,7 +63,10 @@ class MixedEntries(NamedTuple):
     """The sample of that order's split."""
 
 
-class MixedOrder:
+OrderT = TypeVar("OrderT", bound=EndlessOrder)
+
+
+class MixedOrder(Generic[OrderT]):
     """The epochs of a mix of ``orders`` by whole-number ``ratios``.
 
     ``epoch_length`` is rounded up to whole blocks; None: as long as it takes until every sample of every dataset has
@@ -59,7 +74,7 @@ class MixedOrder:
     """
 
     def __init__(
-        self, orders: Sequence[EndlessOrder], ratios: Sequence[int], *, seed: int = 0, epoch_length: int | None = None
+        self, orders: Sequence[OrderT], ratios: Sequence[int], *, seed: int = 0, epoch_length: int | None = None
     ) -> None:
         if not orders or len(orders) != len(ratios):
             raise OrderError(f"a mix needs a ratio for each of its datasets, got {len(orders)} and {len(ratios)}")
@@ -98,13 +113,17 @@ class MixedEpoch:
 
     __slots__ = ("_first_block", "_mix", "_words")
 
-    def __init__(self, mix: MixedOrder, epoch: int) -> None:
+    def __init__(self, mix: MixedOrder[Any], epoch: int) -> None:
         self._mix, self._first_block = mix, epoch * mix.num_blocks
         # Distinct random-looking words, one for each place of each block: sorting a block's shuffles it.
         self._words = KeyedPermutation(MAX_LENGTH, derive_key("order mix", mix.seed))
 
     def __len__(self) -> int:
         return self._mix.epoch_length
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples alone (int64, same shape) at ``positions``, for mixes of parts of one split."""
+        return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike) -> MixedEntries:
         """Datasets and samples at ``positions`` (integers in [0, len)); raises OrderError for others."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.mix import Mix  # noqa: TC001, msgspec reads the annotation
 from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.weights import Weighting  # noqa: TC001, msgspec reads the annotation
@@ -43,7 +44,7 @@ class OrderSpec(Settings, frozen=True):
     * ``sequential``: as stored; seed and epoch change nothing, save for ``weights``.
     * ``lanes``: each row of the global batch follows clips through time (`fuelrail.pipeline.lanes`).
 
-    ``filter``, ``subset`` and ``weights`` look at a dataset: `fuelrail.pipeline.compiled_order` applies them.
+    ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset: `fuelrail.pipeline.compiled_order` applies them.
     """
 
     kind: Kind = "shuffled"
@@ -57,8 +58,11 @@ class OrderSpec(Settings, frozen=True):
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
     weights: tuple[Weighting, ...] = ()
     """How often samples come, as the product of these (`fuelrail.pipeline.weights`); not with ``lanes``."""
+    mix: Mix | None = None
+    """Parts of the selected samples by ratio, exact in every block (`fuelrail.pipeline.mix`); not with ``lanes``."""
     epoch_length: int | None = None
-    """Positions in a weighted epoch; None: class balance's own number, else as many as there are selected samples."""
+    """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
+    selected samples; mixed, as many as it takes for all of them to come."""
     pieces_per_clip: int | None = None
     """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
 
@@ -71,14 +75,14 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
             raise OrderError(f"window={self.window} means something with order kind 'windowed' only, got {self.kind!r}")
-        if self.kind == "lanes" and self.weights:
-            raise OrderError("lanes show each frame of a clip once, so they take no weights; filter or subset instead")
+        if self.kind == "lanes" and (self.weights or self.mix):
+            raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} goes with order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
             raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
-        if self.epoch_length is not None and not self.weights:
-            raise OrderError(f"epoch_length={self.epoch_length} means something with weights only; there are none")
+        if self.epoch_length is not None and not self.weights and self.mix is None:
+            raise OrderError(f"epoch_length={self.epoch_length} means something with weights or a mix; there are none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,8 @@ class Order:
     def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights:
-            raise OrderError("lanes, filter, subset and weights need a dataset; see fuelrail.pipeline.compiled_order")
+        if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
+            raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
         self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
 

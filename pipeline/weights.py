@@ -118,14 +118,20 @@ def _weights(weighting: Weighting, table: pa.Table) -> NDArray[np.float64]:
 def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[np.float64]:
     values = weighting.values or {}
     named = checked(np.array([*values.values(), weighting.default]), f"weights of {weighting.attribute!r}")
+    weights: NDArray[np.float64] = named[value_numbers(column, tuple(values))]
+    return weights
+
+
+def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
+    """Which of ``values``, written as text, each row has: int64 (n,), -1 for any other and for null."""
     number = {text: i for i, text in enumerate(values)}
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     codes = column.combine_chunks()
-    of_code = named[[number.get(_text(value), -1) for value in codes.dictionary.to_pylist()] + [-1]]
+    of_code = np.array([number.get(_text(value), -1) for value in codes.dictionary.to_pylist()] + [-1])
     unknown = len(of_code) - 1
-    weights: NDArray[np.float64] = of_code[codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)]
-    return weights
+    found: NDArray[np.int64] = of_code[codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)]
+    return found
 
 
 def _from_file(weighting: FileWeights, keys: pa.ChunkedArray) -> NDArray[np.float64]:

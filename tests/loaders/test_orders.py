@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, OrderSpec, World
+from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, Mix, OrderSpec, World
 from fuelrail.pipeline.errors import OrderError, StateMismatchError
 from support.datasets import build_dataset
 
@@ -117,8 +117,15 @@ def test_batches_of_other_orders_have_no_lanes(root):
         assert {"lane", "prev_exists"}.isdisjoint(next(iter(loader)))
 
 
+def test_a_mix_holds_in_every_global_batch(root):
+    order = OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 2}))
+    for batch in run(root, 6, 2, order=order):
+        assert sorted(batch["frame"]) == [0, 0, 3, 3, 3, 3]
+
+
 OTHERS = [
     OrderSpec(),
+    OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1, "3": 2})),
     OrderSpec(filter="frame > 0"),
     OrderSpec(filter="frame > 1"),
     OrderSpec(weights=(AttributeWeights(attribute="frame"),)),

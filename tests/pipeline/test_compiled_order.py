@@ -13,9 +13,10 @@ from pyarrow import parquet as pq
 
 from fuelrail.bench.synthetic_index import write_synthetic_index
 from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, Attributes
-from fuelrail.pipeline.compiled_order import CompiledOrder, LaneOrder, compile_order, read_keys
+from fuelrail.pipeline.compiled_order import CompiledOrder, LaneOrder, MixOrder, compile_order, read_keys
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.mix import Mix
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.windows import FrameWindow
@@ -147,6 +148,47 @@ def test_equal_weights_change_nothing_but_the_epoch_length(dataset):
     assert set(whole(twice).tolist()) == set(np.flatnonzero(attribute(dataset, "night")).tolist())
 
 
+MIX = Mix(attribute="night", ratios={"true": 3, "false": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mix_has_exact_shares_in_every_block(dataset, kind):
+    order = compile_order(OrderSpec(**kind, seed=5, filter="num_car > 0", mix=MIX), dataset)
+    assert isinstance(order, MixOrder)
+    chosen = attribute(dataset, "num_car") > 0
+    night = attribute(dataset, "night")
+    for epoch in range(3):
+        samples = whole(order, epoch)
+        assert (night[samples.reshape(-1, 4)].sum(axis=1) == 3).all()
+        assert set(samples.tolist()) == set(np.flatnonzero(chosen).tolist())
+    assert np.array_equal(order.selected(), np.flatnonzero(chosen))
+    totals = sum(np.bincount(whole(order, epoch), minlength=NUM) for epoch in range(40))
+    assert np.abs(totals[chosen] / 40 - order.expected_counts()).max() < 0.2
+    assert order.expected_counts().sum() == pytest.approx(order.epoch_length)
+
+
+def test_a_mix_of_one_value_and_weights_within_the_parts(dataset):
+    only_night = compile_order(OrderSpec(mix=Mix(attribute="night", ratios={"true": 5})), dataset)
+    nights = np.flatnonzero(attribute(dataset, "night"))
+    assert np.array_equal(only_night.selected(), nights)
+    heavy = AttributeWeights(attribute="num_car")
+    order = compile_order(OrderSpec(mix=MIX, weights=(heavy,), epoch_length=400), dataset)
+    assert order.epoch_length == 400
+    cars = attribute(dataset, "num_car")
+    assert (cars[whole(order)] > 0).all()
+    assert order.expected_counts()[np.searchsorted(order.selected(), nights)] == pytest.approx(
+        300 * cars[nights] / cars[nights].sum(), rel=1e-6
+    )
+
+
+def test_compositions_are_those_of_every_release(by_clip):
+    # Saved training states rely on these, as on the values in test_permutation.py.
+    mixed = compile_order(OrderSpec(seed=7, filter="num_car > 0", mix=MIX), by_clip)
+    assert whole(mixed, 1)[:12].tolist() == [57, 35, 94, 14, 88, 81, 84, 3, 9, 47, 58, 10]
+    spec = OrderSpec(kind="windowed", window=2, seed=7, filter="num_car > 0", weights=(NIGHT,))
+    assert whole(compile_order(spec, by_clip), 1)[:12].tolist() == [71, 64, 70, 70, 67, 55, 49, 48, 62, 51, 58, 60]
+
+
 def test_windows_that_drop_leave_out_clip_starts(dataset):
     window = FrameWindow(frames=(-2, -1, 0), stride=2, pad="drop")
     order = compile_order(OrderSpec(kind="sequential"), dataset, window=window)
@@ -184,6 +226,7 @@ SPECS = [
     OrderSpec(kind="windowed", window=3, filter="num_car > 0"),
     OrderSpec(weights=(NIGHT,), epoch_length=150),
     OrderSpec(kind="windowed", window=2, filter="num_car > 0", weights=(NIGHT,), epoch_length=97),
+    OrderSpec(kind="windowed", window=2, filter="num_car > 0", mix=MIX),
 ]
 
 
@@ -228,6 +271,11 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         identity(weights=(NIGHT,), epoch_length=7),
         identity(weights=(FileWeights(file=str(tmp_path / "a.csv")),)),
         identity(weights=(FileWeights(file=str(tmp_path / "b.csv")),)),
+        identity(mix=MIX),
+        identity(mix=Mix(attribute="night", ratios={"true": 3, "false": 2})),
+        identity(mix=MIX, epoch_length=8),
+        identity(mix=MIX, weights=(FileWeights(file=str(tmp_path / "a.csv")),)),
+        identity(mix=MIX, weights=(FileWeights(file=str(tmp_path / "b.csv")),)),
         identity(kind="lanes", global_batch=2),
         identity(kind="lanes", global_batch=4),
         identity(kind="lanes", global_batch=4, pieces_per_clip=2),
@@ -248,6 +296,10 @@ def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
         ({"kind": "lanes"}, "needs the global batch"),
         ({"weights": (AttributeWeights(attribute="num_bus"),), "filter": "num_bus == 0"}, "weights are 0"),
         ({"weights": (AttributeWeights(attribute="speed"),)}, "no attribute 'speed'"),
+        ({"mix": Mix(attribute="night", ratios={"maybe": 1})}, "no selected sample has 'night' 'maybe'; there are: F"),
+        ({"mix": Mix(attribute="nite", ratios={"true": 1})}, "no attribute 'nite'; did you mean night"),
+        ({"mix": Mix(attribute="night", ratios={"true": 0})}, "whole numbers of 1 or more"),
+        ({"mix": Mix(attribute="night", ratios={})}, "needs a ratio for each of its datasets, got 0"),
         ({"subset": "gone.txt"}, "keys file 'gone.txt' cannot be read"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ConfigError, OrderError
+from fuelrail.pipeline.mix import Mix
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
 from fuelrail.pipeline.permutation import MAX_LENGTH
 from fuelrail.pipeline.settings import convert
@@ -193,9 +194,10 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
         ({"kind": "windowed", "window": 0}, "got 0"),
         ({"window": 4}, "window=4 means something with order kind 'windowed' only, got 'shuffled'"),
         ({"kind": "lanes", "weights": (AttributeWeights(attribute="a"),)}, "take no weights"),
+        ({"kind": "lanes", "mix": Mix(attribute="a", ratios={"b": 1})}, "no mix"),
         ({"pieces_per_clip": 2}, "pieces_per_clip=2 goes with order kind 'lanes', got 'shuffled'"),
         ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
-        ({"epoch_length": 5}, "epoch_length=5 means something with weights only"),
+        ({"epoch_length": 5}, "epoch_length=5 means something with weights or a mix"),
     ],
 )
 def test_bad_specs_are_refused(spec, text):
@@ -212,9 +214,16 @@ def test_bad_layouts_are_refused(shards, text):
         Layout(shards)
 
 
-@pytest.mark.parametrize(
-    "spec", [{"kind": "lanes"}, {"filter": "night"}, {"subset": "f"}, {"weights": (AttributeWeights(attribute="a"),)}]
-)
+NEED_A_DATASET = [
+    {"kind": "lanes"},
+    {"filter": "night"},
+    {"subset": "f"},
+    {"weights": (AttributeWeights(attribute="a"),)},
+    {"mix": Mix(attribute="a", ratios={"b": 1})},
+]
+
+
+@pytest.mark.parametrize("spec", NEED_A_DATASET)
 def test_what_needs_a_dataset_is_not_ignored(spec):
     with pytest.raises(OrderError, match="need a dataset"):
         Order(OrderSpec(**spec), SMALL, 0)
