@@ -33,8 +33,10 @@ WORK_FOLDER: Final = ".fuelrail"
 def publish(final: Path, temporary: Path) -> Iterator[BinaryIO]:
     """A file to write that gets its name ``final`` when the block ends well, synced; else it is removed.
 
-    ``temporary`` must lie on the same file system.
+    ``temporary`` must lie on the same file system. The number of this process is added to its name: a worker of a run
+    that was killed may live a moment longer than that, and must not take the file of a new run for its own.
     """
+    temporary = temporary.with_name(f"{temporary.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             yield file
