@@ -1,0 +1,77 @@
+"""A dataset for the loader's benchmarks: six 1600x900 cameras a sample, of about 150 kB each."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import xxhash
+
+from fuelrail.bench.micro.decode import SOURCE_WH, made_image
+from fuelrail.bench.micro.metadata import CHANNELS, sample_members
+from fuelrail.bench.synthetic_index import file_entry, write_manifest
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.dataset import Dataset, open_dataset
+from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
+from fuelrail.pipeline.manifest import MANIFEST_FILE, CameraEntry, encode_manifest
+from fuelrail.pipeline.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
+from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_cameras(folder: Path, num_samples: int, *, num_shards: int = 4, image: bytes | None = None) -> Dataset:
+    """Write it anew and open it; all images are one picture (``image``: a JPEG of 1600x900 to take), no lidar."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    picture = made_image() if image is None else image
+    members = sample_members()
+    geometry = decode_arrays(members[GEOMETRY], Geometry)
+    without_lidar = {
+        name: getattr(geometry, name)[:0] for name in ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
+    }
+    sizes_wh = np.tile(np.array(SOURCE_WH, np.int32), (len(CHANNELS), 1))
+    members[GEOMETRY] = encode_arrays(replace(geometry, img_wh=sizes_wh, **without_lidar))
+    meta = msgspec.json.decode(members[META], type=Meta)
+    names = [*members, *(f"{channel}.jpg" for channel in CHANNELS)]
+    bounds = [num_samples * number // num_shards for number in range(num_shards + 1)]
+    rows, sizes = [], []
+    for shard in range(num_shards):
+        data = bytearray()
+        for number in range(bounds[shard], bounds[shard + 1]):
+            key = f"scene-{number // 40:04d}-{number % 40:06d}"
+            own = msgspec.json.encode(msgspec.structs.replace(meta, key=key, clip_id=key[:10], frame_idx=number % 40))
+            raw = {**members, META: own, **{f"{channel}.jpg": picture for channel in CHANNELS}}
+            codec = {name: "raw" if name.endswith(".jpg") else "zstd" for name in raw}
+            stored = [
+                StoredMember(name + codecs.suffix(codec[name]), codecs.encode(codec[name], content))
+                for name, content in raw.items()
+            ]
+            span = pack_sample(key, stored)
+            joined = b"".join(span.pieces)
+            entries = tuple(
+                MemberEntry(name, offset, len(kept.data), len(raw[name]), codec[name])
+                for name, offset, kept in zip(raw, span.offsets, stored, strict=True)
+            )
+            digest = xxhash.xxh3_64_intdigest(joined)
+            rows.append(IndexRow(key, key[:10], number % 40, 0, shard, len(data), len(joined), digest, entries))
+            data += joined
+        data += END_OF_ARCHIVE
+        sizes.append(len(data))
+        (folder / f"train-{shard:06d}.tar").write_bytes(data)
+    write_index(folder / INDEX_FILE, rows, names, ["raw", "zstd"])
+    lengths = np.diff(bounds).tolist()
+    files = [file_entry(folder / INDEX_FILE)]
+    manifest = write_manifest(
+        folder, lengths, num_clips=-(-num_samples // 40), split="train", files=files, shard_bytes=sizes
+    )
+    cameras = tuple(
+        CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in CHANNELS
+    )
+    manifest = msgspec.structs.replace(manifest, cameras=cameras, fingerprint="")
+    (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    return open_dataset(folder)

@@ -1,0 +1,194 @@
+"""Seconds to the first batch: Fuelrail beside torch's DataLoader with worker processes over webdataset.
+
+``python -m fuelrail.bench.micro.loader_first_batch WORK [--large FOLDER] [--rounds N] [--out FILE]``. Same shards, same
+batch (8 samples of six 1600x900 images to 704x256), in the page cache. Each start is a process of its own, the
+candidates taking turns, and its clock runs from the end of the imports. ``--large``: also start on a dataset there,
+such as the ten million samples that ``fuelrail.bench.micro.restore --loaders fuelrail-images`` writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.micro.loader_data import write_cameras
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+BATCH_SIZE = 8
+NUM_WORKERS = 2
+OUT_WH = (704, 256)
+RECIPES = ("full", "pil", "half")
+"""How the webdataset candidates decode: whole picture and area resize, Pillow's bilinear, half scale and bilinear."""
+
+
+class Starts(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate's starts. ``ratio``: its median time over that of Fuelrail."""
+
+    name: str
+    num_samples: int
+    first_batch_s: list[float]
+    median_s: float
+    ratio: float
+    median_cpu_s: float
+
+
+class FirstBatchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All candidates and the machine."""
+
+    benchmark: str
+    machine: MachineFacts
+    candidates: list[Starts]
+
+
+class _Candidate(NamedTuple):
+    name: str
+    kind: str
+    folder: Path
+    num_samples: int
+
+
+def fuelrail_start(folder: str) -> Callable[[], Any]:
+    """Everything imported; the call makes the loader and its first batch."""
+    from fuelrail.loaders import DataLoader
+
+    return lambda: next(iter(DataLoader(folder, BATCH_SIZE, seed=0, num_workers=NUM_WORKERS)))
+
+
+def webdataset_start(folder: str, recipe: str) -> Callable[[], Any]:
+    """The same for torch's loader over webdataset's pipeline."""
+    import torch
+    import webdataset
+
+    def sample(entry: dict[str, Any]) -> torch.Tensor:
+        images = [decode_image(entry[name], recipe) for name in entry if name.endswith(".jpg")]
+        return torch.from_numpy(np.stack(images))
+
+    def start() -> Any:  # noqa: ANN401
+        shards = sorted(str(path) for path in Path(folder).glob("train-*.tar"))
+        dataset = webdataset.WebDataset(shards, shardshuffle=len(shards), seed=0, nodesplitter=None)
+        dataset = dataset.shuffle(16).map(sample).batched(BATCH_SIZE, collation_fn=torch.stack)
+        return next(iter(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=NUM_WORKERS)))
+
+    return start
+
+
+def decode_image(encoded: bytes, recipe: str) -> NDArray[np.uint8]:
+    """One image as 704x256 planes: width to 704, the bottom 256 rows."""
+    import cv2
+    from PIL import Image
+
+    width, height = OUT_WH
+    if recipe == "pil":
+        import io
+
+        picture = Image.open(io.BytesIO(encoded)).convert("RGB")
+        full = round(picture.height * width / picture.width)
+        return np.ascontiguousarray(
+            np.asarray(picture.resize((width, full), Image.Resampling.BILINEAR))[-height:].transpose(2, 0, 1)
+        )
+    flags = cv2.IMREAD_REDUCED_COLOR_2 if recipe == "half" else cv2.IMREAD_COLOR
+    decoded = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
+    assert decoded is not None, "these images are whole"
+    full = round(decoded.shape[0] * width / decoded.shape[1])
+    resized = cv2.resize(decoded, (width, full), interpolation=cv2.INTER_LINEAR if recipe == "half" else cv2.INTER_AREA)
+    return np.ascontiguousarray(resized[-height:, :, ::-1].transpose(2, 0, 1))
+
+
+def _child(kind: str, folder: str) -> int:
+    start = fuelrail_start(folder) if kind == "fuelrail" else webdataset_start(folder, kind)
+    cpu_s, begun_s = _cpu_s(), time.perf_counter()
+    batch = start()
+    took_s = time.perf_counter() - begun_s
+    cpu_s = _cpu_s() - cpu_s
+    images = batch["img"] if kind == "fuelrail" else batch
+    assert tuple(images.shape) == (BATCH_SIZE, 6, 3, *reversed(OUT_WH)), images.shape
+    sys.stdout.write(f"{took_s} {cpu_s}\n")
+    sys.stdout.flush()
+    os._exit(0)  # the workers' end is not what is measured
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of its live worker processes [s]."""
+    children = multiprocessing.active_children()
+    ticks = [
+        int(n) for child in children for n in Path(f"/proc/{child.pid}/stat").read_text().split(")")[1].split()[11:13]
+    ]
+    return time.process_time() + sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(candidates: Sequence[_Candidate], rounds: int) -> list[Starts]:
+    """Start each candidate in turns, once to warm the page cache up and then ``rounds`` times."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
+    times: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in candidates}
+    for number in range(rounds + 1):
+        for candidate in candidates:
+            command = [sys.executable, "-m", __spec__.name, "WORK", "--child", candidate.kind, str(candidate.folder)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            took_s, cpu_s = map(float, output.split())
+            if number:
+                times[candidate.name].append((took_s, cpu_s))
+    ours = median(took for took, _ in times[candidates[0].name])
+    return [
+        Starts(
+            name=candidate.name,
+            num_samples=candidate.num_samples,
+            first_batch_s=[took for took, _ in found],
+            median_s=median(took for took, _ in found),
+            ratio=median(took for took, _ in found) / ours,
+            median_cpu_s=median(cpu for _, cpu in found),
+        )
+        for candidate in candidates
+        for found in [times[candidate.name]]
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the data, measure, print a table and, with ``--out``, write the report."""
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loader_first_batch")
+    parser.add_argument("work", type=Path, metavar="WORK", help="folder for the dataset")
+    parser.add_argument("--large", type=Path, metavar="FOLDER", help="another dataset to start on")
+    parser.add_argument("--samples", type=int, default=256, help="samples of the dataset (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="starts of each candidate (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--child", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.child:
+        return _child(*options.child)
+    folder = options.work / "cameras"
+    write_cameras(folder, options.samples)
+    candidates = [_Candidate("fuelrail", "fuelrail", folder, options.samples)]
+    if options.large is not None:
+        from fuelrail.pipeline.dataset import open_dataset
+
+        count = open_dataset(options.large).manifest.num_samples
+        candidates.append(_Candidate(f"fuelrail, {count} samples", "fuelrail", options.large, count))
+    candidates += [
+        _Candidate(f"torch workers, webdataset, {recipe}", recipe, folder, options.samples) for recipe in RECIPES
+    ]
+    report = FirstBatchReport(
+        benchmark="loader_first_batch", machine=machine_facts(), candidates=measure(candidates, options.rounds)
+    )
+    for entry in report.candidates:
+        print(f"{entry.name:<32} {entry.median_s:7.3f} s  {entry.ratio:5.2f} x  CPU {entry.median_cpu_s:.2f} s")  # noqa: T201
+    if options.out is not None:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
