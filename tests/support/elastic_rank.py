@@ -44,6 +44,7 @@ def main(root: str, out: str, global_batch: int, num_steps: int, kill_rank: int,
         dist.all_reduce(torch.ones(1))  # the gradients: a step is made by all ranks or by none
         with log.open("a") as lines:
             lines.write(json.dumps([step, batch["epoch"], batch["step"], batch["sample_key"]]) + "\n")
+        dist.barrier()  # nobody dies before all have written
         step += 1
         if step % CHECKPOINT_EVERY == 0:
             progress["steps"].fill_(step)
