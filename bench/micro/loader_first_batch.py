@@ -164,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--large", type=Path, metavar="FOLDER", help="another dataset to start on")
     parser.add_argument("--samples", type=int, default=256, help="samples of the dataset (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="starts of each candidate (default: %(default)s)")
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of the webdataset candidates")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--child", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -178,7 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         count = open_dataset(options.large).manifest.num_samples
         candidates.append(_Candidate(f"fuelrail, {count} samples", "fuelrail", options.large, count))
     candidates += [
-        _Candidate(f"torch workers, webdataset, {recipe}", recipe, folder, options.samples) for recipe in RECIPES
+        _Candidate(f"torch workers, webdataset, {recipe}", recipe, folder, options.samples)
+        for recipe in options.recipes
     ]
     report = FirstBatchReport(
         benchmark="loader_first_batch", machine=machine_facts(), candidates=measure(candidates, options.rounds)

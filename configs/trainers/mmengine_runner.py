@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from example import arguments, build_model, inputs, report, targets
+from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from mmengine.runner import Runner
@@ -27,13 +28,11 @@ class ExampleModel(BaseModel):
     def __init__(self) -> None:
         super().__init__()
         self.model = build_model()
-        self.num_steps = 0
 
     def forward(self, mode: str = "loss", **batch: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401, ARG002
         """The losses of a batch."""
         loss = mse_loss(self.model(inputs(batch)), targets(batch))
-        report(self.num_steps, loss.item(), batch)
-        self.num_steps += 1
+        report(MessageHub.get_current_instance().get_info("iter"), loss.item(), batch)
         return {"loss": loss}
 
 
