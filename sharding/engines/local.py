@@ -52,10 +52,11 @@ def _in_processes(
         pending: set[Future[ShardDone]] = set()
         try:
             while True:
-                for number in numbers:
-                    pending.add(pool.submit(_make, number))
-                    if len(pending) >= num_workers * _TASKS_AHEAD:
-                        break
+                with _ctrl_c_waits():
+                    for number in numbers:
+                        pending.add(pool.submit(_make, number))
+                        if len(pending) >= num_workers * _TASKS_AHEAD:
+                            break
                 if not pending:
                     return
                 done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
@@ -72,6 +73,16 @@ def _in_processes(
             stop.set()
             for future in pending:
                 future.cancel()
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _writer: ShardWriter

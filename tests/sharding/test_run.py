@@ -26,7 +26,7 @@ from fuelrail.pipeline.schema import decode_meta
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.sources.nuscenes import NuScenesSource
 from fuelrail.sharding.workspace import WORK_FOLDER, Workspace
-from support.nuscenes_tables import build_nuscenes
+from support.nuscenes_tables import build_nuscenes, encode_image
 from support.sharding import digests, shard_nuscenes
 
 CLIPS = {"a": 4, "b": 5, "c": 3, "d": 4}
@@ -254,6 +254,26 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
     finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert digests(out) == digests(expected)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_ctrl_c_ends_cleanly(tmp_path, num_workers):
+    image = encode_image(1, 48, 32)
+    made = build_nuscenes(tmp_path / "source", {"a": 300}, images=[image], cameras=("CAM_FRONT",), num_tracks=0)
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{made.root}", str(out), "--shard-size", "5kB",
+        "--workers", str(num_workers),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while process.poll() is None and not list(out.glob("*.tar")):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the processes
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said == "fuelrail: finished shards are kept; run the same command to go on\nfuelrail: interrupted\n"
+    assert not (out / "dataset.json").exists()
+    assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
 
 
 def test_two_runs_at_once_are_refused(source, tmp_path):
