@@ -4,6 +4,7 @@ from fuelrail.loaders.budget import Budget
 from fuelrail.loaders.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader, LoaderStats
 from fuelrail.loaders.mesh import mesh_world
+from fuelrail.loaders.normalize import Normalize
 from fuelrail.loaders.observe import serve_metrics
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
@@ -25,6 +26,7 @@ __all__ = [
     "IterableView",
     "LoaderStats",
     "Mix",
+    "Normalize",
     "OrderSpec",
     "PixelAugment",
     "TraceRecorder",

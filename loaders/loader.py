@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.loaders.lookahead import Ahead
+    from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.storage import Session, StorageStats
     from fuelrail.pipeline.manifest import LidarEntry
@@ -117,6 +118,7 @@ class DataLoader:
         points: also decode the first lidar's sweep.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
             is a GPU) or "auto".
+        normalize: makes ``img`` floating point, where the batch ends up; None: uint8.
         verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
         storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
             "fsspec" and "obstore" also say the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
@@ -164,6 +166,7 @@ class DataLoader:
         world: World | DeviceMesh | None = None,
         points: bool = False,
         decoder: str = "auto",
+        normalize: Normalize | None = None,
         verify: bool = True,
         storage: str = "auto",
         storage_options: Mapping[str, Any] | None = None,
@@ -224,7 +227,8 @@ class DataLoader:
         )
         self._lidar = self._first_lidar() if points else None
         self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
-        self._transfer = make_transfer(device)
+        self._normalize = normalize
+        self._transfer = make_transfer(device, normalize)
         self._decoder = make_decoder(decoder, device)
         check_pixels(self._decoder, pixels)
         pinned = self._transfer is not None if pin_memory is None else pin_memory
@@ -456,6 +460,8 @@ class DataLoader:
             stages.append(Stage("transform", each, self.num_workers, self.batch_size if group else 1))
             collate = partial(hooks.collate, self._collate_fn)
         stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=group))
+        if self._normalize is not None and self._transfer is None:
+            stages.append(Stage("normalize", self._normalize, 1, self.prefetch_factor))
         if self._transfer is not None:
             stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
             return [with_ranges(stage) for stage in stages]

@@ -21,8 +21,13 @@ def require_cuda(what: str) -> None:
     raise ConfigError(f"{what} needs CUDA, but {reason}; leave it out to keep batches in host memory")
 
 
-def make_transfer(device: torch.device | str | int | None) -> CudaTransfer | None:
-    """What brings batches to a device: nothing for None or the CPU. Raises ConfigError for any but CPU and CUDA."""
+def make_transfer(
+    device: torch.device | str | int | None, then: Callable[[Any], Any] | None = None
+) -> CudaTransfer | None:
+    """What brings batches to a device: nothing for None or the CPU. Raises ConfigError for any but CPU and CUDA.
+
+    ``then`` is called with each batch on the device, on the copy's stream; its result is handed on.
+    """
     try:
         target = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
@@ -34,7 +39,7 @@ def make_transfer(device: torch.device | str | int | None) -> CudaTransfer | Non
     require_cuda(f"device={device!r}")
     if target.index is not None and target.index >= torch.cuda.device_count():
         raise ConfigError(f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
-    return CudaTransfer(target)
+    return CudaTransfer(target, then)
 
 
 class CudaTransfer:
@@ -46,14 +51,16 @@ class CudaTransfer:
     kernels queued there still read it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, then: Callable[[Any], Any] | None = None) -> None:
+        self._device, self._then = device, then
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
         """Copy every tensor of the batch, those in dicts, lists and tuples included."""
         with torch.cuda.stream(self._stream):
             moved = map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
+            if self._then is not None:
+                moved = self._then(moved)
         self._stream.synchronize()
         return moved
 
