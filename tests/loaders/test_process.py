@@ -1,0 +1,113 @@
+"""What a process does to a loader: fork, exit, Ctrl-C, ranks that come up late, batches that no epoch fills."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from fuelrail.loaders import DataLoader, World
+from fuelrail.pipeline.errors import WorldError
+from support.datasets import build_dataset
+from support.ranks import environment
+
+SETUP = """
+import os, sys
+from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.pipeline.errors import StageError
+loader = DataLoader(sys.argv[1], 2, image=ImageAugment(height=64, width=96, resize=1.0), num_workers=2)
+iterator = iter(loader)
+first = next(iterator)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets") / "tiny"
+    build_dataset(root, {"train": (5, 7, 9)})
+    return root
+
+
+def python(root, code):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SETUP + code, root],
+        capture_output=True, text=True, timeout=120, env=environment(),
+    )  # fmt: skip
+
+
+def test_a_fork_while_it_runs(tiny):
+    """In the child going on is an error that says so, starting anew works; the parent does not notice."""
+    done = python(
+        tiny,
+        """
+child = os.fork()
+if child == 0:
+    try:
+        next(iterator)
+    except StageError as error:
+        print(error)
+    del iterator
+    print(len(list(loader)), flush=True)
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list(iterator)))
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "was forked from it without its threads: start iterating in the child" in lines[0]
+    assert lines[1:] == ["10", "5 9"]
+
+
+def test_the_interpreter_ends_in_the_middle_of_an_epoch(tiny):
+    done = python(tiny, "print('end')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_an_exception_in_the_training_loop_ends_the_process(tiny):
+    done = python(tiny, "for batch in loader:\n    raise RuntimeError('the model')\n")
+    assert done.returncode == 1
+    assert done.stderr.endswith("RuntimeError: the model\n")
+
+
+def test_ctrl_c_in_the_training_loop(tiny):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SETUP + "print('go', flush=True)\nwhile True:\n    list(loader)\n", tiny],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    assert process.stdout.readline() == "go\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert process.returncode in (1, 130, -signal.SIGINT)
+
+
+class TestRanks:
+    def test_a_loader_that_was_made_before_its_rank_was_known_says_so(self, tiny, monkeypatch):
+        monkeypatch.delenv("RANK", raising=False)
+        loader = DataLoader(tiny, 2)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(
+            WorldError, match=r"made as World\(rank=0, size=1\), but the process is World\(rank=1, size=2\)"
+        ):
+            iter(loader)
+        told = DataLoader(tiny, 2, world=World(0, 1))
+        assert len(next(iter(told))["sample_key"]) == 2
+        told.close()
+
+    def test_a_batch_larger_than_the_dataset(self, tiny):
+        with pytest.raises(WorldError, match=r"an epoch of 21 samples has no full global batch of 64.*drop_last=False"):
+            DataLoader(tiny, 32, world=World(0, 2))
+        with DataLoader(tiny, 32, world=World(1, 2), drop_last=False) as loader:
+            (batch,) = list(loader)
+        assert not batch["valid"].any(), "all of this rank's samples are padding"
+        assert len(batch["sample_key"]) == 32
+
+
+def test_it_starts_no_process(tiny):
+    with DataLoader(tiny, 2) as loader:
+        next(iter(loader))
+        assert psutil.Process().children() == []
