@@ -40,6 +40,8 @@ _ENOUGH: Final = 20
 _HEDGE_TOKENS: Final = 10.0
 _FIRST_HEDGE_S: Final = 1.0
 """When to hedge before there are enough answers to know what is usual."""
+_REST_ROUNDS: Final = 8
+"""How long to stay after a step that brought nothing."""
 _SHORT_ANSWERS: Final = 3
 """So many short answers in a row mean that the file ends there."""
 
@@ -84,7 +86,7 @@ class Latencies:
 class Concurrency:
     """A gate for requests in flight, whose width follows the throughput.
 
-    After every ``width`` answers it compares bytes a second with the round before. While requests wait at the gate and
+    After every two ``width`` answers it compares bytes a second with the round before. While requests wait at the gate and
     a wider one brought at least 5 % more, it widens by a quarter; where widening brought nothing it goes back; every
     now and then it tries again. It narrows by 30 % after a round of which more than a fifth was told to slow down.
     """
@@ -142,7 +144,7 @@ class Concurrency:
         self._end_round(now_s)
 
     def _end_round(self, now_s: float) -> None:
-        if self._answers + self._throttles < max(8, self.width):
+        if self._answers + self._throttles < max(16, 2 * self.width):
             return
         if self._round_started is not None:
             self._decide(self._bytes / max(now_s - self._round_started, 1e-9))
@@ -152,14 +154,14 @@ class Concurrency:
     def _decide(self, rate: float) -> None:
         if self._throttles >= 3 and self._throttles * 5 > self._answers + self._throttles:
             self.width = max(1, int(self.width * 0.7))
-            self._last_rate, self._last_step, self._rest_rounds = rate, 0, 16
+            self._last_rate, self._last_step, self._rest_rounds = rate, 0, _REST_ROUNDS
             return
         if not self._had_waiters:
             self._last_rate, self._last_step = rate, 0
             return
         if self._last_step > 0 and rate < self._last_rate * 1.05:
             self.width -= self._last_step
-            self._last_step, self._rest_rounds = 0, 16
+            self._last_step, self._rest_rounds = 0, _REST_ROUNDS
         elif self._rest_rounds > 0:
             self._rest_rounds -= 1
             self._last_step = 0

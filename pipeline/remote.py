@@ -55,7 +55,9 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
         raise ConfigError(f"'{shown_url(url)}' needs fsspec: pip install fsspec") from error
     protocol = url.partition("://")[0]
     try:
-        fs, path = fsspec.core.url_to_fs(url, **dict(storage_options or {}))
+        # An instance of our own: fsspec's shared ones keep the endpoint and credentials that they met first, and
+        # belong to others too.
+        fs, path = fsspec.core.url_to_fs(url, **{"skip_instance_cache": True, **(storage_options or {})})
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         hint = f"pip install 'fuelrail[{extra}]'" if extra else "install its fsspec implementation"
