@@ -27,7 +27,8 @@ def _run_synth(args: argparse.Namespace) -> int:
 
 def _configure_shard(parser: argparse.ArgumentParser) -> None:
     from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
-    from fuelrail.sharding.recipe import DEFAULT_SHARD_BYTES, LAYOUTS, ORDERS
+    from fuelrail.sharding.recipe import DEFAULT_SHARD_BYTES, JPEGS, LAYOUTS, ORDERS
+    from fuelrail.sharding.transcode import FORM
 
     parser.add_argument(
         "source",
@@ -60,6 +61,7 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
         "default: the source's own, else all is train",
     )
     parser.add_argument("--split-seed", type=int, default=0, help="which clips go to which share (default 0)")
+    parser.add_argument("--images", metavar="SPEC", help=f"store images smaller, which is lossy: {FORM}")
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
@@ -68,6 +70,13 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compression", metavar="LEVEL", type=int, default=DEFAULT_ZSTD_LEVEL, help="zstd level (default %(default)s)"
+    )
+    parser.add_argument(
+        "--jpeg",
+        choices=JPEGS,
+        default=JPEGS[0],
+        help="keep: store JPEGs byte for byte; restart: rewrite them losslessly, so that loaders need not decode what "
+        "their crop drops; needs jpegtran (default %(default)s)",
     )
     parser.add_argument("--name", help="the dataset's name (default: from the source)")
     parser.add_argument("--license", help="the data's license, noted in the manifest and in every sample")
@@ -88,6 +97,7 @@ def _run_shard(args: argparse.Namespace) -> int:
     from fuelrail.sharding.recipe import make_recipe, parse_size, parse_splits
     from fuelrail.sharding.run import shard
     from fuelrail.sharding.source import parse_source
+    from fuelrail.sharding.transcode import parse_images
 
     given = {
         "version": args.version,
@@ -106,8 +116,10 @@ def _run_shard(args: argparse.Namespace) -> int:
         splits=None if args.splits is None else parse_splits(args.splits),
         split_seed=args.split_seed,
         shard_size_bytes=parse_size(args.shard_size),
+        images=None if args.images is None else parse_images(args.images),
         layout=args.layout,
         compression_level=args.compression,
+        jpeg=args.jpeg,
     )
     begun = time.monotonic()
     with make_progress(as_json=args.json) as progress:

@@ -26,6 +26,7 @@ from fuelrail.pipeline.manifest import (
     load_manifest,
 )
 from fuelrail.sharding.recipe import codec_of
+from fuelrail.sharding.transcode import stored_field
 from fuelrail.sharding.workspace import publish, publish_file
 from fuelrail.sharding.writer import load_record
 
@@ -46,12 +47,13 @@ def finish(
     work: Workspace, job: WriteJob, plan: Plan, info: ScanInfo, table: ScanTable, dealt: Mapping[str, Sequence[int]]
 ) -> Manifest:
     """Write what makes the shards a dataset; every file appears under its name whole, the manifest last."""
-    codec_names = [codec_of(name, job.recipe, job.lidars) for name in info.names]
+    names = list(dict.fromkeys(stored_field(name, job.recipe.images) for name in info.names))
+    codec_names = [codec_of(name, job.recipe, job.lidars) for name in names]
     shards: list[ShardEntry] = []
     listings: list[FileEntry] = []
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
     index = work.temporary / INDEX_FILE
-    with IndexWriter(index, info.names, sorted(set(codec_names))) as rows:
+    with IndexWriter(index, names, sorted(set(codec_names))) as rows:
         for planned in plan.shards:
             record = load_record(work.records, planned.stem)
             if record is None:
@@ -102,7 +104,7 @@ def finish(
         compression={
             "layout": job.recipe.layout,
             "level": job.recipe.compression_level,
-            "codecs": dict(zip(info.names, codec_names, strict=True)),
+            "codecs": dict(zip(names, codec_names, strict=True)),
         },
         splits=_splits(plan, dealt),
         shards=tuple(shards),

@@ -20,6 +20,7 @@ from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL, RAW, ZSTD, planes
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.sharding.transcode import ImageRecipe  # noqa: TC001 - msgspec reads the annotation
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.manifest import LidarEntry
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_SHARD_BYTES: Final = 256 << 20
 MIN_SHARD_BYTES: Final = 1 << 10
 LAYOUTS: Final = ("member", "none")
+JPEGS: Final = ("keep", "restart")
 ORDERS: Final = "frame, clip, window:N"
 
 _LABELS: Final = {"scan_sha256": "the source's content (SHA-256 of its scan)", "shard_size_bytes": "shard size"}
@@ -43,8 +45,11 @@ class Recipe(Settings, frozen=True):
 
     ``select``: an expression over the attributes, ``limit``: the first so many samples of those, in the source's order.
     ``order``: what stays together when samples are shuffled into shards: ``frame``, ``clip`` or ``window:N``.
-    ``splits``: None for the source's own. ``layout``: ``member`` (compress what shrinks) or ``none``. ``scan_sha256``
-    is the digest of the scan table: which samples there are, their metadata, and the names and sizes of their files.
+    ``splits``: None for the source's own. ``images``: None for the source's own bytes. ``layout``: ``member`` (compress
+    what shrinks) or ``none``. ``scan_sha256`` is the digest of the scan table: which samples there are, their metadata,
+    and the names and sizes of their files.
+    ``jpeg``: ``keep`` their bytes, or ``restart``: rewrite them losslessly so that rows can be cut out
+    (:mod:`fuelrail.sharding.restart`), by the ``jpegtran`` of that version.
     """
 
     source: str = ""
@@ -58,9 +63,12 @@ class Recipe(Settings, frozen=True):
     order: str = "frame"
     splits: Splits | None = None
     split_seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    images: ImageRecipe | None = None
     shard_size_bytes: Annotated[int, msgspec.Meta(ge=MIN_SHARD_BYTES)] = DEFAULT_SHARD_BYTES
     layout: Literal["member", "none"] = "member"
     compression_level: Annotated[int, msgspec.Meta(ge=1, le=19)] = DEFAULT_ZSTD_LEVEL
+    jpeg: Literal["keep", "restart"] = "keep"
+    jpegtran: str = ""
     tool: str = f"fuelrail {__version__}"
     zstd: str = ".".join(map(str, zstandard.ZSTD_VERSION))
 

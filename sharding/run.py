@@ -17,9 +17,11 @@ from fuelrail.sharding.engines.local import make_shards
 from fuelrail.sharding.finish import finish
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.recipe import Recipe, differences
+from fuelrail.sharding.restart import jpegtran_version
 from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.table import ScanTable, ScanWriter
 from fuelrail.sharding.threads import in_threads
+from fuelrail.sharding.transcode import stored_share
 from fuelrail.sharding.workspace import Workspace, check_out, publish_file, writing_to
 from fuelrail.sharding.writer import ShardDone, WriteJob, file_is
 
@@ -65,7 +67,8 @@ def shard(
     folder = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow links
     check_out(folder)
     source = make_source(spec)
-    recipe = msgspec.structs.replace(recipe, source=spec.kind, source_options=source.options)
+    jpegtran = jpegtran_version() if recipe.jpeg == "restart" else ""
+    recipe = msgspec.structs.replace(recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran)
     _refuse_other(folder, _finished_recipe(folder), recipe)
     with writing_to(folder), Workspace(folder) as work:
         _refuse_other(folder, work.recipe(), recipe)
@@ -77,11 +80,12 @@ def shard(
         table = ScanTable(work.scan_table)
         rows = select_rows(table, info.clips, recipe)
         clip, frame, size_bytes = (table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes"))
+        share = stored_share(recipe.images, table.row(int(rows[0])).members)
         dealt = deal_clips(info.clips, recipe, info.splits, np.unique(clip).tolist())
-        plan = make_plan(rows, clip, frame, size_bytes, dealt, recipe)
+        plan = make_plan(rows, clip, frame, (size_bytes * share).astype(np.int64), dealt, recipe)
         np.save(work.plan_rows, plan.rows)
         np.save(work.selection, selection(plan.rows, len(table)))
-        progress.planned(plan, int(table.numbers("size_bytes")[plan.rows].sum()))
+        progress.planned(plan, int(table.numbers("size_bytes")[plan.rows].sum() * share))
         job = WriteJob(
             out=folder,
             scan_table=work.scan_table,

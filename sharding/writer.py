@@ -9,19 +9,31 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
 from fuelrail.pipeline.index import IndexRow  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, META, Meta, encode_meta
+from fuelrail.pipeline.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    META,
+    Geometry,
+    Meta,
+    decode_arrays,
+    encode_arrays,
+    encode_meta,
+)
 from fuelrail.sharding.images import image_size
 from fuelrail.sharding.packing import RawMember, ShardPacker
 from fuelrail.sharding.recipe import Recipe, codec_of
+from fuelrail.sharding.restart import with_restart_rows
 from fuelrail.sharding.source import SourceSpec, make_source
 from fuelrail.sharding.table import Reference, ScanRow, ScanTable
+from fuelrail.sharding.transcode import scale_geometry, scale_meta, stored_field, stored_size, transcode
 from fuelrail.sharding.workspace import publish, writing_to
 
 if TYPE_CHECKING:
@@ -150,30 +162,50 @@ class ShardWriter:
             prev_key=scanned.prev_key if scanned.prev_key and self._selection[number - 1] else None,
             next_key=scanned.next_key if scanned.next_key and self._selection[number + 1] else None,
         )
-        raw: dict[str, Buffer] = {META: encode_meta(meta), GEOMETRY: row.geometry}
+        geometry, images = row.geometry, job.recipe.images
+        if images is not None:
+            meta = scale_meta(meta, images)
+            geometry = encode_arrays(scale_geometry(decode_arrays(geometry, Geometry), images))
+        raw: dict[str, Buffer] = {META: encode_meta(meta), GEOMETRY: geometry}
         if row.boxes is not None:
             raw[BOXES] = row.boxes
         for member in row.members:
             data = self._source.open(member.ref)
             channel, _, extension = member.name.partition(".")
             if extension in IMAGE_EXTENSIONS:
-                sizes.setdefault(channel, set()).add(self._check_image(row, member, data, extension))
-            raw[member.name] = data
+                data, size = self._image(row, member, data, extension)
+                sizes.setdefault(channel, set()).add(size)
+            field = stored_field(member.name, images)
+            if field.endswith(".jpg") and job.recipe.jpeg == "restart":
+                data = self._restart_rows(row, member, data)
+            raw[field] = data
         return [RawMember(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
 
-    def _check_image(self, row: ScanRow, member: Reference, data: Any, extension: str) -> tuple[int, int]:  # noqa: ANN401
-        where = f"image '{member.ref}' of {self._job.source.kind}:{self._job.source.location} (sample {row.key})"
+    def _where(self, row: ScanRow, member: Reference) -> str:
+        return f"image '{member.ref}' of {self._job.source.kind}:{self._job.source.location} (sample {row.key})"
+
+    def _restart_rows(self, row: ScanRow, member: Reference, data: Buffer) -> bytes:
+        try:
+            return with_restart_rows(data)
+        except ImageError as error:
+            raise SourceError(f"{self._where(row, member)}: {error}") from error
+
+    def _image(self, row: ScanRow, member: Reference, data: Buffer, extension: str) -> tuple[Buffer, tuple[int, int]]:
+        """An image as it is stored, with its size then (w, h) [px], after a look at what the source has."""
+        where = self._where(row, member)
         if len(data) != member.bytes:
             raise SourceError(f"{where} had {member.bytes} bytes when the run began and has {len(data)} now")
         try:
             size = image_size(data, extension)
+            if size != (member.width, member.height):
+                raise SourceError(
+                    f"{where} is {size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}"
+                )
+            if (images := self._job.recipe.images) is not None:
+                return transcode(data, extension, images), stored_size(images, size)
         except ImageError as error:
             raise SourceError(f"{where}: {error}") from error
-        if size != (member.width, member.height):
-            raise SourceError(
-                f"{where} is {size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}"
-            )
-        return size
+        return data, size
 
     def _is_there(self, record: ShardRecord) -> bool:
         out = self._job.out
