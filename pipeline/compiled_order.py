@@ -71,8 +71,7 @@ def compile_order(
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
     attributes = Attributes(dataset, split)
-    # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
-    identity: dict[str, Any] = {"version": ORDER_VERSION, **msgspec.json.decode(msgspec.json.encode(spec))}
+    identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
     selected: Rows | None = None
     if spec.filter is not None:
         condition = Filter(spec.filter, attributes.names)
@@ -95,7 +94,7 @@ def compile_order(
         lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
         return LaneOrder(spec, lanes, identity)
     lengths = Layout.of_split(dataset.manifest, split).shard_lengths
-    for described in identity["weights"]:
+    for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
     if spec.mix is not None:
         return _mixed(spec, spec.mix, attributes, lengths, selected, identity)
@@ -284,6 +283,13 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
             f"the first one {missing[0].as_py()!r}"
         )
     return samples
+
+
+def _as_said(spec: OrderSpec) -> dict[str, Any]:
+    """Kind, seed, and what else differs from the defaults: a state outlives the fields that later releases add."""
+    # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
+    said, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
+    return {name: value for name, value in said.items() if name in ("kind", "seed") or value != defaults[name]}
 
 
 def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:

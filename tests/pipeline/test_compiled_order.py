@@ -67,7 +67,7 @@ def test_a_plain_order_is_the_order_itself(dataset):
     assert order.epoch_length == order.num_selected == NUM
     assert np.array_equal(np.sort(whole(order)), np.arange(NUM))
     assert np.array_equal(order.expected_counts(), np.ones(NUM))
-    assert order.identity["version"] == 1
+    assert order.identity == {"version": 1, "kind": "shuffled", "seed": 3}
 
 
 KINDS = [{"kind": "shuffled"}, {"kind": "windowed", "window": 3}, {"kind": "sequential"}]
