@@ -2,12 +2,14 @@
 
 The order of operations, the sizes and the crops are those of the BEVDet family (BEVDet, bevfusion, StreamPETR,
 Sparse4D, SparseDrive): resize by a factor with the side lengths cut to integers, crop, flip, rotate. The matrices are
-exact (`fuelrail.pipeline.geometry`): they follow the integers used and the half-pixel centres, where those code bases
-use the drawn factor and are off by up to a pixel.
+exact (`fuelrail.pipeline.geometry`): they follow the integers used and the half-pixel centres. Those code bases use the
+drawn factor and edge-origin formulas on centre-origin pixels, and are off by up to two pixels; for weights that were
+trained so, ``geometry="legacy_mmdet3d"`` gives their matrices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -46,6 +48,8 @@ class ImageAugment(Settings, frozen=True):
         crop_x: where the final width is taken: ``"random"``, ``"center"`` or ``"left"``.
         flip_prob: probability of a left-right flip in training.
         rotate_deg: in training, rotation uniform in this range, degrees, counter-clockwise.
+        geometry: ``"exact"``, or ``"legacy_mmdet3d"``: the matrices of BEVDet, bevfusion, StreamPETR and SparseDrive as
+            published, errors included. Pixels are the same.
         scope: ``"camera"`` draws for each camera (BEVDet, bevfusion), ``"sample"`` once for all of them (StreamPETR).
 
     Resized images smaller than the final size are padded with black at the right and at the bottom; at the top with
@@ -63,6 +67,7 @@ class ImageAugment(Settings, frozen=True):
     crop_x: Literal["random", "center", "left"] = "random"
     flip_prob: float = 0.0
     rotate_deg: tuple[float, float] = (0.0, 0.0)
+    geometry: Literal["exact", "legacy_mmdet3d"] = "exact"
     scope: Literal["camera", "sample"] = "camera"
 
     def __post_init__(self) -> None:
@@ -137,14 +142,13 @@ class ImageAugment(Settings, frozen=True):
     def _evaluate(self, width: int, height: int) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))
-        new_width, new_height = _at_least_1(self._base_size(width, height))
+        new_width, new_height = size = _at_least_1(self._base_size(width, height))
         if self.crop_y == "bottom":
             top = int((1.0 - (self.crop_bottom[0] + self.crop_bottom[1]) / 2) * new_height) - self.height
         else:
             top = 0 if self.crop_y == "top" else max(0, new_height - self.height) // 2
         left = 0 if self.crop_x == "left" else max(0, new_width - self.width) // 2
-        source = ImageMap.identity((width, height))
-        return source.resize(new_width, new_height).crop(left, top, self.width, self.height)
+        return self._map((width, height), self._base_factors(width, height), size, (left, top), flip=False, degrees=0.0)
 
     def _train(self, width: int, height: int, draw: list[float]) -> ImageMap:
         if width < 1 or height < 1:
@@ -152,13 +156,13 @@ class ImageAugment(Settings, frozen=True):
         u_resize, u_x, u_y, u_flip, u_rotate = draw
         if self.resize_range is not None:
             factor = _within(self.resize_range, u_resize)
-            size = int(width * factor), int(height * factor)
+            factors, size = (factor, factor), (int(width * factor), int(height * factor))
         elif self.resize_jitter is not None:
-            factor = max(_MIN_FACTOR, self._base_factor(width, height) + _within(self.resize_jitter, u_resize))
-            size = int(width * factor), int(height * factor)
+            factor = max(_MIN_FACTOR, self._base_factors(width, height)[0] + _within(self.resize_jitter, u_resize))
+            factors, size = (factor, factor), (int(width * factor), int(height * factor))
         else:
-            size = self._base_size(width, height)
-        new_width, new_height = _at_least_1(size)
+            factors, size = self._base_factors(width, height), self._base_size(width, height)
+        new_width, new_height = size = _at_least_1(size)
         if self.crop_y == "bottom":
             top = int((1.0 - _within(self.crop_bottom, u_y)) * new_height) - self.height
         elif self.crop_y == "random":
@@ -169,19 +173,42 @@ class ImageAugment(Settings, frozen=True):
             left = int(u_x * max(0, new_width - self.width))
         else:
             left = 0 if self.crop_x == "left" else max(0, new_width - self.width) // 2
-        image_map = ImageMap.identity((width, height)).resize(new_width, new_height)
-        image_map = image_map.crop(left, top, self.width, self.height)
-        if u_flip < self.flip_prob:
-            image_map = image_map.flip()
-        return image_map.rotate(_within(self.rotate_deg, u_rotate))
+        degrees = _within(self.rotate_deg, u_rotate)
+        return self._map((width, height), factors, size, (left, top), flip=u_flip < self.flip_prob, degrees=degrees)
 
-    def _base_factor(self, width: int, height: int) -> float:
-        if not isinstance(self.resize, str):
-            return self.resize
+    def _map(
+        self,
+        source_wh: tuple[int, int],
+        factors: tuple[float, float],
+        size: tuple[int, int],
+        left_top: tuple[int, int],
+        *,
+        flip: bool,
+        degrees: float,
+    ) -> ImageMap:
+        """The map of what was drawn; ``factors`` are those that led to the resized ``size``."""
+
+        def rest(resized: ImageMap) -> ImageMap:
+            cropped = resized.crop(*left_top, self.width, self.height)
+            return (cropped.flip() if flip else cropped).rotate(degrees)
+
+        source = ImageMap.identity(source_wh)
+        image_map = rest(source.resize(*size))
+        if self.geometry == "exact":
+            return image_map
+        by_factors = ImageMap((factors[0], 0.0, 0.0, 0.0, factors[1], 0.0), source_wh, size, source.visible)
+        return dataclasses.replace(image_map, published=rest(by_factors).coefficients)
+
+    def _base_factors(self, width: int, height: int) -> tuple[float, float]:
         by_width, by_height = self.width / width, self.height / height
+        if not isinstance(self.resize, str):
+            return self.resize, self.resize
+        if self.resize == "stretch":
+            return by_width, by_height
         if self.resize == "width":
-            return by_width
-        return max(by_width, by_height) if self.resize == "cover" else min(by_width, by_height)
+            return by_width, by_width
+        factor = max(by_width, by_height) if self.resize == "cover" else min(by_width, by_height)
+        return factor, factor
 
 
 def _within(limits: tuple[float, float], uniform: float) -> float:

@@ -57,12 +57,15 @@ class ImageMap:
         visible: (left, top, right, bottom) in source pixels, edge-origin. Output pixels whose centre falls outside of
             it are black; all of them where it is empty (left >= right). A crop shrinks it, so that a later rotation
             turns black corners in, as cropping and then rotating an image does.
+        published: None, or centre-origin coefficients that the matrices say in place of the truth, for models that
+            were trained with inexact ones. What is decoded does not change, and operations do not keep it.
     """
 
     coefficients: Coefficients
     source_wh: tuple[int, int]
     out_wh: tuple[int, int]
     visible: Rectangle
+    published: Coefficients | None = None
 
     @classmethod
     def identity(cls, source_wh: tuple[int, int]) -> ImageMap:
@@ -161,7 +164,9 @@ class ImageMap:
         return (math.hypot(a + d, b - c) + math.hypot(a - d, b + c)) / 2
 
     def centre_coefficients(self) -> Coefficients:
-        """Return (a, b, tx, c, d, ty) of M = H^-1 A H on centre-origin pixels."""
+        """Return (a, b, tx, c, d, ty) of M = H^-1 A H on centre-origin pixels, or what is published in its place."""
+        if self.published is not None:
+            return self.published
         a, b, tx, c, d, ty = self.coefficients
         return a, b, (a + b) / 2 + tx - 0.5, c, d, (c + d) / 2 + ty - 0.5
 

@@ -156,6 +156,31 @@ def test_a_camera_without_an_image_has_the_identity(train: bool) -> None:
     assert np.array_equal(maps[1].ida_mat(), np.eye(4))
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("resize", ["width", "cover", "contain", "stretch", 0.48])
+def test_legacy_matrices_follow_the_factor_and_pixels_the_truth(resize, train: bool) -> None:
+    settings_ = {"height": 256, "width": 704, "resize": resize, "train": train, "flip_prob": 0.5}
+    for sample in range(5):
+        for wh in ((1600, 900), (1597, 901)):
+            draws = [
+                ImageAugment(**settings_, geometry=geometry).draw([wh], seed=0, epoch=0, sample=sample)[0]
+                for geometry in ("exact", "legacy_mmdet3d")
+            ]
+            exact, legacy = draws
+            assert exact.published is None
+            assert legacy.published is not None
+            assert legacy.matrix.tolist() == exact.matrix.tolist()
+            assert legacy.visible == exact.visible
+            factor = abs(legacy.ida_mat()[0, 0])
+            assert factor == pytest.approx(0.48 if resize == 0.48 else min(1.0, factor), abs=1e-12)
+            # Off by the half pixel, the cut to integers and, flipped, by one pixel: never by more than two.
+            corners = np.array([(0, 0, 1), (wh[0] - 1, wh[1] - 1, 1)], float).T
+            assert 0.0 < np.abs((exact.centre_matrix() - legacy.centre_matrix()) @ corners).max() < 2.0
+    # Building on keeps the truth alone.
+    assert legacy.flip().published is None
+    assert legacy.of_rows(10, 100).published is None
+
+
 def test_draws_cover_their_ranges() -> None:
     maps = [m for sample in range(300) for m in BEVDET.draw(RIG, seed=0, epoch=0, sample=sample)]
     scale = np.array([np.sqrt(abs(np.linalg.det(m.matrix[:, :2]))) for m in maps])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -82,7 +84,13 @@ def test_random_presets_have_the_trainers_matrices(name: str) -> None:
         h = np.radians(rotate)
         a, b = np.array([[np.cos(h), np.sin(h)], [-np.sin(h), np.cos(h)]]), size / 2
         post_rot, post_tran = a @ post_rot, a @ (post_tran - b) + b
-        ours = augment.draw([STORED_WH], seed=0, epoch=0, sample=sample)[0].centre_matrix()
+        legacy = msgspec.structs.replace(augment, geometry="legacy_mmdet3d")
+        (published,) = legacy.draw([STORED_WH], seed=0, epoch=0, sample=sample)
+        np.testing.assert_allclose(published.centre_matrix()[:2, :2], post_rot, atol=1e-9)
+        np.testing.assert_allclose(published.centre_matrix()[:2, 2], post_tran, atol=1e-6)
+        (exact,) = augment.draw([STORED_WH], seed=0, epoch=0, sample=sample)
+        assert published == dataclasses.replace(exact, published=published.published)  # the same pixels
+        ours = exact.centre_matrix()
         pixels = np.array([(u, v) for u in (0.0, 800.0, 1599.0) for v in (400.0, 899.0)])
         distance = np.linalg.norm((pixels @ ours[:2, :2].T + ours[:2, 2]) - (pixels @ post_rot.T + post_tran), axis=1)
         # They leave out the half pixel and the cut of sizes to integers: below two pixels, and not nothing.
