@@ -30,6 +30,7 @@ import os
 import re
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
@@ -134,7 +135,9 @@ class SpanCache:
         self._numbers = itertools.count()
         self._writes = True
         self._policy: FarthestFirst | None = None
+        self._has_stock = False
         self._files = contextlib.ExitStack()
+        weakref.finalize(self, self._files.close)
         try:
             (folder / "data").mkdir(parents=True, exist_ok=True)
             (folder / "tmp").mkdir(exist_ok=True)
@@ -179,7 +182,7 @@ class SpanCache:
                 return
             # Other ranks' newcomers appear about when they are used; two steps later they are there for sure.
             self._policy = FarthestFirst(foresight, self._is_resident, lag=2 * uses_per_step)
-            self._policy.rebuild(self._residents())
+            self._has_stock = False
 
     def open(self, index: int, length: int) -> CachedSpan | None:
         """The span of sample ``index`` if it is here; the kernel starts reading it."""
@@ -270,21 +273,25 @@ class SpanCache:
         with self._locked():
             if self._table[index]:
                 return False
+            is_full = self._used + length > self._max_bytes
+            policy = self._policy if time is not None and (is_full or self._has_stock) else None
             next_use = NEVER
-            if self._policy is not None and time is not None:
-                self._policy.advance(time)
-                next_use = self._policy.next_use(index)
-            if self._used + length > self._max_bytes and not self._make_room(length, next_use):
+            if policy is not None and time is not None:
+                policy.advance(time)
+                if policy.wants_stock:  # not before the cache is full: until then nobody asks what should go
+                    policy.rebuild(self._residents(), time)
+                    self._has_stock = True
+                next_use = policy.next_use(index)
+            if is_full and (policy is None or not self._make_room(policy, length, next_use)):
                 return False
             self._used += length
-            if self._policy is not None:
-                self._policy.add(index, next_use)
+            if policy is not None:
+                policy.add(index, next_use)
             return True
 
-    def _make_room(self, length: int, next_use: int) -> bool:
+    def _make_room(self, policy: FarthestFirst, length: int, next_use: int) -> bool:
         """Evict samples used later than ``next_use`` until ``length`` bytes fit; all or none."""
-        policy = self._policy
-        if policy is None or next_use == NEVER:
+        if next_use == NEVER:
             return False
         victims: list[tuple[int, int]] = []
         room = self._max_bytes - self._used
@@ -293,7 +300,7 @@ class SpanCache:
             victim = policy.pop()
             if victim is None and not restocked:
                 restocked = True  # what other processes brought
-                policy.rebuild(np.setdiff1d(self._residents(), [row for row, _ in victims]))
+                policy.rebuild(np.setdiff1d(self._residents(), [row for row, _ in victims]), policy.now)
                 continue
             if victim is None or victim[1] <= next_use:
                 for row, time in victims if victim is None else [*victims, victim]:

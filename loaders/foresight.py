@@ -44,13 +44,13 @@ class Foresight:
 
     ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are looked up. Where it
     is twice an epoch (and up to 4 million uses it is) every sample's next use is always known.
-    ``time_of(k)`` is the time of this rank's k-th sample.
+    ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the time from which on it sees.
     """
 
     def __init__(self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k) -> None:
         self._coming, self.time_of = coming, time_of
         self._horizon = max(2, min(horizon, MAX_HORIZON))
-        self._base = 0
+        self.base = 0
         self._rows: NDArray[np.int64] | None = None
         self._keys: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -58,23 +58,23 @@ class Foresight:
         """When each row is used next, later than time ``after``; NEVER where not within the horizon."""
         self._see(after)
         # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is the answer.
-        at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self._base))
+        at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
         found = self._keys[np.minimum(at, len(self._keys) - 1)] if len(self._keys) else np.full(len(rows), -1)
         known = (at < len(self._keys)) & (found >> _TIME_BITS == rows)
-        times: NDArray[np.int64] = np.where(known, self._base + (found & ((1 << _TIME_BITS) - 1)), NEVER)
+        times: NDArray[np.int64] = np.where(known, self.base + (found & ((1 << _TIME_BITS) - 1)), NEVER)
         return times
 
     def used(self, first: int, end: int) -> NDArray[np.int64]:
-        """The rows used at times ``first`` to ``end - 1``, which must not lie before the horizon."""
+        """The rows used at times ``first`` to ``end - 1``; without those that the horizon has left behind."""
         self._see(first)
         assert self._rows is not None
-        return self._rows[first - self._base : end - self._base]
+        return self._rows[max(0, first - self.base) : max(0, end - self.base)]
 
     def _see(self, now: int) -> None:
-        if self._rows is not None and now - self._base <= self._horizon // 2:
+        if self._rows is not None and now - self.base <= self._horizon // 2:
             return
-        self._base = max(0, now)
-        self._rows = self._coming(self._base, self._horizon)
+        self.base = max(0, now)
+        self._rows = self._coming(self.base, self._horizon)
         self._keys = np.sort((self._rows << _TIME_BITS) | np.arange(len(self._rows)))
 
 
@@ -153,24 +153,33 @@ def ranks_on_host(world: World) -> range:
 class FarthestFirst:
     """The residents of a cache, the one with the farthest next use first.
 
-    Exact for what it is told: :meth:`rebuild` at the start, :meth:`add` for each newcomer, and :meth:`advance` as time
-    goes by, for a resident's use moves its next use.
+    Exact for what it is told: :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each newcomer,
+    and :meth:`advance` as time goes by, for a resident's use moves its next use. ``now`` is the time it was told last.
     """
 
     def __init__(self, foresight: Foresight, is_resident: Callable[[int], bool], lag: int = 0) -> None:
         self._foresight, self._is_resident, self._lag = foresight, is_resident, lag
-        self._now = 0
+        self.now = 0
         self._walked = 0
-        self._rows: list[int] = []
-        self._times: list[int] = []
+        self._stock_base = -1
+        # The stock, nearest use first; only the first `_left` of it are still there.
+        self._rows = self._times = np.empty(0, np.int64)
+        self._left = 0
         self._heap: list[tuple[int, int]] = []
 
-    def rebuild(self, rows: NDArray[np.int64]) -> None:
-        """Take stock of all residents."""
-        times = self._foresight.next_use(rows, self._now)
+    @property
+    def wants_stock(self) -> bool:
+        """Whether :meth:`rebuild` is due: at first, and when the horizon has moved."""
+        return self._stock_base != self._foresight.base
+
+    def rebuild(self, rows: NDArray[np.int64], now: int) -> None:
+        """Take stock of all residents at time ``now``."""
+        self.now = self._walked = now
+        times = self._foresight.next_use(rows, self.now)
         nearest_first = np.argsort(times, kind="stable")
-        self._rows, self._times = rows[nearest_first].tolist(), times[nearest_first].tolist()
+        self._rows, self._times, self._left = rows[nearest_first], times[nearest_first], len(rows)
         self._heap.clear()
+        self._stock_base = self._foresight.base
 
     def add(self, row: int, next_use: int) -> None:
         """A newcomer, or a resident whose next use moved."""
@@ -178,27 +187,26 @@ class FarthestFirst:
 
     def advance(self, now: int) -> None:
         """Time is ``now``: what was used until ``lag`` uses before has another next use."""
-        if now <= self._now:
+        if now <= self.now:
             return
-        self._now = now
+        self.now = now
         end = now + 1 - self._lag
         if end > self._walked:
-            for row in (
-                self._foresight.used(self._walked, end).tolist() if end - self._walked < MAX_HORIZON // 2 else ()
-            ):
+            for row in self._foresight.used(self._walked, end).tolist():
                 if self._is_resident(row):
                     self.add(row, self.next_use(row))
             self._walked = end
 
     def next_use(self, row: int) -> int:
         """When a row is used next after now."""
-        return int(self._foresight.next_use(np.array([row]), self._now)[0])
+        return int(self._foresight.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:
         """Take out the resident with the farthest next use: (row, next use); None where no resident is known."""
-        while self._rows or self._heap:
-            if not self._heap or (self._rows and self._times[-1] >= -self._heap[0][0]):
-                stated, row = self._times.pop(), self._rows.pop()
+        while self._left or self._heap:
+            if not self._heap or (self._left and self._times[self._left - 1] >= -self._heap[0][0]):
+                self._left -= 1
+                stated, row = int(self._times[self._left]), int(self._rows[self._left])
             else:
                 negative, row = heapq.heappop(self._heap)
                 stated = -negative

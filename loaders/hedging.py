@@ -86,9 +86,9 @@ class Latencies:
 class Concurrency:
     """A gate for requests in flight, whose width follows the throughput.
 
-    After every two ``width`` answers it compares bytes a second with the round before. While requests wait at the gate and
-    a wider one brought at least 5 % more, it widens by a quarter; where widening brought nothing it goes back; every
-    now and then it tries again. It narrows by 30 % after a round of which more than a fifth was told to slow down.
+    After every two ``width`` answers it compares bytes a second with the round before. While requests wait at the gate
+    and a wider one brought at least 5 % more, it widens by a quarter; where widening brought nothing it goes back;
+    every now and then it tries again. After a round of which over a fifth was told to slow down it narrows by 30 %.
     """
 
     def __init__(self, start: int = 8, at_most: int = 64) -> None:

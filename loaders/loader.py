@@ -475,7 +475,8 @@ def _unpickle(
     epoch: int | None,
 ) -> DataLoader:
     location, storage_options = dataset
-    loader = DataLoader(**{**arguments, "dataset": open_dataset(location, storage_options=storage_options)})
+    opened = open_dataset(location, storage_options=storage_options, cache_dir=arguments["cache_dir"])
+    loader = DataLoader(**{**arguments, "dataset": opened})
     loader.load_state_dict(state)
     if epoch is not None:
         loader.set_epoch(epoch)

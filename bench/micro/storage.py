@@ -399,6 +399,7 @@ def _misses(sequence: list[int], capacity: int) -> int:
     rows = np.array(sequence)
     foresight = Foresight(lambda first, count: rows[first : first + count], len(sequence) * 2)
     policy = FarthestFirst(foresight, resident.__contains__)
+    policy.rebuild(rows[:0], 0)
     misses = 0
     for now, row in enumerate(sequence):
         policy.advance(now)

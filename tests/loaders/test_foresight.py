@@ -53,6 +53,8 @@ def simulate(sequence, capacity, horizon=None):
     misses = 0
     for now, row in enumerate(sequence):
         policy.advance(now)
+        if policy.wants_stock:
+            policy.rebuild(np.array(sorted(resident), np.int64), now)
         if row in resident:
             continue
         misses += 1

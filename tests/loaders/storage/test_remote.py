@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import tracemalloc
 
 import pytest
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
+from fuelrail.bench.micro.storage import make_dataset
 from fuelrail.loaders.fetch_plan import MAX_RANGE_BYTES
+from fuelrail.loaders.lookahead import Due, look_ahead
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import (
@@ -309,3 +312,26 @@ def test_spoilt_by_hand(serve, own, tmp_path):
     assert [bytes(take()) for take in takes[:3]] == spans_of(own)[:3]
     with pytest.raises(ChecksumError, match=rows[3][1].key):
         takes[3]()
+
+
+def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path):
+    peaks = []
+    limit = 2 << 20
+    for number, samples in enumerate((40, 120)):
+        dataset = make_dataset(tmp_path / str(number), samples, 20, scale=0.3)
+        longest = max(dataset.index.column("length"))
+        storage = open_storage(dataset, "remote")
+        coming = (Due(0, at, 0, at, at * 7 % samples, True) for at in range(samples))
+        asked = look_ahead(coming, dataset.index, storage.session(), limit)
+        tracemalloc.start()
+        try:
+            for ahead in asked:
+                ahead.take()
+                del ahead
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert sum(dataset.index.column("length")) > 4 * limit
+        # What is outstanding, the ranges of which a part was taken, and one sample more.
+        assert peaks[-1] < 2 * limit + 3 * longest
+    assert peaks[1] < peaks[0] * 1.2
