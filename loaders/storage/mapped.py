@@ -94,7 +94,7 @@ class MappedShards:
     def __init__(self, dataset: Dataset, *, verify: bool = True, memory_bytes: int | None = None) -> None:
         self._dataset, self._verify = dataset, verify
         self._num_shards = len(dataset.manifest.shards)
-        self._files: OpenShards[_MappedFile] = OpenShards(self._map, open_files_limit(2))
+        self._files: OpenShards[_MappedFile] = OpenShards(partial(_map, dataset), open_files_limit(2))
         budget = available_memory_bytes() if memory_bytes is None else memory_bytes
         total = sum(shard.bytes for shard in dataset.manifest.shards)
         # Below 1 the part of the samples, by their digest, whose pages stay.
@@ -148,10 +148,6 @@ class MappedShards:
             check_span(row, span, file.path.name)
         return span
 
-    def _map(self, number: int) -> _MappedFile:
-        entry = self._dataset.manifest.shards[number]
-        return _MappedFile(self._dataset.root / entry.name, entry.bytes)
-
     def _populate(self, file: _MappedFile, row: IndexRow) -> None:
         """See that a span's pages can be touched, or raise where that would end in SIGBUS."""
         if file.is_cached(row.offset, row.length):
@@ -172,6 +168,12 @@ class MappedShards:
             raise StorageError(
                 f"cannot be read: {os.strerror(error)}", shard=file.path.name, offset=row.offset, key=row.key
             )
+
+
+# No method: the files would refer to the storage that holds them, and stay mapped until the garbage collector comes.
+def _map(dataset: Dataset, number: int) -> _MappedFile:
+    entry = dataset.manifest.shards[number]
+    return _MappedFile(dataset.root / entry.name, entry.bytes)
 
 
 class _MappedSession:

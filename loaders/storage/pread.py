@@ -47,7 +47,7 @@ class PreadShards:
 
     def __init__(self, dataset: Dataset, *, verify: bool = True, retry: RetryPolicy | None = None) -> None:
         self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
-        self._files: OpenShards[ShardFile] = OpenShards(self._open, open_files_limit(1))
+        self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset), open_files_limit(1))
         self._buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
@@ -89,10 +89,6 @@ class PreadShards:
         """Close all files."""
         self._files.clear()
 
-    def _open(self, number: int) -> ShardFile:
-        entry = self._dataset.manifest.shards[number]
-        return ShardFile(self._dataset.root / entry.name, entry.bytes)
-
     def _read(self, row: IndexRow) -> memoryview:
         file = self._files[row.shard]
         buffer = self._buffers.take(row.length)
@@ -121,6 +117,12 @@ class PreadShards:
         except OSError as error:
             name = self._dataset.manifest.shards[row.shard].name
             raise StorageError(f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key) from error
+
+
+# No method: the files would refer to the storage that holds them, and stay open until the garbage collector comes.
+def _open(dataset: Dataset, number: int) -> ShardFile:
+    entry = dataset.manifest.shards[number]
+    return ShardFile(dataset.root / entry.name, entry.bytes)
 
 
 class _PreadSession:

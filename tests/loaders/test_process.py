@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -111,3 +113,31 @@ def test_it_starts_no_process(tiny):
     with DataLoader(tiny, 2) as loader:
         next(iter(loader))
         assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize("storage", ["mapped", "pread"])
+def test_a_dropped_loader_gives_its_files_back_at_once(tiny, storage):
+    """Not when the garbage collector comes: a loop that opens loaders must not run out of files, nor map them all."""
+
+    def counts():
+        process = psutil.Process()
+        return (
+            process.num_fds(),
+            threading.active_count(),
+            sum(str(tiny) in mapped.path for mapped in process.memory_maps()),
+        )
+
+    list(DataLoader(tiny, 2, num_workers=1, storage=storage))  # what libraries open on first use stays open
+    gc.collect()
+    gc.disable()
+    try:
+        before = counts()
+        for number in range(20):
+            loader = DataLoader(tiny, 2, num_workers=1, storage=storage)
+            next(iter(loader))
+            if number % 2:
+                loader.close()
+            del loader
+        assert counts() == before
+    finally:
+        gc.enable()
