@@ -194,11 +194,13 @@ class Requester:
     async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
         """The ``length`` bytes that ``get()`` brings. Raises FetchFailedError."""
         loop = asyncio.get_running_loop()
-        started = loop.time()
+        started: float | None = None  # the deadline is for storage, not for the queue in front of it
         failures = short = 0
         while True:
             try:
                 async with self.concurrency:
+                    if started is None:
+                        started = loop.time()
                     data = await self._attempt(get, started + self._retry.deadline_s)
                 view = memoryview(data).cast("B")
                 if len(view) == length:
@@ -214,7 +216,7 @@ class Requester:
             if fault.kind == "throttled":
                 self.concurrency.throttled(loop.time())
             pause_s = self._retry.delay_s(failures, random.random())
-            elapsed_s = loop.time() - started
+            elapsed_s = loop.time() - (started or loop.time())
             if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
                 raise FetchFailedError(fault, failures, elapsed_s)
             self.retries += 1

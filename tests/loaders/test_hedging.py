@@ -82,6 +82,12 @@ class TestRetries:
         assert error.fault.kind == "transient"
         assert error.num_attempts > 5
 
+    def test_waiting_for_ones_turn_does_not_count(self):
+        retry = RetryPolicy(deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+        server = Server(*[0.06] * 5, OSError("x"))
+        answers = fetch(requester(retry, hedge=None, start=1, at_most=1), server, 6)
+        assert [bytes(data) for data in answers] == [DATA] * 6
+
     def test_a_stall_ends_with_the_attempts_time(self):
         made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001), hedge=None)
         server = Server(None, None)
