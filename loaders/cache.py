@@ -57,6 +57,7 @@ _FOLDER_BITS: Final = 10
 _OPEN_FILES: Final = 128
 _PART_OF_FREE_SPACE: Final = 0.8
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
+_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNITS: Final = {
     "": 1,
     "K": 10**3,
@@ -173,6 +174,19 @@ class SpanCache:
             _LOG.info("cache '%s' also holds %d other datasets; cache_size is for each", cache_dir, len(others))
         index = dataset.index
         return cls(folder, fingerprint, len(index), lambda row: index.row(row).length, max_bytes)
+
+    @classmethod
+    def open_or_warn(
+        cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
+    ) -> Self | None:
+        """As :meth:`open_for`; None, with a warning, where the disk is full already."""
+        try:
+            return cls.open_for(dataset, cache_dir, cache_size)
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _DISK_FULL:
+                _LOG.warning("%s; going on without a cache", error)
+                return None
+            raise
 
     def foresee(self, foresight: Foresight | None, uses_per_step: int = 0) -> None:
         """From now on evict by this foresight (of an iteration that begins), or not at all."""
@@ -356,7 +370,7 @@ class SpanCache:
             os.posix_fallocate(fd, 0, size)
             os.ftruncate(fd, size)
         mapped = mmap.mmap(fd, size)
-        self._header = np.frombuffer(mapped, np.int64, 1)
+        self._header = np.frombuffer(mapped, "<i8", 1)
         self._table = np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
 
     def _take_stock(self) -> None:
@@ -421,7 +435,11 @@ def parse_size(size: int | str) -> int:
 
 def _part_of_free_space(base: Path, folder: Path) -> int:
     free = shutil.disk_usage(base).free
-    here = sum(entry.stat().st_size for entry in folder.glob("data/*/*")) if folder.is_dir() else 0
+    try:
+        with (folder / "table").open("rb") as table:
+            here = int.from_bytes(table.read(8), "little")
+    except FileNotFoundError:
+        here = 0
     return max(1, int((free + here) * _PART_OF_FREE_SPACE))
 
 

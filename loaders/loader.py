@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.storage import Session, StorageStats
     from fuelrail.pipeline.manifest import LidarEntry
+    from fuelrail.pipeline.retry import RetryPolicy
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -127,6 +128,7 @@ class DataLoader:
         cache_size: bytes that it may take, or a text such as "500GB"; None: 80 % of the free space. When full, the
             sample whose next use is farthest goes.
         look_ahead_bytes: samples asked for before their turn, at most; None: 64 MiB locally, 256 MiB remotely.
+        retry: how long to try when storage fails or does not answer; None: 120 s from the first attempt on.
         on_error: "raise" on a bad sample (wrong digest, cut off, does not decode), or "substitute" the next good one of
             the order, the same on every run.
         max_bad: so many distinct bad samples may be substituted on this rank; one more is an error.
@@ -173,6 +175,7 @@ class DataLoader:
         cache_dir: str | os.PathLike[str] | None = None,
         cache_size: int | str | None = None,
         look_ahead_bytes: int | None = None,
+        retry: RetryPolicy | None = None,
         on_error: OnError = "raise",
         max_bad: int = MAX_BAD,
         quarantine: str | os.PathLike[str] | None = QUARANTINE_FILE,
@@ -211,6 +214,7 @@ class DataLoader:
             storage_options=storage_options,
             cache_dir=cache_dir,
             cache_size=cache_size,
+            retry=retry,
         )
         self._look_ahead_bytes = self._storage.look_ahead_bytes if look_ahead_bytes is None else look_ahead_bytes
         _at_least_1("look_ahead_bytes", self._look_ahead_bytes)

@@ -95,5 +95,5 @@ def _remote(
         verify=verify,
         storage_options=options,
         retry=retry,
-        make_cache=None if cache_dir is None else partial(SpanCache.open_for, dataset, cache_dir, cache_size),
+        make_cache=None if cache_dir is None else partial(SpanCache.open_or_warn, dataset, cache_dir, cache_size),
     )

@@ -71,7 +71,7 @@ class RemoteShards:
         retry: RetryPolicy | None = None,
         hedge: HedgePolicy | None = HedgePolicy(),  # noqa: B008 - immutable
         concurrency: int = 64,
-        make_cache: Callable[[], SpanCache] | None = None,
+        make_cache: Callable[[], SpanCache | None] | None = None,
     ) -> None:
         self.dataset = dataset
         self._make_client, self._make_cache = make_client, make_cache

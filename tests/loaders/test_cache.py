@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import shutil
 import signal
 import time
 from functools import partial
@@ -210,6 +211,28 @@ class TestTrouble:
         assert read(cache, 0) == bytes(span(0))
         assert cache._used == BYTES
         assert not list((tmp_path / "tmp").iterdir())
+
+    def test_a_disk_that_is_full_at_the_start_is_done_without(self, pristine, tmp_path, caplog):
+        dataset = open_dataset(pristine)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            storage = open_storage(dataset, cache_dir=tmp_path, cache_size="1GB")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert "going on without a cache" in caplog.text
+        assert bytes(storage.span(*rows_of(dataset)[0])) == spans_of(pristine)[0]
+        assert storage.stats().cache_bytes == 0
+
+    def test_the_default_size_is_a_part_of_the_free_space_and_counts_what_is_here(self, pristine, tmp_path):
+        dataset = open_dataset(pristine)
+        for _ in range(2):
+            cache = SpanCache.open_for(dataset, tmp_path, None)
+            assert 0 < cache._max_bytes < 0.9 * (shutil.disk_usage(tmp_path).free + 10**9)
+            assert cache.put(0, memoryview(bytes(dataset.index.row(0).length))) or cache.open(0, 1)
+            cache.close()
 
     def test_killed_while_writing_nothing_half_is_ever_seen(self, tmp_path):
         def write_for_ever():
