@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from fuelrail.bench.micro.decode import SOURCE_WH, made_image
@@ -15,7 +16,7 @@ from fuelrail.bench.micro.metadata import CHANNELS, sample_members
 from fuelrail.bench.synthetic_index import file_entry, write_manifest
 from fuelrail.pipeline import codecs
 from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
+from fuelrail.pipeline.index import INDEX_FILE, ROWS_PER_BATCH, IndexRow, MemberEntry, write_index
 from fuelrail.pipeline.manifest import MANIFEST_FILE, CameraEntry, encode_manifest
 from fuelrail.pipeline.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
@@ -73,5 +74,34 @@ def write_cameras(folder: Path, num_samples: int, *, num_shards: int = 4, image:
         CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in CHANNELS
     )
     manifest = msgspec.structs.replace(manifest, cameras=cameras, fingerprint="")
+    (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    return open_dataset(folder)
+
+
+def write_large(folder: Path, source: Dataset, num_samples: int) -> Dataset:
+    """A dataset of ``num_samples`` whose index repeats the entries of ``source``, which has one shard; and open it.
+
+    The index's first block of rows comes from the index writer, the others are copies of it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    index, (shard,) = source.index, source.manifest.shards
+    (folder / shard.name).symlink_to((source.root / shard.name).resolve())
+    block = folder / "block.arrow"
+    rows = (index.row(number % len(index)) for number in range(ROWS_PER_BATCH))
+    write_index(block, rows, index.names, index.codecs)
+    with pa.memory_map(str(block)) as mapped:
+        reader = pa.ipc.open_file(mapped)
+        batch = reader.get_batch(0)
+        with pa.OSFile(str(folder / INDEX_FILE), "wb") as sink, pa.ipc.new_file(sink, reader.schema) as writer:
+            for first in range(0, num_samples, ROWS_PER_BATCH):
+                writer.write_batch(batch.slice(0, min(ROWS_PER_BATCH, num_samples - first)))
+    block.unlink()
+    ((name, split),) = source.manifest.splits.items()
+    manifest = msgspec.structs.replace(
+        source.manifest, num_samples=num_samples, files=(file_entry(folder / INDEX_FILE),),
+        shards=(msgspec.structs.replace(shard, num_samples=num_samples),),
+        splits={name: msgspec.structs.replace(split, num_samples=num_samples)},
+    )  # fmt: skip
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return open_dataset(folder)

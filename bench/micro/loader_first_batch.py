@@ -1,9 +1,9 @@
 """Seconds to the first batch: Fuelrail beside torch's DataLoader with worker processes over webdataset.
 
-``python -m fuelrail.bench.micro.loader_first_batch WORK [--large FOLDER] [--rounds N] [--out FILE]``. Same shards, same
+``python -m fuelrail.bench.micro.loader_first_batch WORK [--large N] [--rounds N] [--out FILE]``. Same shards, same
 batch (8 samples of six 1600x900 images to 704x256), in the page cache. Each start is a process of its own, the
-candidates taking turns, and its clock runs from the end of the imports. ``--large``: also start on a dataset there,
-such as the ten million samples that ``fuelrail.bench.micro.restore --loaders fuelrail-images`` writes.
+candidates taking turns, and its clock runs from the end of the imports. ``--large``: also start on a
+dataset of so many samples, whose index repeats the small one's entries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.loader_data import write_cameras
+from fuelrail.bench.micro.loader_data import write_cameras, write_large
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,11 +131,11 @@ def _cpu_s() -> float:
     return time.process_time() + sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(candidates: Sequence[_Candidate], rounds: int) -> list[Starts]:
-    """Start each candidate in turns, once to warm the page cache up and then ``rounds`` times."""
+def measure(candidates: Sequence[_Candidate], rounds: int, *, quick: bool) -> list[Starts]:
+    """Start each candidate in turns, once to warm the page cache up (but not if ``quick``), then ``rounds`` times."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
     times: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in candidates}
-    for number in range(rounds + 1):
+    for number in range(quick, rounds + 1):
         for candidate in candidates:
             command = [sys.executable, "-m", __spec__.name, "WORK", "--child", candidate.kind, str(candidate.folder)]
             output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
@@ -161,9 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the data, measure, print a table and, with ``--out``, write the report."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.loader_first_batch")
     parser.add_argument("work", type=Path, metavar="WORK", help="folder for the dataset")
-    parser.add_argument("--large", type=Path, metavar="FOLDER", help="another dataset to start on")
+    parser.add_argument("--large", type=int, metavar="N", help="start on a dataset of N samples too (300 bytes each)")
     parser.add_argument("--samples", type=int, default=256, help="samples of the dataset (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="starts of each candidate (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one start each, to see that it runs")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of the webdataset candidates")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--child", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
@@ -174,17 +175,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_cameras(folder, options.samples)
     candidates = [_Candidate("fuelrail", "fuelrail", folder, options.samples)]
     if options.large is not None:
-        from fuelrail.pipeline.dataset import open_dataset
-
-        count = open_dataset(options.large).manifest.num_samples
-        candidates.append(_Candidate(f"fuelrail, {count} samples", "fuelrail", options.large, count))
+        large = options.work / "large"
+        write_large(large, write_cameras(options.work / "one", options.samples, num_shards=1), options.large)
+        candidates.append(_Candidate(f"fuelrail, {options.large} samples", "fuelrail", large, options.large))
     candidates += [
         _Candidate(f"torch workers, webdataset, {recipe}", recipe, folder, options.samples)
         for recipe in options.recipes
     ]
-    report = FirstBatchReport(
-        benchmark="loader_first_batch", machine=machine_facts(), candidates=measure(candidates, options.rounds)
-    )
+    starts = measure(candidates, 1 if options.quick else options.rounds, quick=options.quick)
+    report = FirstBatchReport(benchmark="loader_first_batch", machine=machine_facts(), candidates=starts)
     for entry in report.candidates:
         print(f"{entry.name:<32} {entry.median_s:7.3f} s  {entry.ratio:5.2f} x  CPU {entry.median_cpu_s:.2f} s")  # noqa: T201
     if options.out is not None:

@@ -49,9 +49,12 @@ def test_the_recipes_give_what_the_loader_gives(recipe):
 
 def test_first_batch(tmp_path):
     out = tmp_path / "report.json"
-    arguments = [str(tmp_path), "--samples", "16", "--rounds", "1", "--recipes", "half", "--out", str(out)]
+    arguments = [str(tmp_path), "--samples", "16", "--quick", "--recipes", "half", "--large", "70000"]
+    arguments += ["--out", str(out)]
     assert loader_first_batch.main(arguments) == 0
     report = json.loads(out.read_text())
-    assert [entry["name"] for entry in report["candidates"]] == ["fuelrail", "torch workers, webdataset, half"]
+    assert [entry["name"] for entry in report["candidates"]] == [
+        "fuelrail", "fuelrail, 70000 samples", "torch workers, webdataset, half",
+    ]  # fmt: skip
     assert report["candidates"][0]["ratio"] == 1
     assert all(entry["median_s"] > 0 for entry in report["candidates"])
