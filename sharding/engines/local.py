@@ -5,16 +5,13 @@ The bytes are the same; so is what is on disk after any of them is killed.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
-import os
-import signal
-import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.sharding.processes import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
 
 if TYPE_CHECKING:
@@ -52,7 +49,7 @@ def _in_processes(
         pending: set[Future[ShardDone]] = set()
         try:
             while True:
-                with _ctrl_c_waits():
+                with ctrl_c_waits():
                     for number in numbers:
                         pending.add(pool.submit(_make, number))
                         if len(pending) >= num_workers * _TASKS_AHEAD:
@@ -75,25 +72,14 @@ def _in_processes(
                 future.cancel()
 
 
-@contextlib.contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
-    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 _writer: ShardWriter
 _pulse: Callable[[int], None]
 
 
 def _start_worker(job: WriteJob, written: Any, stop: Any) -> None:  # noqa: ANN401 - multiprocessing's are unnamed
-    """Set up a worker process: Ctrl-C is the parent's business, and a worker doesn't outlive its parent."""
+    """Set up a worker process: its writer, and how it tells of its progress and learns that it is to stop."""
     global _writer, _pulse
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    set_up_worker()
     _writer = ShardWriter(job)
 
     def pulse(num_bytes: int) -> None:
@@ -107,11 +93,3 @@ def _start_worker(job: WriteJob, written: Any, stop: Any) -> None:  # noqa: ANN4
 
 def _make(number: int) -> ShardDone:
     return _writer.make(number, _pulse)
-
-
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        with contextlib.suppress(OSError):
-            parent.join()
-        os._exit(1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
-import threading
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -20,6 +17,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, FuelrailError
+from fuelrail.sharding.processes import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.synth.capture import Recorded, record
 from fuelrail.sharding.synth.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.synth.tables import make_tables, map_filename, splits
@@ -212,7 +210,9 @@ def _record_all(spec: WorldSpec, tasks: list[Capture], root: Path, num_workers: 
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(num_workers, len(tasks)), context, _start_worker)
     try:
-        for future in as_completed([pool.submit(record, spec, task, root) for task in tasks]):
+        with ctrl_c_waits():
+            futures = [pool.submit(record, spec, task, root) for task in tasks]
+        for future in as_completed(futures):
             yield future.result()
     except BrokenProcessPool as error:
         raise FuelrailError(
@@ -223,15 +223,6 @@ def _record_all(spec: WorldSpec, tasks: list[Capture], root: Path, num_workers: 
 
 
 def _start_worker() -> None:
-    """Set up a worker process: one thread, Ctrl-C is the parent's business, and no life after the parent's."""
+    """Set up a worker process, of one thread."""
+    set_up_worker()
     cv2.setNumThreads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        with contextlib.suppress(OSError):
-            parent.join()
-        os._exit(1)

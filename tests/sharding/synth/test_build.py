@@ -2,9 +2,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 import pytest
 import simplejpeg
 
@@ -140,6 +146,20 @@ def test_the_command_makes_a_world_and_then_says_that_it_is_there(
     assert refusal.startswith("fuelrail: error: ")
     assert "another synthetic world (seed 3, not 4)" in refusal
     assert refusal.count("\n") == 1
+
+
+def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuelrail", "synth", str(tmp_path / "world"), "--clips", "1", "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    started = psutil.Process(process.pid)
+    while process.poll() is None and not any("spawn_main" in " ".join(p.cmdline()) for p in started.children()):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the processes
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said == "fuelrail: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size", ["1600", "ax9", "1600x900x3", "-4x4"])
