@@ -16,7 +16,7 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
     parser.add_argument("key", nargs="?", help="sample key; left out: the first sample of the dataset")
     parser.add_argument("--image", metavar="YAML", help="image settings; default 704x256 from the bottom")
-    parser.add_argument("--train", action="store_true", help="draw the settings' random augmentation")
+    parser.add_argument("--train", action="store_true", help="augment as a loader does, for this seed and epoch")
     parser.add_argument("--seed", type=int, default=0, help="of the augmentation (default 0)")
     parser.add_argument("--epoch", type=int, default=0, help="of the augmentation (default 0)")
     parser.add_argument("--output", "-o", default="contact_sheet.png", metavar="PNG", help="default contact_sheet.png")
@@ -33,16 +33,20 @@ def _run_view(args: argparse.Namespace) -> int:
     from fuelrail.pipeline.dataset import open_dataset
     from fuelrail.pipeline.settings import load_yaml
 
+    for name in ("seed", "epoch"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name} {getattr(args, name)} must be 0 or more")
     output = Path(args.output)
     if output.suffix.lower() != ".png":
         raise ConfigError(f"--output {args.output!r} must end with .png")
     dataset = open_dataset(args.dataset)
     reader = SampleReader(dataset)
-    sample = reader.find(args.key) if args.key else reader.sample(0)
+    row = reader.find(args.key) if args.key else 0
+    sample = reader.sample(row)
     image = load_yaml(args.image, ImageAugment) if args.image else DEFAULT_IMAGE
     image = msgspec.structs.replace(image, train=args.train)
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    batch = decode_single(sample, cameras, image, seed=args.seed, epoch=args.epoch)
+    batch = decode_single(sample, cameras, image, seed=args.seed, epoch=args.epoch, row=row)
     sheet = contact_sheet(
         batch["img"][0].numpy(), batch["ego2img"][0].numpy(), cameras, sample.boxes, dataset.manifest.classes
     )

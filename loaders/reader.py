@@ -74,12 +74,13 @@ class SampleReader:
         """One whole sample; images are views of the mapped shard."""
         return self.parse(self.fetch(index))
 
-    def find(self, key: str) -> Sample:
-        """The sample with this key; raises OrderError where there is none. Searches the index from its start."""
+    def find(self, key: str) -> int:
+        """Row of the sample with this key; raises OrderError where there is none. Searches the index from its start."""
         index = self._dataset.index.find(key)
         if index is None:
-            raise OrderError(f"dataset '{self._dataset.root}' has no sample {key!r}; `fuelrail inspect` lists keys")
-        return self.sample(index)
+            there = f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
+            raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {there}")
+        return index
 
     def _shard_name(self, row: IndexRow) -> str:
         return self._dataset.shard_path(row).name

@@ -37,10 +37,13 @@ _PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_le
 
 
 def decode_single(
-    sample: Sample, cameras: Sequence[str], image: ImageAugment, *, seed: int, epoch: int
+    sample: Sample, cameras: Sequence[str], image: ImageAugment, *, seed: int, epoch: int, row: int
 ) -> dict[str, Any]:
-    """Decode and assemble one sample as a batch of one, through the loader's own decoder and matrices."""
-    maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=epoch, sample=0)
+    """Decode and assemble one sample as a batch of one, through the loader's own decoder and matrices.
+
+    ``row`` is the sample's in the index: with the seed and the epoch it decides the augmentation, as in the loader.
+    """
+    maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=epoch, sample=row)
     images = np.zeros((1, len(cameras), 3, image.height, image.width), np.uint8)
     decoder = make_decoder("auto")
     for number, (channel, image_map) in enumerate(zip(cameras, maps, strict=True)):

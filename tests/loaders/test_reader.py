@@ -49,8 +49,8 @@ def test_points_are_left_out_where_not_wanted(dataset) -> None:
 
 def test_samples_by_key(dataset) -> None:
     reader = SampleReader(dataset)
-    assert reader.find("clip-0001-000001").key == "clip-0001-000001"
-    with pytest.raises(OrderError, match=r"has no sample 'clip-9'; `fuelrail inspect` lists keys"):
+    assert reader.sample(reader.find("clip-0001-000001")).key == "clip-0001-000001"
+    with pytest.raises(OrderError, match=f"has no sample 'clip-9'; the first of its 6 is '{reader.sample(0).key}'"):
         reader.find("clip-9")
 
 

@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.__main__ import main
-from fuelrail.loaders.view import NEAR_M, contact_sheet, project_segment
+from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders.reader import SampleReader
+from fuelrail.loaders.view import NEAR_M, contact_sheet, decode_single, project_segment
+from fuelrail.pipeline.dataset import open_dataset
 from support.datasets import build_dataset, make_boxes
 
 K = np.array([[300.0, 0, 159.5], [0, 300.0, 99.5], [0, 0, 1]])
@@ -63,6 +66,20 @@ def root(tmp_path_factory):
     return root
 
 
+def test_the_augmentation_is_the_loaders(root):
+    image = ImageAugment(height=48, width=64, train=True, resize_range=(0.5, 0.9), flip_prob=0.5, rotate_deg=(-9, 9))
+    dataset = open_dataset(root)
+    reader = SampleReader(dataset)
+    cameras = [camera.channel for camera in dataset.manifest.cameras]
+    with DataLoader(dataset, 1, image=image, seed=5, world=World()) as loader:
+        loader.set_epoch(2)
+        for batch in loader:
+            row = reader.find(batch["sample_key"][0])
+            single = decode_single(reader.sample(row), cameras, image, seed=5, epoch=2, row=row)
+            assert batch["img"].equal(single["img"])
+            assert batch["ego2img"].equal(single["ego2img"])
+
+
 class TestCommand:
     def test_writes_the_picture_of_the_sample_asked_for(self, root, tmp_path, capsys):
         out = tmp_path / "sheet.png"
@@ -75,6 +92,7 @@ class TestCommand:
         [
             (["nobody", "--output", "x.png"], "no sample 'nobody'"),
             (["--output", "x.jpg"], "must end with .png"),
+            (["--epoch", "-1"], "--epoch -1 must be 0 or more"),
             (["--output", "no/such/folder/x.png"], "cannot be written"),
             (["--image", "no.yaml"], "no.yaml"),
         ],
