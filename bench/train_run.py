@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 from pathlib import Path
@@ -83,7 +84,7 @@ def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[
     not_negative = dict.fromkeys(("warmup", "seed", "price_per_gpu_hour", "learning_rate"), 0)
     for name, least in (positive | not_negative).items():
         value = getattr(arguments, name)
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:  # so put, NaN is refused too
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be {least} or more")
     profile = _profile(arguments.accelerator)
     steps = arguments.steps if arguments.steps is not None or arguments.epochs is not None else 60

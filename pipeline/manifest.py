@@ -144,7 +144,7 @@ def load_manifest(root: str | os.PathLike[str]) -> Manifest:
         reason = "has no dataset.json: sharding has not finished there" if Path(root).is_dir() else "is not a folder"
         raise DatasetNotReadyError(f"'{root}' {reason}; make it with `fuelrail shard SOURCE {root}`") from error
     except OSError as error:
-        raise ManifestError(f"'{file}' cannot be read: {error}") from error
+        raise ManifestError(f"'{file}' cannot be read: {error.strerror}") from error
     return decode_manifest(data, str(file))
 
 
