@@ -112,7 +112,8 @@ class TestImports:
             [*PROJECT["dependencies"], *(r for e in extras.keys() - {"test", "dev"} for r in extras[e])]
         )
         # What an extra brings under another name, so that it need not be installed for this test.
-        known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "ray": "ray", "botocore": "s3fs", "spdl": "spdl"}
+        known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
+        known |= {name: name for name in ("ray", "spdl")}
         providers = packages_distributions()
         for file, tree in TREES.items():
             for top in {name.split(".")[0] for name in imported(tree)} - sys.stdlib_module_names - {"fuelrail"}:
