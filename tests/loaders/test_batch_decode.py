@@ -147,6 +147,18 @@ def test_pixels_on_a_device_are_refused() -> None:
     check_pixels(Batched("cpu"), PIXELS)
 
 
+@pytest.mark.skipif(not (HAS_DALI and torch.cuda.is_available()), reason="needs NVIDIA DALI and a CUDA GPU")
+def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
+    options = {"pixels": PixelAugment(), "points": True}
+    for a, b in zip(load(dataset, "dali", **options), load(dataset, "dali", device="cuda", **options), strict=True):
+        assert a["sample_key"] == b["sample_key"]
+        assert b["img"].device.type == "cuda"
+        difference = a["img"].float() - b["img"].cpu().float()
+        assert float(difference.abs().mean()) < 4.0
+        for name in ("ego2img", "ida_mat", "bda_mat"):
+            assert torch.equal(a[name], b[name].cpu()), name
+
+
 @pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
 def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None:
     for a, b in zip(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidi
 
 from fuelrail.loaders.decode import dali
 
+if TYPE_CHECKING:
+    from fuelrail.loaders.decode import ImageDecoder
+
 SIZES = [(320, 180), (64, 64), (250, 333), (401, 97)]
 AUGMENT = ImageAugment(
     height=48, width=64, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
@@ -26,6 +30,31 @@ AUGMENT = ImageAugment(
 
 class TestDali(DecoderSuite):
     backend = "dali"
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@needs_gpu
+class TestDaliOnGpu(DecoderSuite):
+    backend = "dali"
+
+    @pytest.fixture
+    def decoder(self) -> ImageDecoder:
+        return make_decoder("dali", "cuda")
+
+
+@needs_gpu
+def test_both_devices_agree() -> None:
+    encoded, maps = batch(40)
+    on_cpu = torch.empty((40, 3, 48, 64), dtype=torch.uint8)
+    assert make_decoder("dali").decode_batch(encoded, maps, on_cpu) == [None] * 40
+    decoder = make_decoder("dali", "cuda")
+    on_gpu = decoder.new_output((40, 3, 48, 64))
+    assert decoder.decode_batch(encoded, maps, on_gpu) == [None] * 40
+    # What another stream queues afterwards sees finished pixels.
+    copied = on_gpu.to("cpu")
+    assert psnr_db(copied.flatten(0, 1).numpy(), on_cpu.flatten(0, 1).numpy()) > 38.0
 
 
 def batch(count: int, augment: ImageAugment = AUGMENT) -> tuple[list[bytes], list[ImageMap]]:
