@@ -133,6 +133,8 @@ def parse_size(text: str) -> int:
 
 def parse_splits(text: str) -> Splits:
     """``train=0.8,val=0.2``, or the name of a JSON or YAML file that maps split names to lists of clip names."""
+    if not text.strip():
+        raise ConfigError("--splits is empty: write train=0.8,val=0.2, or name a file")
     if "=" not in text:
         return _read_splits(Path(text))
     splits: Splits = {}

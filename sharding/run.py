@@ -64,6 +64,8 @@ def shard(
     """
     if num_workers < 1:
         raise ConfigError(f"{num_workers} workers are too few: 1 at least")
+    if not os.fspath(out):
+        raise ConfigError("the output folder has no name")  # abspath would make it the current one
     folder = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow links
     check_out(folder)
     source = make_source(spec)

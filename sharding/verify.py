@@ -162,11 +162,12 @@ class _ShardCheck:
         try:
             with (self._folder / shard.name).open("rb") as file:
                 view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            self._check(shard, view)
-        except ValueError:
+        except ValueError:  # how mmap says it
             self._fault(f"is empty, the manifest says {shard.bytes} bytes")
         except OSError as error:
             self._fault(f"cannot be read: {error.strerror}")
+        else:
+            self._check(shard, view)
         return self
 
     def _fault(self, text: str, offset: int | None = None, key: str | None = None) -> None:

@@ -17,12 +17,13 @@ from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.manifest import LidarEntry
 from fuelrail.pipeline.schema import encode_arrays, encode_points
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.sharding.images import LFS_MAGIC
 from fuelrail.sharding.source import Channel, ScanInfo
 from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes_keyframes import Keyframes
 from fuelrail.sharding.sources.nuscenes_samples import ATTRIBUTE_TYPES, clip_ids, sample_attributes, sample_meta
 from fuelrail.sharding.sources.nuscenes_splits import source_splits
-from fuelrail.sharding.sources.nuscenes_tables import LFS_MAGIC, check_tables
+from fuelrail.sharding.sources.nuscenes_tables import check_tables
 from fuelrail.sharding.table import Reference
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ class NuScenesSource:
         if not ref.endswith(".bin"):
             return data
         row_bytes = 4 * len(POINT_COLUMNS)
-        if len(data) % row_bytes or data.startswith(LFS_MAGIC):
+        if data.startswith(LFS_MAGIC):
+            raise SourceError(f"lidar file '{path}' is a git-LFS pointer; run `git lfs pull` in the source first")
+        if len(data) % row_bytes:
             raise SourceError(f"lidar file '{path}' of {len(data)} bytes does not hold points of {row_bytes} bytes")
         return encode_points(np.frombuffer(data, "<f4").reshape(-1, len(POINT_COLUMNS)))
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.images import LFS_MAGIC
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +30,6 @@ TABLES: Final = (
     "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
     "sample_data", "scene", "sensor", "visibility",
 )  # fmt: skip
-LFS_MAGIC: Final = b"version https://git-lfs"
 _PIECE_BYTES: Final = 8 << 20
 
 Vector3 = tuple[float, float, float]

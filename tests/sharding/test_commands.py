@@ -138,7 +138,9 @@ def test_unknown_options(run, source, tmp_path):
     assert "known kinds: nuscenes, fuelrail" in refused(run("shard", "kitti:/data", tmp_path / "out"))
     assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
     assert "compression_level" in refused(shard(run, source.root, tmp_path / "out", "--compression", "99"))
-    assert "0 workers" not in refused(shard(run, source.root, tmp_path / "out", "--shard-size", "1"))
+    assert "size '1' is under 1024 bytes" in refused(shard(run, source.root, tmp_path / "out", "--shard-size", "1"))
+    assert "--splits is empty" in refused(shard(run, source.root, tmp_path / "out", "--splits", ""))
+    assert "output folder has no name" in refused(shard(run, source.root, ""))
     assert "-1 workers are too few" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
     assert not (tmp_path / "out").exists()
 
@@ -166,6 +168,19 @@ def test_pointers_instead_of_tables(run, tmp_path):
     sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
     assert "git-LFS pointer" in sentence
     assert "git lfs pull" in sentence
+
+
+def test_pointers_instead_of_sensor_files(run, source, tmp_path):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 17\n"
+    for channel in ("CAM_BACK", "LIDAR_TOP"):
+        root = tmp_path / channel
+        shutil.copytree(source.root, root)
+        victim = next((root / "samples" / channel).iterdir())
+        victim.write_bytes(pointer.ljust(140, b"\n"))  # a multiple of a point's 20 bytes
+        sentence = refused(shard(run, root, tmp_path / f"{channel}-out"))
+        assert victim.name in sentence
+        assert "a git-LFS pointer" in sentence
+        assert "git lfs pull" in sentence
 
 
 def test_a_missing_camera_file(run, source, tmp_path):
