@@ -27,7 +27,7 @@ STREAMPETR = ImageAugment(height=256, width=704, train=True, resize_range=(0.38,
 
 
 def bevdet_reference(wh: tuple[int, int], draws: np.ndarray) -> ImageMap:
-    """BEVDet's `sample_augmentation`, as DOMAIN states it, fed with our uniforms in the place of numpy's."""
+    """BEVDet's `sample_augmentation`, as published, fed with our uniforms in the place of numpy's."""
     width, height = wh
     resize = 704 / width + (-0.06 + 0.17 * draws[0])
     new_width, new_height = int(width * resize), int(height * resize)
