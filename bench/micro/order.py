@@ -11,8 +11,10 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +26,7 @@ from fuelrail.pipeline.order import Layout, Order, OrderSpec
 from fuelrail.pipeline.permutation import KeyedPermutation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 NUM_POSITIONS = 1_000_000
 LARGE = 1_000_000_000
@@ -47,6 +49,7 @@ class OrderReport(msgspec.Struct, frozen=True, kw_only=True):
     machine: MachineFacts
     num_positions: int
     positions_per_s: dict[str, float]
+    positions_per_cpu_s: dict[str, float]
     comparisons: list[Comparison]
     memory: list[Memory]
 
@@ -58,21 +61,28 @@ def make_order(kind: str, num_samples: int) -> Order:
     return Order(OrderSpec(kind="windowed", window=16) if kind == "windowed" else OrderSpec(kind="shuffled"), layout, 0)
 
 
-def measure(effort: Effort, num_positions: int = NUM_POSITIONS) -> Comparison:
+def candidates(num_positions: int) -> dict[str, Callable[[], object]]:
     """numpy's shuffle of ``num_positions`` beside as many positions of orders of a billion samples."""
     positions = np.arange(num_positions) + LARGE // 2
     shuffled = KeyedPermutation(LARGE, 1)
-    return compare(
-        f"{num_positions:,} positions",
-        {
-            "numpy Generator.permutation": partial(np.random.default_rng(0).permutation, num_positions),
-            "shuffled, n = 1e6": partial(KeyedPermutation(num_positions, 1), np.arange(num_positions)),
-            "shuffled, n = 1e9": partial(shuffled, positions),
-            "shuffled, n = 1e9, inverse": partial(shuffled.inverse, positions),
-            "windowed, n = 1e9": partial(make_order("windowed", LARGE), positions),
-        },
-        effort,
-    )
+    return {
+        "numpy Generator.permutation": partial(np.random.default_rng(0).permutation, num_positions),
+        "shuffled, n = 1e6": partial(KeyedPermutation(num_positions, 1), np.arange(num_positions)),
+        "shuffled, n = 1e9": partial(shuffled, positions),
+        "shuffled, n = 1e9, inverse": partial(shuffled.inverse, positions),
+        "windowed, n = 1e9": partial(make_order("windowed", LARGE), positions),
+    }
+
+
+def cpu_s_per_call(work: Callable[[], object]) -> float:
+    """CPU time of one call [s], median of nine: what other programs on the machine disturb least."""
+    work()
+    taken = []
+    for _ in range(9):
+        started = time.process_time()
+        work()
+        taken.append(time.process_time() - started)
+    return median(taken)
 
 
 def measure_memory(kind: str, num_samples: int) -> Memory:
@@ -103,20 +113,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.child:
         print(_child(options.child[0], int(options.child[1])))  # noqa: T201
         return 0
-    comparison = measure(QUICK, 10_000) if options.quick else measure(Effort())
     num_positions = 10_000 if options.quick else NUM_POSITIONS
+    works = candidates(num_positions)
+    comparison = compare(f"{num_positions:,} positions", works, QUICK if options.quick else Effort())
     memory = [measure_memory(kind, n) for kind in ("shuffled", "windowed") for n in (SMALL, LARGE)]
     report = OrderReport(
         benchmark="order",
         machine=machine_facts(),
         num_positions=num_positions,
         positions_per_s={entry.name: num_positions / entry.seconds_per_call for entry in comparison.entries},
+        positions_per_cpu_s={name: num_positions / max(cpu_s_per_call(work), 1e-9) for name, work in works.items()},
         comparisons=[comparison],
         memory=memory,
     )
     print(render(Report(benchmark=report.benchmark, machine=report.machine, comparisons=report.comparisons)))  # noqa: T201
     for name, rate in report.positions_per_s.items():
-        print(f"  {name}: {rate / 1e6:.1f} million positions/s")  # noqa: T201
+        per_cpu_s = report.positions_per_cpu_s[name]
+        print(f"  {name}: {rate / 1e6:.1f} million positions/s, {per_cpu_s / 1e6:.1f} per CPU second")  # noqa: T201
     for entry in memory:
         print(f"  {entry.kind}, n = {entry.num_samples:.0e}: peak {entry.peak_rss_bytes / 1e6:.1f} MB")  # noqa: T201
     if options.out is not None:
