@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MAX_SAMPLES: Final = 512
 """Small samples are not asked for farther ahead than this."""
 
+FIRST_BUNDLE: Final = 16
+"""Samples in a bundle until the window is nearly full for the first time: the first batch does not wait for the rest of it."""
+
 NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
 """Of batches whose order has nothing to say of its samples."""
 
@@ -54,13 +57,14 @@ def look_ahead(coming: Iterator[Due], index: SampleIndex, session: Session, max_
     """
     window: collections.deque[tuple[Ahead, int]] = collections.deque()
     waiting = 0
-    more = True
+    more, filled = True, False
     try:
         while more or window:
             if more and waiting <= max_bytes * 3 // 4 and len(window) <= MAX_SAMPLES * 3 // 4:
                 bundle: list[tuple[Due, IndexRow]] = []
                 broken: tuple[Due, FuelrailError] | None = None
-                while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES:
+                size = MAX_SAMPLES if filled else FIRST_BUNDLE
+                while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES and len(bundle) < size:
                     due = next(coming, None)
                     if due is None:
                         more = False
@@ -76,6 +80,7 @@ def look_ahead(coming: Iterator[Due], index: SampleIndex, session: Session, max_
                 takes = session.request([(due.row, entry) for due, entry in bundle])
                 for (due, entry), take in zip(bundle, takes, strict=True):
                     window.append((Ahead(due, entry, take), entry.length))
+                filled = filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
                 if broken is not None:
                     due, error = broken
                     window.append((Ahead(due, None, _Raise(error)), 0))

@@ -13,7 +13,7 @@ import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.lookahead import MAX_SAMPLES, Due, look_ahead
+from fuelrail.loaders.lookahead import FIRST_BUNDLE, MAX_SAMPLES, Due, look_ahead
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import (
@@ -183,8 +183,14 @@ class TestBounds:
         real = session.request
         session.request = lambda rows: asked.append(len(rows)) or real(rows)
         coming = (Due(0, n, 0, n, n % 21, True) for n in range(5000))
-        next(look_ahead(coming, dataset.index, session, 10**12))
-        assert asked == [MAX_SAMPLES]
+        ahead = look_ahead(coming, dataset.index, session, 10**12)
+        outstanding = []
+        for taken in range(200):
+            next(ahead)
+            outstanding.append(sum(asked) - taken)
+        assert asked[0] == FIRST_BUNDLE, "the first batch does not wait for the whole window"
+        assert max(outstanding) == MAX_SAMPLES
+        assert max(asked[-1:]) > FIRST_BUNDLE, "later ones are large, to be fetched as few ranges"
 
     def test_a_row_outside_the_index_is_told_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
