@@ -20,7 +20,7 @@ MAX_SAMPLES: Final = 512
 """Small samples are not asked for farther ahead than this."""
 
 FIRST_BUNDLE: Final = 16
-"""Samples in a bundle until the window is nearly full for the first time: the first batch does not wait for the rest of it."""
+"""Samples in a bundle until the window is nearly full for once: the first batch does not wait for the rest of it."""
 
 NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
 """Of batches whose order has nothing to say of its samples."""
