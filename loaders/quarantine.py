@@ -1,8 +1,8 @@
 """Bad samples: raise, or put the next good one of the order in their place; counted, listed, bounded.
 
 What takes the place of a bad sample depends on dataset and order alone: the sample at the next position of the epoch
-(after the last, the first), and if that is bad too the one behind it. So all runs, ranks and resumed runs agree, and
-no rank has fewer batches than the others.
+(after the last, the first; in lanes, the lane's next frame), and if that is bad too the one behind it. So all runs,
+ranks and resumed runs agree, and no rank has fewer batches than the others.
 
 Bad means that the sample itself is: its bytes differ from those written, do not decode, or are cut off. Storage that
 refuses or does not answer is no reason to train on something else: that is always raised.
@@ -29,6 +29,7 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
+from fuelrail.pipeline.lanes import LaneEpoch
 
 if TYPE_CHECKING:
     import os
@@ -100,8 +101,11 @@ class BadSamples:
             raise error
         if task.num_replaced >= self._length:
             raise BadSamplesError(f"no sample of the epoch is good; the last: {error}") from error
-        position = (task.position + 1) % self._length
-        row = int(self._order_of(task.slot.epoch)(np.array([position]))[0]) + self._first_row
+        order = self._order_of(task.slot.epoch)
+        # The next frame of the lane: another lane's would be of another clip.
+        stride = order.num_lanes if isinstance(order, LaneEpoch) else 1
+        position = (task.position + stride) % self._length
+        row = int(order(np.array([position]))[0]) + self._first_row
         entry = self._dataset.index.row(row)
         with self._lock:
             is_new = task.row not in self._bad

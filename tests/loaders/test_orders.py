@@ -112,6 +112,23 @@ def test_flags_reach_the_users_functions(root):
     assert [batch["at"].tolist() for batch in batches] == [batch["frame"] for batch in plain]
 
 
+def test_a_bad_frame_is_replaced_by_the_lanes_next(root, tmp_path):
+    own = tmp_path / "OUT"
+    build_dataset(own, {"val": (5,), "train": (9, 10, NUM - 19)})
+    whole = run(own, 4, 1, order=LANES)
+    bad = whole[1]["global_index"][2]
+    row = DataLoader(own, 1, world=World(), image=SMALL).dataset.index.row(bad)
+    shard = own / f"train-{row.shard - 1:06d}.tar"
+    content = bytearray(shard.read_bytes())
+    content[row.offset + row.length // 2] ^= 255
+    shard.write_bytes(content)
+    batches = run(own, 4, 1, order=LANES, on_error="substitute", quarantine=None)
+    assert batches[1]["global_index"][2] == whole[2]["global_index"][2]
+    batches[1]["global_index"][2], batches[1]["frame"][2] = bad, whole[1]["frame"][2]
+    batches[1]["clip_id"][2] = whole[1]["clip_id"][2]
+    assert batches == whole
+
+
 def test_batches_of_other_orders_have_no_lanes(root):
     with make(root, 4) as loader:
         assert {"lane", "prev_exists"}.isdisjoint(next(iter(loader)))
