@@ -1,4 +1,4 @@
-"""Every example trainer, really run, stopped at step 3 and resumed from its own checkpoint: the right samples each step.
+"""Every example trainer, really run, stopped at step 3 and resumed from its checkpoint: the right samples each step.
 
 The trainers beyond torch are tested where they are installed: ``pip install 'fuelrail[trainers]'``, deepspeed,
 megatron-core, ray[train].
@@ -102,7 +102,7 @@ def test_ray_train_goes_on_after_its_workers_died(tiny, tmp_path):
     paths = environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES)
     done = subprocess.run(
         [sys.executable, "-c", code, EXAMPLES, tiny, tmp_path],
-        capture_output=True, text=True, timeout=280, env={**environment(), "PYTHONPATH": paths},
+        capture_output=True, text=True, timeout=280, env={**environment(), "PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for rank, world in enumerate(DATA_PARALLEL):
