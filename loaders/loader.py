@@ -31,7 +31,7 @@ from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.compiled_order import compile_order
 from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.errors import ConfigError, WorldError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.stages import Observer, Pipeline, Stage, StageClock, add_clocks
@@ -267,6 +267,8 @@ class DataLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start the epoch, from its beginning or from where a restored state stands; ends an iteration under way.
 
+        That one raises FuelrailError if it is continued: never is an epoch short in silence.
+
         Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
         go on over the epoch's end, until :meth:`close` or garbage collection.
         """
@@ -395,6 +397,11 @@ class DataLoader:
                     self._go_on(following)
                 if self._ahead == following:  # and no other iteration has begun
                     self._position = following
+            elif handed_out < num_batches and self._pipeline is not None:
+                raise FuelrailError(
+                    f"another iteration of this loader has begun, which ended this one after {handed_out} of "
+                    f"{num_batches} batches: a loader has one position; make one for each"
+                )
         finally:
             hooks.warn_if_slow(pipeline.clocks())
             if self._pipeline is pipeline and handed_out < num_batches:

@@ -49,6 +49,8 @@ def resolve_world(world: World | DeviceMesh | None) -> World:
     """The data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
     if isinstance(world, World):
         return world
+    if world is not None and not hasattr(world, "mesh_dim_names"):
+        raise WorldError(f"world={world!r} is neither a World(rank, size) nor a DeviceMesh")
     return detect_world() if world is None else mesh_world(world)
 
 

@@ -6,15 +6,13 @@ one seek whatever the position. Batches that were prefetched but not handed out 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
 
 from fuelrail.pipeline.errors import StateMismatchError
 from fuelrail.pipeline.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STATE_VERSION: Final = 1
 
@@ -48,12 +46,14 @@ def encode_state(state: LoaderState) -> dict[str, Any]:
     return encoded
 
 
-def decode_state(encoded: Mapping[str, Any], expected: Identity) -> LoaderState:
+def decode_state(encoded: object, expected: Identity) -> LoaderState:
     """Check a state dict against this loader's identity.
 
     Raises StateMismatchError showing both sides where version, dataset, split or order differ, or the dict is not a
     loader state.
     """
+    if not isinstance(encoded, Mapping):
+        raise StateMismatchError(f"not a Fuelrail loader state: a dict is needed, got {type(encoded).__name__}")
     version = encoded.get("version")
     if version != STATE_VERSION:
         raise StateMismatchError(f"loader state has version {version!r}; this Fuelrail reads {STATE_VERSION}")

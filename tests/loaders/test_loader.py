@@ -19,6 +19,7 @@ from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
     DatasetNotReadyError,
+    FuelrailError,
     ImageError,
     StateMismatchError,
     TruncatedShardError,
@@ -221,6 +222,16 @@ class TestOrder:
     def test_a_split_of_its_own(self, tiny):
         root, raw = tiny
         assert sorted(keys(make(root, 4, split="val"))) == sorted(raw)[NUM_TRAIN:]
+
+    def test_an_iteration_that_another_one_ended_says_so(self, tiny):
+        loader = make(tiny[0])
+        first = iter(loader)
+        next(first)
+        second = iter(loader)
+        next(second)
+        with pytest.raises(FuelrailError, match=r"another iteration .* ended this one after 1 of 7 batches"):
+            next(first)
+        assert len(list(second)) == len(loader) - 1, "the second is not disturbed"
 
     def test_leaving_an_epoch_in_the_middle_and_iterating_again_goes_over_it_anew(self, tiny):
         loader = make(tiny[0], 3)

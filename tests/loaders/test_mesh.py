@@ -93,6 +93,10 @@ class TestEnvironment:
         assert detect_world() == World(3, 8)
         assert resolve_world(World(1, 2)) == World(1, 2), "what the caller says comes first"
 
+    def test_a_pair_is_no_world(self):
+        with pytest.raises(WorldError, match=r"world=\(0, 2\) is neither a World\(rank, size\) nor a DeviceMesh"):
+            resolve_world((0, 2))
+
     @pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("2", "2"), ("0", "")])
     def test_variables_that_do_not_fit_are_shown(self, monkeypatch, rank, size):
         monkeypatch.setenv("RANK", rank)

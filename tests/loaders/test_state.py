@@ -85,6 +85,11 @@ def test_what_is_no_state_is_refused(change, words) -> None:
     assert words in str(caught.value)
 
 
+def test_a_checkpoint_without_the_loaders_entry_is_refused() -> None:
+    with pytest.raises(StateMismatchError, match="a dict is needed, got NoneType"):
+        decode_state({"model": 1}.get("loader"), IDENTITY)
+
+
 def test_an_empty_state_and_one_of_torchdatas_are_refused() -> None:
     for foreign in ({}, {"_snapshot": {"_snapshot_step": 3}, "_steps_since_snapshot": 0}):
         with pytest.raises(StateMismatchError, match="has version None"):
