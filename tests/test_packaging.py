@@ -113,7 +113,7 @@ class TestImports:
         )
         # What an extra brings under another name, so that it need not be installed for this test.
         known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
-        known |= {name: name for name in ("ray", "spdl")}
+        known |= {name: name for name in ("mmengine", "ray", "spdl")}
         providers = packages_distributions()
         for file, tree in TREES.items():
             for top in {name.split(".")[0] for name in imported(tree)} - sys.stdlib_module_names - {"fuelrail"}:
