@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=8, help="samples of a batch (default: %(default)s)")
     add("--workers", type=int, help="decoding threads (default: one for each usable CPU)")
     add("--image", metavar="YAML", help="image settings (default: 704x256 from the bottom)")
-    add("--decoder", default="auto", help="decode backend: auto, turbo or pillow (default: %(default)s)")
+    add("--decoder", default="auto", help="decode backend, as the DataLoader takes it (default: %(default)s)")
     add("--points", action="store_true", help="also decode the lidar sweep")
     add("--no-verify", action="store_true", help="don't hold samples against their digests")
     add("--seed", type=int, default=0, help="seed of the order (default: %(default)s)")
