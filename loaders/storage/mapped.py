@@ -61,8 +61,10 @@ class _MappedFile(ShardFile):
             mapped = mmap.mmap(self.fd, expected_bytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot be opened: {error}", shard=path.name) from error
-        # Samples are read in a seeded random order: reading around each fault would fetch what is not wanted.
+        # Samples are read in a seeded random order: reading around each fault, or each probe of `is_cached`, would
+        # fetch what is not wanted, in large folios that can only go as a whole.
         mapped.madvise(mmap.MADV_RANDOM)
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         self.view = memoryview(mapped)
         self._byte = [bytearray(1)]
         self._address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
