@@ -20,7 +20,9 @@ MAX_SAMPLES: Final = 512
 """Small samples are not asked for farther ahead than this."""
 
 FIRST_BUNDLE: Final = 16
-"""Samples in a bundle until the window is nearly full for once: the first batch does not wait for the rest of it."""
+EARLY_BUNDLE: Final = 4
+"""Samples in the first bundle, and in those that follow until the window is nearly full for once: the first batch
+waits for neither the whole window nor, with a large index, for the look-ups that it takes."""
 
 NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
 """Of batches whose order has nothing to say of its samples."""
@@ -63,7 +65,7 @@ def look_ahead(coming: Iterator[Due], index: SampleIndex, session: Session, max_
             if more and waiting <= max_bytes * 3 // 4 and len(window) <= MAX_SAMPLES * 3 // 4:
                 bundle: list[tuple[Due, IndexRow]] = []
                 broken: tuple[Due, FuelrailError] | None = None
-                size = MAX_SAMPLES if filled else FIRST_BUNDLE
+                size = MAX_SAMPLES if filled else EARLY_BUNDLE if window else FIRST_BUNDLE
                 while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES and len(bundle) < size:
                     due = next(coming, None)
                     if due is None:

@@ -123,12 +123,11 @@ def _child(kind: str, folder: str) -> int:
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and of its live worker processes [s]."""
+    """CPU time of this process and of its worker processes, those that have ended and those that live [s]."""
     children = multiprocessing.active_children()
-    ticks = [
-        int(n) for child in children for n in Path(f"/proc/{child.pid}/stat").read_text().split(")")[1].split()[11:13]
-    ]
-    return time.process_time() + sum(ticks) / os.sysconf("SC_CLK_TCK")
+    stats = [Path(f"/proc/{child.pid}/stat").read_text().split(")")[1].split()[11:13] for child in children]
+    live_s = sum(int(ticks) for stat in stats for ticks in stat) / os.sysconf("SC_CLK_TCK")
+    return sum(os.times()[:4]) + live_s
 
 
 def measure(candidates: Sequence[_Candidate], rounds: int, *, quick: bool) -> list[Starts]:
