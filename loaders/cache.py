@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 import msgspec
 import numpy as np
 
+from fuelrail.loaders.cache_size import parse_size, part_of_free_space
 from fuelrail.loaders.foresight import NEVER, FarthestFirst
 from fuelrail.loaders.storage.buffers import SpanBuffers
 from fuelrail.pipeline.errors import ConfigError
@@ -55,20 +56,8 @@ _VERSION: Final = 1
 _HEADER_BYTES: Final = 64
 _FOLDER_BITS: Final = 10
 _OPEN_FILES: Final = 128
-_PART_OF_FREE_SPACE: Final = 0.8
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNITS: Final = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -166,7 +155,7 @@ class SpanCache:
         folder = base / fingerprint
         try:
             base.mkdir(parents=True, exist_ok=True)
-            max_bytes = parse_size(cache_size) if cache_size is not None else _part_of_free_space(base, folder)
+            max_bytes = parse_size(cache_size) if cache_size is not None else part_of_free_space(base, folder)
         except OSError as error:
             raise ConfigError(f"cache_dir: '{cache_dir}' cannot be used as a cache: {error}") from error
         others = [entry.name for entry in base.iterdir() if entry.name != fingerprint]
@@ -417,30 +406,6 @@ class SpanCache:
             "cache '%s' takes no more samples: %s; going on without, at the speed of the remote storage",
             self._folder, error,
         )  # fmt: skip
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes from a number or a text such as ``500GB``, ``1.5TiB``. Raises ConfigError."""
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
-        if match is None or match[2] not in _UNITS:
-            raise ConfigError(
-                f"cache_size={size!r} is not a size; write bytes, or a number with KB, MB, GB, TB, GiB, TiB"
-            )
-        size = int(float(match[1]) * _UNITS[match[2]])
-    if size < 1:
-        raise ConfigError(f"cache_size={size} must be 1 byte or more")
-    return size
-
-
-def _part_of_free_space(base: Path, folder: Path) -> int:
-    free = shutil.disk_usage(base).free
-    try:
-        with (folder / "table").open("rb") as table:
-            here = int.from_bytes(table.read(8), "little")
-    except FileNotFoundError:
-        here = 0
-    return max(1, int((free + here) * _PART_OF_FREE_SPACE))
 
 
 def _try_lock(fd: int) -> bool:

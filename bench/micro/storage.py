@@ -12,17 +12,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import importlib.util
 import logging
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,23 +27,13 @@ import numpy as np
 import xxhash
 
 from fuelrail.bench.machine import machine_facts
+from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.fault_server import FaultServerProcess
+from fuelrail.bench.micro.s3_server import s3_server, upload
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
 from fuelrail.loaders.foresight import FarthestFirst, Foresight
 from fuelrail.loaders.storage import StorageStats, open_storage
 from fuelrail.pipeline.dataset import open_dataset, read_members
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
-from fuelrail.pipeline.manifest import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    FileEntry,
-    Manifest,
-    ShardEntry,
-    SplitEntry,
-    encode_manifest,
-)
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,10 +41,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.dataset import Dataset
 
 PAGE_BYTES = 4096
-MEMBER_BYTES = {"meta.json": 2500, "geometry.safetensors": 3500, "boxes.safetensors": 6000} | {
-    f"cam_{number}.jpg": 145_000 for number in range(6)
-}
-"""A sample of six cameras as nuScenes has it; content is random, for nothing here decodes it."""
 PARTS = ("raw", "http", "s3", "cache")
 
 
@@ -92,58 +73,6 @@ class StorageReport(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: list[Comparison]
     faults: Requests | None
     hit_rates: HitRates | None
-
-
-def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: float = 1.0) -> Dataset:
-    """A dataset of random members, all stored raw, sizes varying by a fifth."""
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    rows: list[IndexRow] = []
-    shards: list[ShardEntry] = []
-    for first in range(0, num_samples, samples_per_shard):
-        count = min(samples_per_shard, num_samples - first)
-        name, offset = f"train-{len(shards):06d}.tar", 0
-        with (folder / name).open("wb") as file:
-            for number in range(first, first + count):
-                key = f"clip-{number:08d}"
-                stored = [
-                    StoredMember(field, rng.bytes(int(size * scale * rng.uniform(0.8, 1.2))))
-                    for field, size in MEMBER_BYTES.items()
-                ]
-                span = pack_sample(key, stored)
-                data = b"".join(span.pieces)
-                file.write(data)
-                members = tuple(
-                    MemberEntry(member.field, at, len(member.data), len(member.data), "raw")
-                    for member, at in zip(stored, span.offsets, strict=True)
-                )
-                digest = xxhash.xxh3_64_intdigest(data)
-                rows.append(IndexRow(key, key, 0, number, len(shards), offset, len(data), digest, members))
-                offset += len(data)
-            file.write(END_OF_ARCHIVE)
-        shards.append(
-            ShardEntry(
-                name=name, split="train", first_sample=first, num_samples=count, bytes=offset + len(END_OF_ARCHIVE),
-                sha256="",
-            )
-        )  # fmt: skip
-    write_index(folder / INDEX_FILE, rows, list(MEMBER_BYTES), ["raw"])
-    index = (folder / INDEX_FILE).read_bytes()
-    manifest = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="storage benchmark", fingerprint="", num_samples=num_samples,
-        num_clips=num_samples, seed=0, order_unit="frame", cameras=(), lidars=(), classes=(), attributes=(),
-        time_base="unix", ego_origin="rear_axle_ground", license=None, compression={},
-        splits={
-            "train": SplitEntry(
-                first_sample=0, num_samples=num_samples, first_shard=0, num_shards=len(shards), num_clips=num_samples
-            )
-        },
-        shards=tuple(shards),
-        files=(FileEntry(name=INDEX_FILE, bytes=len(index), sha256=hashlib.sha256(index).hexdigest()),),
-        provenance={},
-    )  # fmt: skip
-    (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
-    return open_dataset(folder)
 
 
 # Raw
@@ -299,51 +228,6 @@ def measure_http(effort: Effort, folder: Path, num_samples: int) -> tuple[Compar
 # S3
 
 
-@contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """A moto server in a process of its own; its URL, which the environment names too while it runs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    ours = {
-        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
-    before = {name: os.environ.get(name) for name in ours}
-    code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    os.environ.update(ours)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            if time.monotonic() > deadline:
-                raise RuntimeError("the S3 server did not start within 60 s")
-            time.sleep(0.1)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def upload(source: Path, bucket: str) -> str:
-    """Put a dataset's files into a new bucket; the dataset's URL."""
-    import s3fs
-
-    fs = s3fs.S3FileSystem(skip_instance_cache=True)
-    fs.mkdir(bucket)
-    for file in source.iterdir():
-        fs.pipe_file(f"{bucket}/dataset/{file.name}", file.read_bytes())
-    return f"s3://{bucket}/dataset"
-
-
 def measure_s3(effort: Effort, folder: Path, num_samples: int) -> Iterator[Comparison]:
     """Beside s3fs, sample by sample. Shards are small, for moto handles a whole object for each range of it."""
     import s3fs
@@ -441,7 +325,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--folder", type=Path, help="where to put the data, about 0.6 GB (None: a temporary folder)")
     options = parser.parse_args(argv)
-    logging.getLogger("fuelrail").setLevel(logging.ERROR)
     effort = QUICK if options.quick else Effort(num_rounds=9, min_lap_s=0.0)
     comparisons: list[Comparison] = []
     faults = rates = None
@@ -473,4 +356,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # The faults are injected; a line for each would bury the tables.
+    logging.getLogger("fuelrail").setLevel(logging.ERROR)
     sys.exit(main())

@@ -13,7 +13,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fuelrail.loaders.cache import SpanCache, parse_size
+from fuelrail.loaders.cache import SpanCache
+from fuelrail.loaders.cache_size import parse_size
 from fuelrail.loaders.foresight import Foresight
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import open_dataset

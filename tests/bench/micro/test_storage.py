@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from fuelrail.bench.micro.storage import PARTS, main, make_dataset, stream
+from fuelrail.bench.micro.blank_dataset import make_dataset
+from fuelrail.bench.micro.storage import PARTS, main, stream
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.shardfile import iter_members
 

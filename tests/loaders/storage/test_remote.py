@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
+from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
-from fuelrail.bench.micro.storage import make_dataset
 from fuelrail.loaders.fetch_plan import MAX_RANGE_BYTES
 from fuelrail.loaders.lookahead import Due, look_ahead
 from fuelrail.loaders.storage import open_storage

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from fuelrail.bench.micro.storage import s3_server, upload
+from fuelrail.bench.micro.s3_server import s3_server, upload
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.clients import FsspecClient, ObstoreClient, make_client
 from fuelrail.pipeline.dataset import open_dataset
