@@ -59,6 +59,7 @@ bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.order
 	$(BIN)/python -m fuelrail.bench.micro.decode
 	$(BIN)/python -m fuelrail.bench.micro.metadata
+	$(BIN)/python -m fuelrail.bench.micro.storage
 
 gpu-check: setup
 	$(BIN)/python -m fuelrail.bench.gpu_check

@@ -71,8 +71,8 @@ class OrderSpec(Settings, frozen=True):
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise OrderError(f"order kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
-        if not 0 <= self.seed < 2**63:
-            raise OrderError(f"order seed must be in 0 .. 2**63 - 1, got {self.seed}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise OrderError(f"order seed must be an integer in 0 .. 2**63 - 1, got {self.seed}")
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:

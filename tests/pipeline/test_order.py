@@ -188,8 +188,9 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
     ("spec", "text"),
     [
         ({"kind": "random"}, "shuffled, windowed, sequential, lanes, got 'random'"),
-        ({"seed": -1}, "seed must be in 0"),
-        ({"seed": 2**63}, "seed must be in 0"),
+        ({"seed": -1}, "seed must be an integer in 0"),
+        ({"seed": 2**63}, "seed must be an integer in 0"),
+        ({"seed": 1.5}, "got 1.5"),
         ({"kind": "windowed"}, "needs window >= 1"),
         ({"kind": "windowed", "window": 0}, "got 0"),
         ({"window": 4}, "window=4 means something with order kind 'windowed' only, got 'shuffled'"),
