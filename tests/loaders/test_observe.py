@@ -113,8 +113,9 @@ class TestRanges:
 
 class TestAutotune:
     def test_batches_are_the_same_whatever_it_does(self, tiny, monkeypatch, caplog):
-        """With windows of one batch, and a trainer that always counts as kept waiting, it changes something all the time."""
+        """With windows of one batch, and a trainer that counts as kept waiting, it changes something all the time."""
         monkeypatch.setattr("fuelrail.loaders.autotune._HUNGRY", -1.0)
+        monkeypatch.setattr("fuelrail.loaders.autotune._PAUSE", 2.0)
         image = ImageAugment(height=32, width=48, train=True, resize_range=(0.5, 0.8), flip_prob=0.5)
         monkeypatch.setattr(
             "fuelrail.loaders.loader.make_tuner",
