@@ -15,12 +15,26 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone."""
+    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone.
+
+    A Ctrl-C meanwhile comes at the end, so that no child is left with half of what its parent had to tell it.
+    """
+    held: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    # The mask is this thread's and its children's. Another thread may get the signal all the same, and then its handler
+    # runs on the main thread: so that waits too.
+    replaced = handler is not None and threading.current_thread() is threading.main_thread()
+    if replaced:
+        signal.signal(signal.SIGINT, lambda number, _: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if replaced:
+            signal.signal(signal.SIGINT, handler)
+        if held and callable(handler):
+            handler(signal.SIGINT, None)
 
 
 def set_up_worker() -> None:
