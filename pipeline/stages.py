@@ -368,6 +368,16 @@ def _shut_down(pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew])
         # Garbage collection ran this inside one of the threads, which may hold a link's lock at this moment.
         _thread.start_new_thread(_stop, (parts,))
         return
+    try:
+        _end(parts, threads)
+    except KeyboardInterrupt:
+        # This is called once. Threads that outlived the interpreter would be torn out of C++ code, and it would abort.
+        _end(parts, threads)
+        raise
+
+
+def _end(parts: Sequence[Source | Link], threads: Sequence[threading.Thread]) -> None:
+    """Let all threads go and wait for them; what was begun and broken off can be done again."""
     _stop(parts)
     deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
     for thread in threads:
