@@ -2,10 +2,11 @@
 
 from fuelrail.loaders.budget import Budget
 from fuelrail.loaders.iterable import IterableView
-from fuelrail.loaders.loader import DataLoader, LoaderStats
+from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.mesh import mesh_world
 from fuelrail.loaders.normalize import Normalize
 from fuelrail.loaders.observe import serve_metrics
+from fuelrail.loaders.stats import LoaderStats
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.mix import Mix

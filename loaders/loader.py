@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
 from fuelrail.loaders import hooks, work
 from fuelrail.loaders.agreement import check_ranks_agree
-from fuelrail.loaders.assemble import assemble
-from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, decode_ahead, make_tuner
-from fuelrail.loaders.batch_decode import BatchDecode, check_pixels
+from fuelrail.loaders.arguments import at_least_1
+from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.batch_decode import check_pixels
 from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
-from fuelrail.loaders.decode import BatchDecoder, make_decoder
+from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.foresight import foresee
 from fuelrail.loaders.lookahead import look_ahead
 from fuelrail.loaders.mesh import detect_world, resolve_world
-from fuelrail.loaders.nvtx import with_ranges
+from fuelrail.loaders.production import Production
 from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
 from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.loaders.stats import LoaderStats
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
@@ -34,7 +34,7 @@ from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
-from fuelrail.pipeline.stages import Observer, Pipeline, Stage, StageClock, add_clocks
+from fuelrail.pipeline.stages import Observer, Pipeline, StageClock, add_clocks
 from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     from fuelrail.loaders.lookahead import Ahead
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
-    from fuelrail.loaders.storage import Session, StorageStats
+    from fuelrail.loaders.storage import Session
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.retry import RetryPolicy
+    from fuelrail.pipeline.stages import Stage
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -58,23 +59,6 @@ DEFAULT_IMAGE = ImageAugment(height=256, width=704)
 
 NO_PIXEL_AUGMENT = PixelAugment()
 NO_BEV_AUGMENT = BevAugment()
-
-
-class LoaderStats(NamedTuple):
-    """What the loader did since it was made: its stages' clocks, and the batches handed out."""
-
-    stages: tuple[StageClock, ...]
-    batches: int
-    samples: int
-    images: int
-    waited_s: float
-    """Time that the trainer waited for batches."""
-    elapsed_s: float
-    """Time since the first iteration began."""
-    storage: StorageStats
-    """What was read, fetched, found in the cache."""
-    bad_samples: int
-    """Distinct bad samples that were substituted."""
 
 
 class DataLoader:
@@ -186,7 +170,7 @@ class DataLoader:
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
-            _at_least_1(name, value)
+            at_least_1(name, value)
         if not isinstance(dataset, Dataset):
             dataset = open_dataset(dataset, storage_options=storage_options, cache_dir=cache_dir)
         self.dataset = dataset
@@ -217,7 +201,7 @@ class DataLoader:
             retry=retry,
         )
         self._look_ahead_bytes = self._storage.look_ahead_bytes if look_ahead_bytes is None else look_ahead_bytes
-        _at_least_1("look_ahead_bytes", self._look_ahead_bytes)
+        at_least_1("look_ahead_bytes", self._look_ahead_bytes)
         self._session: Session | None = None
         self._reader = SampleReader(self.dataset, storage=self._storage, points=points, extra=False)
         self._bad = BadSamples(
@@ -230,11 +214,14 @@ class DataLoader:
             self.world.rank,
         )
         self._lidar = self._first_lidar() if points else None
-        self._cameras = [camera.channel for camera in self.dataset.manifest.cameras]
-        self._normalize = normalize
+        self._cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
+        image_decoder = make_decoder(decoder, device)
+        check_pixels(image_decoder, pixels)
         self._transfer = make_transfer(device, normalize)
-        self._decoder = make_decoder(decoder, device)
-        check_pixels(self._decoder, pixels)
+        self._make = Production(
+            self._reader, self._bad, self._cameras, self._lidar, self._augments, image_decoder, batch_size,
+            transform, collate_fn, normalize, self._transfer,
+        )  # fmt: skip
         pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
@@ -244,7 +231,7 @@ class DataLoader:
             self.num_workers, self.prefetch_factor = self._tuner.tuning
         else:
             self.num_workers = default_num_workers() if num_workers is None else num_workers
-            _at_least_1("num_workers", self.num_workers)
+            at_least_1("num_workers", self.num_workers)
         most = Tuning(self.num_workers, prefetch_factor) if self._tuner is None else self._tuner.most
         self._buffers = BufferPool(shape, pinned=pinned, keep=batches_in_flight(most, batch_size))
         self._start = self._position = Cursor()
@@ -254,7 +241,6 @@ class DataLoader:
         self._trace = trace
         self._begun_s: float | None = None
         self._past_waited_s = 0.0
-        self._transform, self._collate_fn = transform, collate_fn
         self._pipeline: Pipeline | None = None
         self._ahead: Cursor | None = None  # where the running pipeline stands, between two epochs
         self._past: tuple[StageClock, ...] = ()  # clocks of the pipelines before
@@ -447,36 +433,7 @@ class DataLoader:
         return self.dataset.manifest.lidars[0]
 
     def _stages(self) -> list[Stage]:
-        parse = partial(work.parse, self._reader, self._augments, self._bad)
-        fill = self._augments.pixels.grid_mask_fill
-        stages = [
-            Stage("fetch", partial(work.fetch, self._bad), 1, 2 * self.num_workers),
-            Stage("parse", parse, 1, 2 * self.num_workers),
-        ]
-        group: int | None = self.batch_size
-        if isinstance(self._decoder, BatchDecoder):
-            hw = (self.image.height, self.image.width)
-            decode_all = BatchDecode(self._decoder, self._cameras, hw, fill, self._bad, parse)
-            stages.append(Stage("decode", decode_all, 1, 1, group=group))
-            group = None  # from here on the items are batches
-        else:
-            decode_one = partial(work.decode, self._decoder, self._cameras, fill, self._bad, parse)
-            ahead = decode_ahead(self.num_workers, self.batch_size)
-            stages.append(Stage("decode", decode_one, self.num_workers, ahead))
-        if self._transform is None and self._collate_fn is None:
-            collate = partial(assemble, lidar=self._lidar)
-        else:
-            transform = partial(hooks.transform, self._transform, lidar=self._lidar, seed=self.seed)
-            each = transform if group else partial(work.for_each, transform)
-            stages.append(Stage("transform", each, self.num_workers, self.batch_size if group else 1))
-            collate = partial(hooks.collate, self._collate_fn)
-        stages.append(Stage("collate", collate, 1, self.prefetch_factor, group=group))
-        if self._normalize is not None and self._transfer is None:
-            stages.append(Stage("normalize", self._normalize, 1, self.prefetch_factor))
-        if self._transfer is not None:
-            stages.append(Stage("transfer", self._transfer, 1, self.prefetch_factor))
-            return [with_ranges(stage) for stage in stages]
-        return stages
+        return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
 
 
 def _unpickle(
@@ -492,8 +449,3 @@ def _unpickle(
     if epoch is not None:
         loader.set_epoch(epoch)
     return loader
-
-
-def _at_least_1(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name}={value} must be 1 or more")

@@ -1,0 +1,74 @@
+"""How batches are made: the stages from a sample's bytes to a batch on its device, and the buffers they share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fuelrail.loaders import hooks, work
+from fuelrail.loaders.assemble import assemble
+from fuelrail.loaders.autotune import decode_ahead
+from fuelrail.loaders.batch_decode import BatchDecode
+from fuelrail.loaders.decode import BatchDecoder
+from fuelrail.loaders.nvtx import with_ranges
+from fuelrail.pipeline.stages import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fuelrail.loaders.autotune import Tuning
+    from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.loaders.normalize import Normalize
+    from fuelrail.loaders.quarantine import BadSamples
+    from fuelrail.loaders.reader import SampleReader
+    from fuelrail.loaders.transfer import CudaTransfer
+    from fuelrail.pipeline.manifest import LidarEntry
+
+
+class Production(NamedTuple):
+    """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
+
+    reader: SampleReader
+    bad: BadSamples
+    cameras: tuple[str, ...]
+    lidar: LidarEntry | None
+    augments: work.Augments
+    decoder: ImageDecoder | BatchDecoder
+    batch_size: int
+    transform: Callable[[dict[str, Any]], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    normalize: Normalize | None
+    transfer: CudaTransfer | None
+
+    def stages(self, tuning: Tuning) -> list[Stage]:
+        """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
+        num_workers, image = tuning.num_workers, self.augments.image
+        parse = partial(work.parse, self.reader, self.augments, self.bad)
+        fill = self.augments.pixels.grid_mask_fill
+        stages = [
+            Stage("fetch", partial(work.fetch, self.bad), 1, 2 * num_workers),
+            Stage("parse", parse, 1, 2 * num_workers),
+        ]
+        group: int | None = self.batch_size
+        if isinstance(self.decoder, BatchDecoder):
+            hw = (image.height, image.width)
+            decode_all = BatchDecode(self.decoder, self.cameras, hw, fill, self.bad, parse)
+            stages.append(Stage("decode", decode_all, 1, 1, group=group))
+            group = None  # from here on the items are batches
+        else:
+            decode_one = partial(work.decode, self.decoder, self.cameras, fill, self.bad, parse)
+            stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
+        if self.transform is None and self.collate_fn is None:
+            collate = partial(assemble, lidar=self.lidar)
+        else:
+            transform = partial(hooks.transform, self.transform, lidar=self.lidar, seed=self.augments.seed)
+            each = transform if group else partial(work.for_each, transform)
+            stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
+            collate = partial(hooks.collate, self.collate_fn)
+        stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
+        if self.normalize is not None and self.transfer is None:
+            stages.append(Stage("normalize", self.normalize, 1, tuning.ready))
+        if self.transfer is not None:
+            stages.append(Stage("transfer", self.transfer, 1, tuning.ready))
+            return [with_ranges(stage) for stage in stages]
+        return stages
