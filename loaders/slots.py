@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -16,29 +17,41 @@ if TYPE_CHECKING:
 class BufferPool:
     """uint8 buffers of one shape, pinned at choice, handed out as tensors and taken back when the last view is gone.
 
-    Taking fresh memory for each batch costs a page fault every 4 KiB. Here a buffer comes back through a finaliser on
-    the array that every view and tensor refers to, so a batch that the user keeps is simply not reused. The pool
-    keeps at most ``keep`` free buffers. Thread-safe.
+    Taking fresh memory for each batch costs a page fault every 4 KiB. Here a buffer comes back when the array dies
+    that every view and tensor refers to, so a batch that the user keeps is simply not reused. The pool keeps at most
+    ``keep`` free buffers. Thread-safe.
     """
 
     def __init__(self, shape: tuple[int, ...], *, pinned: bool, keep: int) -> None:
-        self._shape, self._pinned = shape, pinned
-        self._free: collections.deque[NDArray[np.uint8]] = collections.deque(maxlen=keep)
+        self._shape, self._pinned, self._keep = shape, pinned, keep
+        self._free: list[NDArray[np.uint8]] = []
+        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
+        self._returned: collections.deque[weakref.ref[NDArray[np.uint8]]] = collections.deque()
+        self._lock = threading.Lock()
 
     def take(self) -> NDArray[np.uint8]:
         """A buffer with undefined content.
 
         It is free again when the returned array and all views of it, numpy's and torch's, are gone.
         """
-        try:
-            base = self._free.pop()
-        except IndexError:
-            base = self._new()
-        # numpy lets a view of a view refer to the array that owns the memory, which would be `base`. An array on a
-        # memoryview ends that chain: all views of it refer to it.
-        lent = np.frombuffer(base.data, np.uint8)
-        weakref.finalize(lent, self._free.append, base).atexit = False
+        with self._lock:
+            self._take_back()
+            base = self._free.pop() if self._free else self._new()
+            # numpy lets a view of a view refer to the array that owns the memory, which would be `base`. An array on a
+            # memoryview ends that chain: all views of it refer to it.
+            lent = np.frombuffer(base.data, np.uint8)
+            # The callback is C code on purpose. Batches die in the training loop, and a Ctrl-C that struck at the start
+            # of a Python function called from there would be printed and dropped.
+            ref = weakref.ref(lent, self._returned.append)
+            self._lent[id(ref)] = ref, base
         return lent.reshape(self._shape)
+
+    def _take_back(self) -> None:
+        """Move the buffers whose arrays died since the last call to the free ones."""
+        while self._returned:
+            _, base = self._lent.pop(id(self._returned.popleft()))
+            if len(self._free) < self._keep:
+                self._free.append(base)
 
     def _new(self) -> NDArray[np.uint8]:
         if self._pinned:
