@@ -24,6 +24,7 @@ from fuelrail.pipeline.errors import (
     BadSamplesError,
     ChecksumError,
     ConfigError,
+    FrameError,
     FuelrailError,
     MemberError,
     TarFormatError,
@@ -47,7 +48,7 @@ OnError: TypeAlias = Literal["raise", "substitute"]
 ON_ERROR: Final = ("raise", "substitute")
 MAX_BAD: Final = 100
 QUARANTINE_FILE: Final = "fuelrail-quarantine.jsonl"
-BAD_SAMPLE: Final = (ChecksumError, TruncatedShardError, TarFormatError, MemberError)
+BAD_SAMPLE: Final = (ChecksumError, TruncatedShardError, TarFormatError, FrameError, MemberError)
 """What makes a sample bad."""
 
 

@@ -1,13 +1,14 @@
 """A member's bytes, stored and raw: the codec registry.
 
-============== ============ =================================================================================
-codec          name suffix  stored form
-============== ============ =================================================================================
-``raw``        (none)       the bytes themselves: encoded images and other media that do not shrink
-``zstd``       ``.zst``     one zstd frame that states its content size
-``zstd-pR``    ``.pR.zst``  as ``zstd``, after splitting rows of R bytes (counted from the end) into R byte
-                            planes: column-wise and byte-shuffled at once, for float arrays such as lidar
-============== ============ =================================================================================
+============== ============= =================================================================================
+codec          name suffix   stored form
+============== ============= =================================================================================
+``raw``        (none)        the bytes themselves: encoded images and other media that do not shrink
+``zstd``       ``.zst``      one zstd frame that states its content size
+``zstd-dict``  ``.dict.zst`` as ``zstd``, with the dataset's dictionary (:mod:`fuelrail.pipeline.dictionary`)
+``zstd-pR``    ``.pR.zst``   as ``zstd``, after splitting rows of R bytes (counted from the end) into R byte
+                             planes: column-wise and byte-shuffled at once, for float arrays such as lidar
+============== ============= =================================================================================
 
 All are exact, byte for byte. Sizes read from untrusted data are capped before memory is taken.
 """
@@ -26,6 +27,7 @@ from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeErro
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.dictionary import Dictionary
 
 MAX_MEMBER_BYTES: Final = 1 << 30
 """Cap on one member, stored or decoded: 1 GiB."""
@@ -36,9 +38,11 @@ DEFAULT_ZSTD_LEVEL: Final = 3
 
 RAW: Final = "raw"
 ZSTD: Final = "zstd"
+ZSTD_DICT: Final = "zstd-dict"
 
 _MAX_ROW_BYTES: Final = 4096
 _PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
+_DICT_SUFFIX: Final = ".dict.zst"
 _PLANES_SUFFIX = re.compile(r"\.p([1-9][0-9]{0,3})\.zst\Z")
 _local = threading.local()
 
@@ -54,6 +58,8 @@ def suffix(codec: str) -> str:
     """The suffix that a member's name carries in the tar, e.g. ``.zst``; raises ConfigError for an unknown codec."""
     if codec == RAW:
         return ""
+    if codec == ZSTD_DICT:
+        return _DICT_SUFFIX
     row = _row_bytes(codec)
     return f".p{row}.zst" if row else ".zst"
 
@@ -74,37 +80,45 @@ def split_name(stored_name: str) -> tuple[str, str]:
     match = _PLANES_SUFFIX.search(stored_name)
     if match is not None and int(match.group(1)) <= _MAX_ROW_BYTES:
         return stored_name[: match.start()], planes(int(match.group(1)))
+    if stored_name.endswith(_DICT_SUFFIX):
+        return stored_name.removesuffix(_DICT_SUFFIX), ZSTD_DICT
     if stored_name.endswith(".zst"):
         return stored_name.removesuffix(".zst"), ZSTD
     return stored_name, RAW
 
 
-def encode(codec: str, raw: Buffer, *, level: int = DEFAULT_ZSTD_LEVEL) -> Buffer:
-    """Return the stored form of ``raw``. The same input, codec, level and zstd version give the same bytes.
+def encode(codec: str, raw: Buffer, *, level: int = DEFAULT_ZSTD_LEVEL, dictionary: Dictionary | None = None) -> Buffer:
+    """Return the stored form of ``raw``. The same input, codec, level, dictionary and zstd version: the same bytes.
 
-    Raises MemberTooLargeError over the cap, ConfigError for an unknown codec or a level that zstd does not have.
+    Raises MemberTooLargeError over the cap, ConfigError for an unknown codec or a level that zstd does not have, and
+    for the dictionary codec without a dictionary.
     """
     size = memoryview(raw).nbytes
     if size > MAX_MEMBER_BYTES:
         raise MemberTooLargeError(f"{size} bytes, over the cap of {MAX_MEMBER_BYTES}")
     if codec == RAW:
         return raw
+    if codec == ZSTD_DICT:
+        if dictionary is None:
+            raise ConfigError(f"codec {ZSTD_DICT!r} needs a dictionary")
+        return dictionary.compress(raw, check_level(level))
     row = _row_bytes(codec)
     return _compressor(level).compress(_to_planes(raw, row) if row else raw)
 
 
-def decode(codec: str, stored: Buffer, raw_bytes: int | None = None) -> Buffer:
+def decode(codec: str, stored: Buffer, raw_bytes: int | None = None, *, dictionary: Dictionary | None = None) -> Buffer:
     """Return the raw bytes of a stored member.
 
     ``raw_bytes`` is the size that the index promises; without an index (None) the zstd frame's own content size
-    is taken, under the same cap. Raises CodecError when the bytes do not decode to exactly that size.
+    is taken, under the same cap. Raises CodecError when the bytes do not decode to exactly that size, and where they
+    need another dictionary than the dataset's.
     """
     if codec == RAW:
         size = memoryview(stored).nbytes
         if raw_bytes is not None and size != raw_bytes:
             raise CodecError(f"{size} bytes stored raw, the index promises {raw_bytes}")
         return stored
-    row = _row_bytes(codec)
+    row = 0 if codec == ZSTD_DICT else _row_bytes(codec)
     try:
         stated = zstandard.frame_content_size(stored)
     except zstandard.ZstdError as error:
@@ -116,13 +130,26 @@ def decode(codec: str, stored: Buffer, raw_bytes: int | None = None) -> Buffer:
         raise CodecError(f"the zstd frame states {stated} bytes, the index promises {expected}")
     if expected > MAX_MEMBER_BYTES:
         raise MemberTooLargeError(f"decodes to {expected} bytes, over the cap of {MAX_MEMBER_BYTES}")
+    decompressor = _decompressor()
+    if codec == ZSTD_DICT:
+        if dictionary is None:
+            raise CodecError("stored with a dictionary, and the dataset has none")
+        dictionary.check_id(stored)
+        decompressor = dictionary.decompressor()
     try:
-        raw: bytes = _decompressor().decompress(stored, max_output_size=expected, allow_extra_data=False)
+        raw: bytes = decompressor.decompress(stored, max_output_size=expected, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(f"damaged zstd frame: {error}") from error
     if len(raw) != expected:
         raise CodecError(f"decoded to {len(raw)} bytes instead of {expected}")
     return _from_planes(raw, row) if row else raw
+
+
+def check_level(level: int) -> int:
+    """Return the level; raises ConfigError for one that zstd does not have."""
+    if not 1 <= level <= MAX_ZSTD_LEVEL:
+        raise ConfigError(f"zstd level {level} is not allowed: use 1 to {MAX_ZSTD_LEVEL}")
+    return level
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,7 +159,9 @@ def _row_bytes(codec: str) -> int:
         return 0
     match = _PLANES.match(codec)
     if match is None or int(match.group(1)) > _MAX_ROW_BYTES:
-        raise ConfigError(f"unknown codec {codec!r}; known: raw, zstd, zstd-pR with R from 1 to {_MAX_ROW_BYTES}")
+        raise ConfigError(
+            f"unknown codec {codec!r}; known: raw, zstd, zstd-dict, zstd-pR with R from 1 to {_MAX_ROW_BYTES}"
+        )
     return int(match.group(1))
 
 
@@ -156,9 +185,7 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
     # zstandard's objects must not be used by two threads at once, and making one costs more than a small member.
     pool: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in pool:
-        if not 1 <= level <= MAX_ZSTD_LEVEL:
-            raise ConfigError(f"zstd level {level} is not allowed: use 1 to {MAX_ZSTD_LEVEL}")
-        pool[level] = zstandard.ZstdCompressor(level=level, write_content_size=True, write_checksum=False)
+        pool[level] = zstandard.ZstdCompressor(level=check_level(level), write_content_size=True, write_checksum=False)
     return pool[level]
 
 

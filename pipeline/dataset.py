@@ -6,6 +6,7 @@ into checked members.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fuelrail.pipeline import codecs
-from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError, MemberError, TruncatedShardError
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE, Dictionary
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    CodecError,
+    ConfigError,
+    IndexFileError,
+    ManifestError,
+    MemberError,
+    TruncatedShardError,
+)
+from fuelrail.pipeline.frames import is_framed, open_span
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
@@ -39,6 +50,7 @@ class Dataset:
     index: SampleIndex
     url: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    dictionary: Dictionary | None = field(default=None, repr=False)
 
     @property
     def location(self) -> str:
@@ -96,7 +108,32 @@ def open_dataset(
         raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
     if len(index) != manifest.num_samples:
         raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
-    return Dataset(folder, manifest, index, url, storage_options)
+    return Dataset(folder, manifest, index, url, storage_options, load_dictionary(folder, manifest, index))
+
+
+def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
+    """The dataset's zstd dictionary, held against its digest; None where it has none.
+
+    Raises ManifestError where it is not the manifest's, or where the index says that members need it and it is not
+    there.
+    """
+    file = folder / DICTIONARY_FILE
+    entry = next((entry for entry in manifest.files if entry.name == DICTIONARY_FILE), None)
+    if entry is None:
+        if codecs.ZSTD_DICT in index.codecs:
+            raise ManifestError(f"members in '{folder}' need {DICTIONARY_FILE}, which the manifest does not name")
+        return None
+    hint = "bring it back from a copy, or run `fuelrail verify` with --repair: without it some members cannot be read"
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ManifestError(f"'{file}' cannot be read: {error.strerror}; {hint}") from error
+    if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise ManifestError(f"'{file}' is not the file that dataset.json describes (SHA-256 differs); {hint}")
+    try:
+        return Dictionary(data, f"'{file}'")
+    except CodecError as error:
+        raise ManifestError(error.message) from error
 
 
 def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
@@ -113,15 +150,22 @@ def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
 
 
 def read_members(
-    row: IndexRow, span: Buffer, shard: str, wanted: Collection[str] | None = None, *, verify: bool = True
+    row: IndexRow,
+    span: Buffer,
+    shard: str,
+    wanted: Collection[str] | None = None,
+    *,
+    verify: bool = True,
+    dictionary: Dictionary | None = None,
 ) -> dict[str, memoryview]:
-    """Decode the members of a span: field name to raw bytes, in stored order; raw ones are views of the span.
+    """Decode the members of a span as stored: field name to raw bytes, in stored order; raw ones are views of the span.
 
-    ``wanted`` restricts it to some field names. Raises IndexFileError for an entry outside the span or, with
-    ``verify``, at odds with the tar header there (the span's digest says nothing about the index), and the codec's
+    ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame, which is decoded first.
+    ``wanted`` restricts it to some field names. Raises FrameError, IndexFileError for an entry outside the span or,
+    with ``verify``, at odds with the tar header there (the span's digest says nothing about the index), and the codec's
     errors with key and member.
     """
-    view = memoryview(span)
+    view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     members: dict[str, memoryview] = {}
     size, key = len(view), row.key
     for entry in row.members:
@@ -138,15 +182,22 @@ def read_members(
             name = f"{key}.{field}{codecs.suffix(codec)}"
             raise IndexFileError(
                 f"index entry of {row.key}.{entry.name}: no member '{name}' of {entry.stored_bytes} bytes "
-                f"lies at offset {row.offset + entry.offset} of shard {shard}"
+                f"lies at {_address(row, entry.offset, shard)}"
             )
         if codec == codecs.RAW and stored_bytes == raw_bytes:
             members[field] = view[offset:end]
             continue
         try:
-            members[entry.name] = memoryview(codecs.decode(entry.codec, view[entry.offset : end], entry.raw_bytes))
+            members[entry.name] = memoryview(codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary))
         except MemberError as error:
             raise type(error)(
-                f"{error.message} (shard {shard}, offset {row.offset + entry.offset})", key=row.key, member=entry.name
+                f"{error.message} ({_address(row, entry.offset, shard)})", key=row.key, member=entry.name
             ) from error
     return members
+
+
+def _address(row: IndexRow, offset: int, shard: str) -> str:
+    """Where a member lies: in the shard, or in the sample that one of its frames holds."""
+    if is_framed(shard):
+        return f"shard {shard}, frame at offset {row.offset}, {offset} bytes into it"
+    return f"shard {shard}, offset {row.offset + offset}"

@@ -14,6 +14,7 @@
     │   └── IndexFileError         index.arrow is malformed, cut or does not fit the manifest
     ├── ShardError             one shard file: carries shard, offset, key
     │   ├── TarFormatError         bytes that are not the tar they should be
+    │   ├── FrameError             a zstd frame, or the table of them, that is not what it should be
     │   ├── TruncatedShardError    the file ends before the span does
     │   ├── ChecksumError          stored bytes differ from the digest in the index
     │   └── StorageError           storage that refuses, has lost the shard, or does not answer
@@ -91,6 +92,10 @@ class ShardError(FuelrailError):
 
 class TarFormatError(ShardError):
     """Bytes that are not the normalised tar member they should be."""
+
+
+class FrameError(ShardError):
+    """A zstd frame of a ``.tar.zst`` shard that does not decode to its span, or a seek table that does not fit."""
 
 
 class TruncatedShardError(ShardError):

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.index import INDEX_FILE
 from fuelrail.pipeline.manifest import MANIFEST_FILE, FileEntry, decode_manifest
@@ -31,7 +32,7 @@ _EXTRAS: Final = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
     "http": "http", "https": "http",
 }  # fmt: skip
-_SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet")
+_SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:
@@ -80,7 +81,7 @@ def fetch_dataset(
     cache_folder: Path | None = None,
     retry: RetryPolicy | None = None,
 ) -> tuple[Path, Manifest]:
-    """Bring a remote dataset's manifest, index and attributes here; returns the local folder and the manifest.
+    """Bring a remote dataset's manifest, index, attributes and dictionary here; returns the folder and the manifest.
 
     Files that are here already are used if their SHA-256 is the manifest's. Raises DatasetNotReadyError where there is
     no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, ConfigError.

@@ -9,6 +9,7 @@ A *span* is one sample's run of bytes in the shard: from its first header to the
 
 from __future__ import annotations
 
+import functools
 import re
 import tarfile
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -33,6 +34,7 @@ _USTAR_NAME_BYTES: Final = 100
 _MODE_UID_GID = b"".join(b"%07o\0" % number for number in (0o644, 0, 0))
 _MTIME = b"%011o\0" % 0
 _DEVICES = 2 * (b"%07o\0" % 0)
+_NO_DEVICES = bytes(len(_DEVICES))
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
 
@@ -66,6 +68,7 @@ def check_key(key: str) -> None:
         raise ConfigError(f"sample key {key!r} is not allowed: use only the characters a-z 0-9 _ -, not __ in front")
 
 
+@functools.lru_cache(maxsize=1024)
 def check_field(field: str) -> None:
     """Raise ConfigError unless ``field`` is a legal field name: lower-case parts joined by dots, one dot at least."""
     if not _FIELD.match(field) or field.startswith("__"):
@@ -90,17 +93,24 @@ def member_header(name: str, size: int) -> bytes:
     padding = _ZERO_BLOCK[: -len(record) % BLOCK_BYTES]
     front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
     # GNU tar leaves the device numbers of the extended header itself blank.
-    extended = _ustar_block(b"././@PaxHeader", len(record), b"x", bytes(len(_DEVICES)))
+    extended = _ustar_block(b"././@PaxHeader", len(record), b"x", _NO_DEVICES)
     return extended + record + padding + _ustar_block(front, size, b"0", _DEVICES)
 
 
 def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> bytes:
     # Fields of the ustar header: name 100, mode 8, uid 8, gid 8, size 12, mtime 12, chksum 8, typeflag 1,
     # linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8, prefix 155, padding 12.
-    front = name.ljust(100, b"\0") + _MODE_UID_GID + b"%011o\0" % size + _MTIME
+    digits = b"%011o\0" % size
+    back, rest = _after_checksum(typeflag, devices)
+    checksum = rest + sum(name) + sum(digits)
+    return b"".join((name.ljust(100, b"\0"), _MODE_UID_GID, digits, _MTIME, b"%06o\0 " % checksum, back))
+
+
+@functools.cache
+def _after_checksum(typeflag: bytes, devices: bytes) -> tuple[bytes, int]:
+    """What follows the checksum in a header, and the checksum's part that does not depend on name and size."""
     back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
-    checksum = sum(front) + sum(back) + 8 * ord(" ")
-    return front + b"%06o\0 " % checksum + back
+    return back, sum(_MODE_UID_GID) + sum(_MTIME) + 8 * ord(" ") + sum(back)
 
 
 def _pax_record(keyword: bytes, value: bytes) -> bytes:
@@ -154,8 +164,8 @@ def split_member_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, field
 
 
-def iter_members(data: Buffer, *, shard: str) -> Iterator[FoundMember]:
-    """Yield the members of a whole normalised tar held in ``data``, strictly.
+def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[FoundMember]:
+    """Yield the members of a whole normalised tar held in ``data``, strictly; not ``closed``: of a span alone.
 
     This is the check for shards that Fuelrail wrote: regular files with our normalised headers, and pax headers in
     front of long names, nothing else. Raises TarFormatError for anything else, TruncatedShardError where the file ends
@@ -163,10 +173,12 @@ def iter_members(data: Buffer, *, shard: str) -> Iterator[FoundMember]:
     """
     view = memoryview(data)
     position = 0
-    while True:
+    while closed or position < len(view):
         header_offset = position
         name, size, position = _read_header(view, position, shard)
         if name is None:
+            if not closed:
+                raise TarFormatError("zeros instead of a header", shard=shard, offset=header_offset)
             if len(view) < header_offset + len(END_OF_ARCHIVE):
                 raise TruncatedShardError("the closing zero blocks are cut", shard=shard, offset=header_offset)
             end = header_offset + len(END_OF_ARCHIVE)

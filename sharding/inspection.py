@@ -141,7 +141,7 @@ def _read(dataset: Dataset, row: IndexRow) -> Sample:
             f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
         ) from error
     check_span(row, span, path.name)
-    return decode_sample(row.key, read_members(row, span, path.name))
+    return decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary))
 
 
 def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:

@@ -75,8 +75,8 @@ class TestRig:
         reader = SampleReader(dataset)
         fetched = reader.fetch(number)
 
-        def other_geometry(row: IndexRow, *arguments) -> dict[str, bytes]:
-            members = plain(row, *arguments)
+        def other_geometry(row: IndexRow, *arguments, **options) -> dict[str, bytes]:
+            members = plain(row, *arguments, **options)
             geometry = replace(decode_arrays(members[GEOMETRY], Geometry), **changes)
             return {**members, GEOMETRY: encode_arrays(geometry)}
 

@@ -138,7 +138,7 @@ def test_a_member_over_the_cap_is_refused_when_written(monkeypatch) -> None:
 )
 def test_unknown_codecs_name_the_known_ones(name) -> None:
     for use in (codecs.suffix, lambda n: codecs.encode(n, b""), lambda n: codecs.decode(n, b"", 0)):
-        with pytest.raises(ConfigError, match=r"known: raw, zstd, zstd-pR with R from 1 to 4096"):
+        with pytest.raises(ConfigError, match=r"known: raw, zstd, zstd-dict, zstd-pR with R from 1 to 4096"):
             use(name)
 
 

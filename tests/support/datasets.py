@@ -10,6 +10,8 @@ import simplejpeg
 import xxhash
 
 from fuelrail.pipeline import codecs
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE, Dictionary
+from fuelrail.pipeline.frames import FRAMED_SUFFIX, SHARD_SUFFIX, encode_frame, encode_seek_table
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
 from fuelrail.pipeline.manifest import (
     FORMAT,
@@ -112,11 +114,16 @@ def build_dataset(
     missing: frozenset[tuple[int, str]] = frozenset(),
     labelled: bool = True,
     seed: int = 0,
+    layout: str = "member",
+    dictionary: Dictionary | None = None,
 ) -> dict[str, dict[str, bytes]]:
     """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
 
-    ``missing`` names (row, channel) of camera images to leave out. Returns the raw members of every sample by key.
+    ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members. Returns
+    the raw members of every sample by key.
     """
+    small = "zstd" if dictionary is None else codecs.ZSTD_DICT
+    framed = layout == "frame"
     root.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     names = [META, GEOMETRY, *([BOXES] if labelled else []), *(f"{c}.jpg" for c in CAMERAS), f"{LIDAR}.npy"]
@@ -127,17 +134,20 @@ def build_dataset(
     for split, lengths in splits.items():
         first_shard, first = len(shards), len(rows)
         for number, length in enumerate(lengths):
-            first_row, data = len(rows), bytearray()
+            first_row, data, frames = len(rows), bytearray(), []
             for _ in range(length):
                 row = len(rows)
                 key = f"clip-{row // 4:04d}-{row % 4:06d}"
                 members = _sample(rng, row, key, split, size, missing, labelled)
                 raw[key] = members
                 codec = {
-                    n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith(".jpg") else "zstd" for n in members
+                    n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith(".jpg") else small for n in members
                 }
+                if layout != "member":
+                    codec = dict.fromkeys(members, "raw")
                 stored = [
-                    StoredMember(n + codecs.suffix(codec[n]), codecs.encode(codec[n], m)) for n, m in members.items()
+                    StoredMember(n + codecs.suffix(codec[n]), codecs.encode(codec[n], m, dictionary=dictionary))
+                    for n, m in members.items()
                 ]
                 span = pack_sample(key, stored)
                 entries = tuple(
@@ -145,15 +155,22 @@ def build_dataset(
                     for n, offset, s in zip(members, span.offsets, stored, strict=True)
                 )
                 joined = b"".join(span.pieces)
+                if framed:
+                    joined = encode_frame(joined, 3)
+                    frames.append((len(joined), span.length))
                 digest = xxhash.xxh3_64_intdigest(joined)
                 rows.append(
                     IndexRow(
-                        key, key[:9], row % 4, row * 500_000_000, len(shards), len(data), span.length, digest, entries
+                        key, key[:9], row % 4, row * 500_000_000, len(shards), len(data), len(joined), digest, entries
                     )
                 )
                 data += joined
-            data += END_OF_ARCHIVE
-            name = f"{split}-{number:06d}.tar"
+            if framed:
+                end = encode_frame(END_OF_ARCHIVE, 3)
+                data += end + encode_seek_table([*frames, (len(end), len(END_OF_ARCHIVE))])
+            else:
+                data += END_OF_ARCHIVE
+            name = f"{split}-{number:06d}" + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
             (root / name).write_bytes(data)
             shards.append(
                 ShardEntry(
@@ -169,16 +186,22 @@ def build_dataset(
             first_sample=first, num_samples=len(rows) - first, first_shard=first_shard,
             num_shards=len(shards) - first_shard, num_clips=-(-(len(rows) - first) // 4),
         )  # fmt: skip
-    write_index(root / INDEX_FILE, rows, names, ["raw", "zstd", "zstd-p20"])
-    index = (root / INDEX_FILE).read_bytes()
+    kinds = sorted({member.codec for row in rows for member in row.members} | {"raw"})
+    write_index(root / INDEX_FILE, rows, names, kinds)
+    side = [INDEX_FILE]
+    if dictionary is not None:
+        (root / DICTIONARY_FILE).write_bytes(dictionary.data)
+        side.append(DICTIONARY_FILE)
+    files = [(name, (root / name).read_bytes()) for name in side]
     manifest = Manifest(
         format=FORMAT, version=FORMAT_VERSION, name="tiny", fingerprint="", num_samples=len(rows),
         num_clips=sum(s.num_clips for s in split_entries.values()), seed=seed, order_unit="frame",
         cameras=tuple(CameraEntry(channel=c, source_name=c.upper(), sizes=(size,)) for c in CAMERAS),
         lidars=(LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")),),
         classes=CLASSES, attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
-        compression={"level": 3}, splits=split_entries, shards=tuple(shards),
-        files=(FileEntry(name=INDEX_FILE, bytes=len(index), sha256=_sha256(index)),), provenance={"source": "tests"},
+        compression={"layout": layout, "level": 3}, splits=split_entries, shards=tuple(shards),
+        files=tuple(FileEntry(name=name, bytes=len(data), sha256=_sha256(data)) for name, data in files),
+        provenance={"source": "tests"},
     )  # fmt: skip
     (root / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return raw
