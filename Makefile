@@ -46,7 +46,7 @@ demo: setup
 	@echo "  $(DEMO)/bench/report.json  the same as data"
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
