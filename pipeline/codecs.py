@@ -26,6 +26,8 @@ import zstandard
 from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dictionary import Dictionary
 
@@ -165,11 +167,14 @@ def _row_bytes(codec: str) -> int:
     return int(match.group(1))
 
 
-def _to_planes(raw: Buffer, row: int) -> bytes:
+def _to_planes(raw: Buffer, row: int) -> memoryview:
     # Rows are counted from the end, because array files have a header in front and their data last.
     data = np.frombuffer(raw, np.uint8)
     head = data.size % row
-    return data[:head].tobytes() + np.ascontiguousarray(data[head:].reshape(-1, row).T).tobytes()
+    shuffled = np.empty(data.size, np.uint8)
+    shuffled[:head] = data[:head]
+    _transpose(data[head:].reshape(-1, row), shuffled[head:].reshape(row, -1))
+    return shuffled.data
 
 
 def _from_planes(shuffled: bytes, row: int) -> memoryview:
@@ -177,8 +182,19 @@ def _from_planes(shuffled: bytes, row: int) -> memoryview:
     head = data.size % row
     raw = np.empty(data.size, np.uint8)
     raw[:head] = data[:head]
-    raw[head:].reshape(-1, row)[...] = data[head:].reshape(row, -1).T
+    _transpose(data[head:].reshape(row, -1), raw[head:].reshape(-1, row))
     return raw.data
+
+
+def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Write the transpose of ``source`` into ``out``, both contiguous."""
+    if source.size == 0:
+        return
+    # OpenCV transposes bytes 4 to 7 times as fast as numpy's strided copy, which would take longer than zstd. It is
+    # imported on first use, so that reading metadata does not wait for it.
+    import cv2
+
+    cv2.transpose(source, dst=out)
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
