@@ -12,6 +12,7 @@ from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.mix import Mix
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
+from fuelrail.pipeline.sweeps import PointSweeps
 from fuelrail.pipeline.trace import TraceRecorder
 from fuelrail.pipeline.weights import AttributeWeights, ClassBalance, FileWeights
 from fuelrail.pipeline.world import World
@@ -30,6 +31,7 @@ __all__ = [
     "Normalize",
     "OrderSpec",
     "PixelAugment",
+    "PointSweeps",
     "TraceRecorder",
     "World",
     "mesh_world",

@@ -26,7 +26,9 @@ name                 shape, dtype                 meaning
 ``gt_velocity``      list of [M, 3] float32       m/s over ground, ego axes, NaN unknown
 ``gt_valid``         list of [M] bool             has lidar or radar points, or unknown
 ``instance_id``      list of [M] int64            track
-``points``           list of [P, C] float32       first lidar, its own frame and columns (with ``points=True``)
+``points``           list of [P, C] float32       first lidar, its own frame and columns (with ``points=True``); with
+                                                  several sweeps (``points=PointSweeps(...)``) ``dt_s``, the seconds
+                                                  since each was measured, stands in the place of ``ring`` or last
 ``sample_key``       list of str
 ``clip_id``          list of str
 ``frame``            [B] int64                    index in the clip

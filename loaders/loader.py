@@ -19,6 +19,7 @@ from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.foresight import foresee
 from fuelrail.loaders.lookahead import look_ahead
 from fuelrail.loaders.mesh import detect_world, resolve_world
+from fuelrail.loaders.points import choose_points
 from fuelrail.loaders.production import Production
 from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
 from fuelrail.loaders.reader import SampleReader
@@ -31,7 +32,7 @@ from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.compiled_order import compile_order
 from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
+from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.stages import Observer, Pipeline, StageClock, add_clocks
@@ -49,9 +50,9 @@ if TYPE_CHECKING:
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.storage import Session
-    from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.retry import RetryPolicy
     from fuelrail.pipeline.stages import Stage
+    from fuelrail.pipeline.sweeps import PointSweeps
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -100,7 +101,7 @@ class DataLoader:
         world: data-parallel rank and size, or the device mesh that tells them by its axes' names (dp, dp_shard, ...
             against tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's environment. Ranks of
             one model-parallel group get the same batches.
-        points: also decode the first lidar's sweep.
+        points: also decode the first lidar's sweep; a `PointSweeps` says to put several together.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
             is a GPU) or "auto".
         normalize: makes ``img`` floating point, where the batch ends up; None: uint8.
@@ -150,7 +151,7 @@ class DataLoader:
         device: torch.device | str | None = None,
         pin_memory: bool | None = None,
         world: World | DeviceMesh | None = None,
-        points: bool = False,
+        points: bool | PointSweeps = False,
         decoder: str = "auto",
         normalize: Normalize | None = None,
         verify: bool = True,
@@ -175,7 +176,8 @@ class DataLoader:
             dataset = open_dataset(dataset, storage_options=storage_options, cache_dir=cache_dir)
         self.dataset = dataset
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
-        self._augments = work.Augments(image, pixels, bev, seed)
+        self._lidar, accumulation = choose_points(self.dataset, points)
+        self._augments = work.Augments(image, pixels, bev, seed, accumulation)
         self._tuner: Autotuner | None = None
         self.world = resolve_world(world)
         self._world_is_detected = world is None
@@ -203,7 +205,13 @@ class DataLoader:
         self._look_ahead_bytes = self._storage.look_ahead_bytes if look_ahead_bytes is None else look_ahead_bytes
         at_least_1("look_ahead_bytes", self._look_ahead_bytes)
         self._session: Session | None = None
-        self._reader = SampleReader(self.dataset, storage=self._storage, points=points, extra=False)
+        self._reader = SampleReader(
+            self.dataset,
+            storage=self._storage,
+            points=self._lidar is not None,
+            sweeps=accumulation is not None,
+            extra=False,
+        )
         self._bad = BadSamples(
             make_policy(on_error, max_bad, quarantine),
             self.dataset,
@@ -213,7 +221,6 @@ class DataLoader:
             self._epochs.epoch_length,
             self.world.rank,
         )
-        self._lidar = self._first_lidar() if points else None
         self._cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
         image_decoder = make_decoder(decoder, device)
         check_pixels(image_decoder, pixels)
@@ -426,11 +433,6 @@ class DataLoader:
         self._session = self._storage.session(foresight, uses)
         coming = work.coming(*where, self._share, self._first_row)
         return look_ahead(coming, self.dataset.index, self._session, self._look_ahead_bytes)
-
-    def _first_lidar(self) -> LidarEntry:
-        if not self.dataset.manifest.lidars:
-            raise ConfigError(f"points=True, but dataset '{self.dataset.root}' has no lidar; leave it out")
-        return self.dataset.manifest.lidars[0]
 
     def _stages(self) -> list[Stage]:
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))

@@ -47,7 +47,8 @@ class Production(NamedTuple):
         fill = self.augments.pixels.grid_mask_fill
         stages = [
             Stage("fetch", partial(work.fetch, self.bad), 1, 2 * num_workers),
-            Stage("parse", parse, 1, 2 * num_workers),
+            # Putting sweeps together is real work, most of it without the interpreter's lock.
+            Stage("parse", parse, num_workers if self.augments.accumulation else 1, 2 * num_workers),
         ]
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import read_members
 from fuelrail.pipeline.errors import OrderError, SchemaError
-from fuelrail.pipeline.schema import GEOMETRY, Sample, decode_sample
+from fuelrail.pipeline.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
@@ -26,11 +26,18 @@ class SampleReader:
     """Reads single samples of an open dataset, by row of its index. Thread-safe.
 
     ``storage`` None: the one that fits the place of the dataset, where every span is held against its xxh3 digest.
-    Without ``points`` lidar members are not decoded, and with neither that nor ``extra`` are user members.
+    Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
+    that nor ``extra`` are user members.
     """
 
     def __init__(
-        self, dataset: Dataset, *, storage: Storage | None = None, points: bool = True, extra: bool = True
+        self,
+        dataset: Dataset,
+        *,
+        storage: Storage | None = None,
+        points: bool = True,
+        sweeps: bool = True,
+        extra: bool = True,
     ) -> None:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
@@ -40,7 +47,9 @@ class SampleReader:
         self._wanted = frozenset(
             name
             for name in dataset.index.names
-            if (points or name.partition(".")[0] not in lidars) and (extra or not name.startswith("x_"))
+            if (points or lidar_channel(name) not in lidars)
+            and (sweeps or not name.endswith(SWEEPS_FIELD))
+            and (extra or not name.startswith("x_"))
         )
 
     def fetch(self, index: int) -> FetchedSpan:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.lookahead import Ahead
+    from fuelrail.loaders.points import Accumulation
     from fuelrail.loaders.quarantine import BadSamples
     from fuelrail.loaders.reader import SampleReader
     from fuelrail.loaders.slots import BufferPool
@@ -45,6 +46,7 @@ class Augments(NamedTuple):
     pixels: PixelAugment
     bev: BevAugment
     seed: int
+    accumulation: Accumulation | None = None
 
 
 class Share(NamedTuple):
@@ -153,10 +155,12 @@ def parse(reader: SampleReader, augments: Augments, bad: BadSamples, fetched: Fe
         task = fetched.task
         try:
             sample = reader.parse(fetched.stored)
+            if augments.accumulation is not None:
+                sample = augments.accumulation(sample, seed=augments.seed, epoch=task.slot.epoch, row=task.row)
         except BAD_SAMPLE as error:
             fetched = fetch(bad, bad.replace(task, error))
         else:
-            image, pixels, bev, seed = augments
+            image, pixels, bev, seed = augments.image, augments.pixels, augments.bev, augments.seed
             epoch, row, img_wh = task.slot.epoch, task.row, sample.geometry.img_wh.tolist()
             maps = image.draw(img_wh, seed=seed, epoch=epoch, sample=row)
             changes = pixels.draw(image.height, seed=seed, epoch=epoch, sample=row, cameras=range(len(img_wh)))

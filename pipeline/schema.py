@@ -16,7 +16,7 @@ dtype and shape in their annotations, and those are what encoding and decoding c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 
 import msgspec
@@ -38,6 +38,8 @@ GEOMETRY: Final = "geometry.safetensors"
 BOXES: Final = "boxes.safetensors"
 IMAGE_EXTENSIONS: Final = ("jpg", "png")
 POINTS_EXTENSION: Final = "npy"
+SWEEPS_FIELD: Final = "_sweeps.safetensors"
+"""Ends the field name of a lidar's earlier sweeps: ``lidar_top_sweeps.safetensors``."""
 NUM_DIST: Final = 14
 """Slots for distortion coefficients, NaN padded."""
 
@@ -148,12 +150,26 @@ class Boxes:
         return np.asarray(np.einsum("mij,mkj->mki", rotation, offsets) + self.boxes3d[:, None, :3], np.float32)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sweeps:
+    """``{lidar}_sweeps.safetensors``: a lidar's S sweeps before the sample's own one, the latest first.
+
+    Each is as it was measured, in the lidar's frame at its own time: nothing is moved or left out.
+    """
+
+    num_points: Annotated[NDArray[np.int64], "i8", "S"]  #: of each sweep; together P
+    timestamp_ns: Annotated[NDArray[np.int64], "i8", "S"]
+    lidar2global: Annotated[F64, "f8", "S", 4, 4]  #: each at its own time
+    points: Annotated[F32, "f4", "P", "C"]  #: one sweep after the other, columns as the manifest names them
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One decoded sample: metadata parsed, images still encoded (views of the shard), points as arrays.
 
     ``images`` maps channel to encoded bytes, rig order, absent cameras left out; ``points`` maps lidar channel to
-    float32 (P, C) in the lidar's own frame, columns as the manifest names them; ``extra`` holds user members by field.
+    float32 (P, C) in the lidar's own frame, columns as the manifest names them; ``extra`` holds user members by field;
+    ``sweeps`` maps lidar channel to its earlier sweeps, where they are stored.
     """
 
     key: str
@@ -163,9 +179,10 @@ class Sample:
     images: Mapping[str, Buffer]
     points: Mapping[str, F32]
     extra: Mapping[str, Buffer]
+    sweeps: Mapping[str, Sweeps] = field(default_factory=dict)
 
 
-A = TypeVar("A", Geometry, Boxes)
+A = TypeVar("A", Geometry, Boxes, Sweeps)
 
 
 def encode_meta(meta: Meta) -> bytes:
@@ -187,15 +204,15 @@ def decode_meta(data: Buffer) -> Meta:
     return meta
 
 
-def encode_arrays(record: Geometry | Boxes) -> bytes:
-    """Serialise geometry or boxes as safetensors, after checking every array's dtype and shape (SchemaError)."""
+def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
+    """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked (SchemaError)."""
     arrays = {f.name: getattr(record, f.name) for f in fields(record)}
     _check(type(record), arrays)
     return write_tensors(arrays)
 
 
 def decode_arrays(data: Buffer, to: type[A]) -> A:
-    """Parse ``geometry.safetensors`` or ``boxes.safetensors`` into read-only views; raises SchemaError."""
+    """Parse a ``.safetensors`` member into read-only views; raises SchemaError."""
     layout = read_layout(data)
     if to not in layout.fits:
         _check(to, layout.specs)
@@ -210,10 +227,10 @@ def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...
     return tuple((name, np.dtype("<" + code), shape) for name, (code, *shape) in metadata.items())
 
 
-_SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes)}
+_SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
 
 
-def _check(record: type[Geometry | Boxes], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
+def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
     specs = _SPECS[record]
     if len(arrays) != len(specs):
         unknown = sorted(arrays.keys() - {name for name, _, _ in specs})
@@ -246,6 +263,19 @@ def decode_points(data: Buffer) -> F32:
     return points  # type: ignore[return-value]
 
 
+def lidar_channel(name: str) -> str:
+    """The channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
+    return name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
+
+
+def _decode_sweeps(data: Buffer) -> Sweeps:
+    sweeps = decode_arrays(data, Sweeps)
+    counts = sweeps.num_points.tolist()
+    if min(counts, default=0) < 0 or sum(counts) != len(sweeps.points):
+        raise SchemaError(f"num_points {counts} are not those of {len(sweeps.points)} points")
+    return sweeps
+
+
 def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 
@@ -255,6 +285,7 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
     images: dict[str, Buffer] = {}
     points: dict[str, F32] = {}
     extra: dict[str, Buffer] = {}
+    sweeps: dict[str, Sweeps] = {}
     known: dict[str, Any] = {META: None, GEOMETRY: None, BOXES: None}
     for name, data in members.items():
         channel, _, extension = name.partition(".")
@@ -267,6 +298,8 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
                 known[name] = decode_arrays(data, Boxes)
             elif channel.startswith("x_"):
                 extra[name] = data
+            elif name.endswith(SWEEPS_FIELD):
+                sweeps[lidar_channel(name)] = _decode_sweeps(data)
             elif extension in IMAGE_EXTENSIONS:
                 images[channel] = data
             elif extension == POINTS_EXTENSION:
@@ -280,7 +313,7 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
             raise SchemaError("the member is missing", key=key, member=needed)
     if known[META].key != key:
         raise SchemaError(f"it says that the sample is {known[META].key!r}", key=key, member=META)
-    return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra)
+    return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra, sweeps)
 
 
 def invert_rigid(matrix: F64) -> F64:

@@ -90,6 +90,12 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
         help="nuscenes: a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
     )
     of_source.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
+    of_source.add_argument(
+        "--sweeps",
+        type=int,
+        metavar="N",
+        help="nuscenes: with every keyframe store the N lidar sweeps before it (9: each sweep once; default 0)",
+    )
 
 
 def _run_shard(args: argparse.Namespace) -> int:
@@ -103,6 +109,7 @@ def _run_shard(args: argparse.Namespace) -> int:
         "version": args.version,
         "missing_camera": args.missing_camera,
         "points": False if args.no_points else None,
+        "sweeps": args.sweeps,
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     spec = parse_source(args.source, options)

@@ -18,7 +18,7 @@ import zstandard
 from fuelrail import __version__
 from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL, RAW, ZSTD, planes
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.transcode import ImageRecipe  # noqa: TC001 - msgspec reads the annotation
 
@@ -103,8 +103,8 @@ def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...]) -> str:
         return RAW
     if field in (META, GEOMETRY, BOXES):
         return ZSTD
-    channel, _, extension = field.partition(".")
-    if extension == POINTS_EXTENSION:
+    if field.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)):
+        channel = lidar_channel(field)
         num_columns = next((len(lidar.columns) for lidar in lidars if lidar.channel == channel), 0)
         return planes(num_columns * _POINT_BYTES) if num_columns else ZSTD
     return RAW

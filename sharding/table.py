@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, Meta, encode_meta
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def tar_bytes(data_bytes: int) -> int:
 
 def stored_estimate(member: Reference) -> int:
     """Stored size of a sensor member as planning takes it: arrays shrink to about half, encoded images do not."""
-    return member.bytes // 2 if member.name.endswith(f".{POINTS_EXTENSION}") else member.bytes
+    return member.bytes // 2 if member.name.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)) else member.bytes
 
 
 class ScanTable:

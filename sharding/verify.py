@@ -25,7 +25,7 @@ from fuelrail.pipeline.dataset import Dataset, check_span, read_members
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import load_manifest
-from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION, decode_sample
+from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION, SWEEPS_FIELD, decode_sample
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, FoundMember, StoredMember, iter_members
 from fuelrail.sharding.dali import IndexText
 from fuelrail.sharding.images import check_pixels
@@ -275,6 +275,9 @@ def _contradictions(row: IndexRow, sample: Sample, manifest: Manifest, split: st
         points = sample.points.get(lidar.channel)
         if points is not None and points.shape[1] != len(lidar.columns):
             yield f"{lidar.channel}.{POINTS_EXTENSION} has {points.shape[1]} columns, not {len(lidar.columns)}"
+        sweeps = sample.sweeps.get(lidar.channel)
+        if sweeps is not None and sweeps.points.shape[1] != len(lidar.columns):
+            yield f"{lidar.channel}{SWEEPS_FIELD} has {sweeps.points.shape[1]} columns, not {len(lidar.columns)}"
 
 
 def _check_rows(dataset: Dataset) -> list[Fault]:

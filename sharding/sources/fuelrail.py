@@ -17,7 +17,7 @@ from fuelrail.pipeline import codecs
 from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
 from fuelrail.pipeline.errors import ConfigError, DatasetError, ShardError, SourceError
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_meta
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_meta, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.source import Channel, ScanInfo
 from fuelrail.sharding.table import Reference, frame_key
@@ -107,10 +107,9 @@ class FuelrailSource:
                 out.begin_clip(clip, meta.clip_name, meta.clip_token)
             members = []
             for entry in row.members:
-                channel = entry.name.partition(".")[0]
-                if entry.name in _INLINE or not (self._options.points or channel not in self._lidars):
+                if entry.name in _INLINE or not (self._options.points or lidar_channel(entry.name) not in self._lidars):
                     continue
-                camera = meta.cameras.get(channel)
+                camera = meta.cameras.get(entry.name.partition(".")[0])
                 size = (0, 0) if camera is None else (camera.width, camera.height)
                 members.append(Reference(entry.name, f"{at}/{entry.name}", entry.raw_bytes, *size))
             boxes = small.get(BOXES)

@@ -15,7 +15,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.manifest import LidarEntry
-from fuelrail.pipeline.schema import encode_arrays, encode_points
+from fuelrail.pipeline.schema import SWEEPS_FIELD, encode_arrays, encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.images import LFS_MAGIC
 from fuelrail.sharding.source import Channel, ScanInfo
@@ -23,10 +23,13 @@ from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes_keyframes import Keyframes
 from fuelrail.sharding.sources.nuscenes_samples import ATTRIBUTE_TYPES, clip_ids, sample_attributes, sample_meta
 from fuelrail.sharding.sources.nuscenes_splits import source_splits
+from fuelrail.sharding.sources.nuscenes_sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes_tables import check_tables
 from fuelrail.sharding.table import Reference
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.table import ScanWriter
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
@@ -38,12 +41,19 @@ class NuScenesOptions(Settings, frozen=True):
 
     ``version``: name of the tables' folder; may be left out where there is just one. ``missing_camera``: what to do
     about a camera file that is not there: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). ``points``: store
-    lidar sweeps; without, their geometry stays.
+    lidar sweeps; without, their geometry stays. ``sweeps``: earlier sweeps of each lidar to store with every keyframe
+    (9 are all there are between two keyframes, each once).
     """
 
     version: str | None = None
     missing_camera: Literal["error", "mask"] = "error"
     points: bool = True
+    sweeps: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.sweeps < 0 or (self.sweeps and not self.points):
+            raise ConfigError(f"sweeps={self.sweeps} must be 0 or more, and 0 without points")
 
 
 class NuScenesSource:
@@ -63,25 +73,32 @@ class NuScenesSource:
 
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
+        if ref.startswith("["):
+            return SweepList.decode(ref).member(self._points)
+        return encode_points(self._points(ref)) if ref.endswith(".bin") else self._bytes(ref)
+
+    def _bytes(self, ref: str) -> bytes:
         path = os.path.join(self._location, ref)  # noqa: PTH118 - for every file of the source; pathlib takes longer
         try:
             with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-                data = file.read()
+                return file.read()
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
-        if not ref.endswith(".bin"):
-            return data
+
+    def _points(self, ref: str) -> NDArray[np.float32]:
+        path, data = os.path.join(self._location, ref), self._bytes(ref)  # noqa: PTH118
         row_bytes = 4 * len(POINT_COLUMNS)
         if data.startswith(LFS_MAGIC):
             raise SourceError(f"lidar file '{path}' is a git-LFS pointer; run `git lfs pull` in the source first")
         if len(data) % row_bytes:
             raise SourceError(f"lidar file '{path}' of {len(data)} bytes does not hold points of {row_bytes} bytes")
-        return encode_points(np.frombuffer(data, "<f4").reshape(-1, len(POINT_COLUMNS)))
+        return np.frombuffer(data, "<f4").reshape(-1, len(POINT_COLUMNS))
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
         folder = self._folder()
         keyframes = Keyframes(folder)
+        sweeps = LidarSweeps(folder) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
         num_masked = 0
         for scene_row, samples in keyframes.scenes():
@@ -91,6 +108,8 @@ class NuScenesSource:
             for frame, sample in enumerate(samples.tolist()):
                 members, num_missing = self._members(keyframes, sample)
                 num_masked += num_missing
+                if sweeps is not None:
+                    members += self._earlier(keyframes, sweeps, sample)
                 geometry = keyframes.geometry(sample, {member.name.partition(".")[0] for member in members})
                 boxes = keyframes.boxes(sample)
                 meta = sample_meta(keyframes, scene_row, clip_id, sample, frame, len(samples), members, boxes)
@@ -165,6 +184,24 @@ class NuScenesSource:
                 )
             members.append(Reference(f"{name.lower()}.{extension}", filename, size, width, height))
         return members, num_missing
+
+    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, sample: int) -> list[Reference]:
+        """References of the sweeps before the sample's own ones; none for a lidar that has none."""
+        members = []
+        for name, row in zip(keyframes.lidars, keyframes.sensor_rows[sample, len(keyframes.cameras) :], strict=True):
+            if row < 0:
+                continue
+            found = sweeps.before(keyframes.data_tokens[int(row)].as_py(), self._options.sweeps)
+            num_bytes = 0
+            for filename in found.files:
+                size = self._file_bytes(filename)
+                if size is None:
+                    what = f"file '{self._root / filename}' of table 'sample_data' is not there"
+                    raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
+                num_bytes += size
+            if found.files:
+                members.append(Reference(f"{name.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
+        return members
 
     def _file_bytes(self, filename: str) -> int | None:
         """Size of a source file, None where it is not there; SourceError for a name that leads out of the root."""

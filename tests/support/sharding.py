@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_OF_SOURCE = ("version", "missing_camera", "points", "sweeps")
+
+
 def shard_nuscenes(root: Path, out: Path, *, num_workers: int = 1, progress: Quiet | None = None, **values) -> Outcome:
-    """Shard a nuScenes dataroot; ``version``, ``missing_camera``, ``points`` go to the source, others to the recipe."""
-    options = {name: values.pop(name) for name in ("version", "missing_camera", "points") if name in values}
+    """Shard a nuScenes dataroot; ``values`` are those of the recipe, and of the source what `_OF_SOURCE` names."""
+    options = {name: values.pop(name) for name in _OF_SOURCE if name in values}
     recipe = make_recipe(**{"seed": 7, **values})
     return shard(SourceSpec("nuscenes", str(root), options), out, recipe, num_workers, progress or Quiet())
 
