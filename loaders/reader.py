@@ -64,7 +64,10 @@ class SampleReader:
         blank image must never pass for a valid one.
         """
         row = fetched.row
-        sample = decode_sample(row.key, read_members(row, fetched.span, self._shard_name(row), self._wanted))
+        members = read_members(
+            row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
+        )
+        sample = decode_sample(row.key, members)
         valid = sample.geometry.cam_valid.tolist()
         present = [int(channel in sample.images) for channel in self._cameras]
         if valid != present:

@@ -19,3 +19,8 @@ class Command(NamedTuple):
     help: str
     configure: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: ``1 shard``, ``2,000 shards``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

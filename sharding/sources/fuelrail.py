@@ -17,6 +17,7 @@ from fuelrail.pipeline import codecs
 from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
 from fuelrail.pipeline.errors import ConfigError, DatasetError, ShardError, SourceError
+from fuelrail.pipeline.frames import is_framed, read_head
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_meta, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.source import Channel, ScanInfo
@@ -84,7 +85,7 @@ class FuelrailSource:
             shard = self._dataset.shard_path(row).name
             try:
                 check_span(row, span, shard)
-                self._read = (at, read_members(row, span, shard))
+                self._read = (at, read_members(row, span, shard, dictionary=self._dataset.dictionary))
             except ShardError as error:
                 raise SourceError(f"dataset '{self._dataset.root}' is damaged: {error}") from error
         return self._read[1][field]
@@ -159,10 +160,13 @@ class FuelrailSource:
         """Metadata, geometry and boxes, decoded, without reading the rest of the span."""
         entries = [entry for entry in row.members if entry.name in _INLINE]
         end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
-        head = self._read_bytes(row, end)
+        head = self._read_head(row, end)
         found = {
             entry.name: codecs.decode(
-                entry.codec, head[entry.offset : entry.offset + entry.stored_bytes], entry.raw_bytes
+                entry.codec,
+                head[entry.offset : entry.offset + entry.stored_bytes],
+                entry.raw_bytes,
+                dictionary=self._dataset.dictionary,
             )
             for entry in entries
         }
@@ -170,6 +174,20 @@ class FuelrailSource:
             if needed not in found:
                 raise SourceError(f"sample '{row.key}' of dataset '{self._dataset.root}' has no {needed}")
         return found
+
+    def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
+        """The first bytes of a span, decoded if it is a frame."""
+        path = self._dataset.shard_path(row)
+        if not is_framed(path.name):
+            return self._read_bytes(row, num_bytes)
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(row.offset)
+                return read_head(file, num_bytes, shard=path.name, offset=row.offset, key=row.key)
+        except ShardError as error:
+            raise SourceError(f"dataset '{self._dataset.root}' is damaged: {error}") from error
+        except OSError as error:
+            raise SourceError(f"shard '{path}' cannot be read: {error.strerror}") from error
 
     def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
         path = self._dataset.shard_path(row)
