@@ -1,0 +1,88 @@
+"""NVIDIA DALI's own tar reader (``fn.readers.webdataset``) reads our shards, with our indices and without."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.dataset import open_dataset
+from support.nuscenes_tables import build_nuscenes
+from support.sharding import shard_nuscenes
+
+if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
+    pytest.skip("NVIDIA DALI is not installed", allow_module_level=True)
+
+from nvidia.dali import fn, pipeline_def
+
+
+def members_by_fuelrail(root):
+    """Of each sample in its stored order: field as stored to stored bytes."""
+    dataset = open_dataset(root)
+    found = []
+    for at in range(len(dataset.index)):
+        row = dataset.index.row(at)
+        span = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
+        found.append({m.name + codecs.suffix(m.codec): span[m.offset : m.offset + m.stored_bytes] for m in row.members})
+    return found
+
+
+def members_by_dali(root, fields, count, *, with_index):
+    shards = sorted(root.glob("*.tar"))
+
+    @pipeline_def(batch_size=count, num_threads=2, device_id=None)
+    def reading():
+        found = fn.readers.webdataset(
+            paths=[str(shard) for shard in shards],
+            index_paths=[str(shard.with_suffix(".idx")) for shard in shards] if with_index else [],
+            ext=fields,
+            missing_component_behavior="empty",
+            random_shuffle=False,
+        )
+        return tuple(found)
+
+    pipe = reading()
+    pipe.build()
+    outputs = pipe.run()
+    return [
+        {field: np.asarray(output[at]).tobytes() for field, output in zip(fields, outputs, strict=True)}
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["member", "none"])
+@pytest.mark.parametrize("with_index", [True, False])
+def test_it_hands_out_the_stored_bytes_of_every_member(tmp_path, layout, with_index):
+    build_nuscenes(tmp_path / "source", {"a": 5, "b": 3}, num_points=61)
+    shard_nuscenes(tmp_path / "source", tmp_path / "out", shard_size_bytes=20_000, layout=layout)
+    assert len(list((tmp_path / "out").glob("*.tar"))) > 1
+    expected = members_by_fuelrail(tmp_path / "out")
+    fields = list(expected[0])
+    assert members_by_dali(tmp_path / "out", fields, len(expected), with_index=with_index) == expected
+
+
+def test_it_decodes_the_images(tmp_path):
+    build_nuscenes(tmp_path / "source", {"a": 3})
+    shard_nuscenes(tmp_path / "source", tmp_path / "out", layout="none")
+    expected = members_by_fuelrail(tmp_path / "out")
+    field = next(name for name in expected[0] if name.endswith(".jpg"))
+
+    @pipeline_def(batch_size=3, num_threads=2, device_id=None)
+    def reading():
+        encoded = fn.readers.webdataset(
+            paths=[str(tmp_path / "out" / "train-000000.tar")],
+            index_paths=[str(tmp_path / "out" / "train-000000.idx")],
+            ext=[field],
+        )
+        return fn.decoders.image(encoded, device="cpu")
+
+    pipe = reading()
+    pipe.build()
+    (images,) = pipe.run()
+    for at in range(3):
+        own = simplejpeg.decode_jpeg(expected[at][field])
+        assert np.asarray(images[at]).shape == own.shape
+        assert np.abs(np.asarray(images[at]).astype(int) - own).mean() < 2
