@@ -1,9 +1,9 @@
 """safetensors and .npy, read straight from a buffer into numpy views.
 
-Writing goes through the ``safetensors`` library. Reading a handful of small tensors is on every sample's path, so it is
-done here, with headers parsed once and numpy views on the bytes: same result (a property test holds it to the
-library) in a fraction of the time (``bench/micro/metadata.py``). Every size in the untrusted header is checked before
-use.
+Headers are written by the ``safetensors`` library, once for each set of names, dtypes and shapes. Reading a handful of
+small tensors is on every sample's path, so it is done here, with headers parsed once and numpy views on the bytes: same
+result (a property test holds it to the library) in a fraction of the time (``bench/micro/metadata.py``). Every size in
+the untrusted header is checked before use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,18 @@ _header_decoder = msgspec.json.Decoder(dict[str, _Entry])
 
 def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     """Serialise named arrays as safetensors (little-endian, C order); the same arrays give the same bytes."""
-    return bytes(_save({name: np.asarray(array, order="C") for name, array in tensors.items()}))
+    arrays = {name: np.asarray(a, a.dtype.newbyteorder("<"), order="C") for name, a in tensors.items()}
+    start, order = _header(tuple((name, array.dtype, array.shape) for name, array in arrays.items()))
+    return b"".join((start, *(arrays[name].data for name in order)))
+
+
+@functools.lru_cache(maxsize=512)
+def _header(specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[bytes, tuple[str, ...]]:
+    """Length and header as the library writes them for arrays of these kinds, and the order in which data follow."""
+    whole = bytes(_save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
+    end = 8 + int.from_bytes(whole[:8], "little")
+    begins = {name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()}
+    return whole[:end], tuple(sorted(begins, key=lambda name: begins[name]))
 
 
 def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from fuelrail.pipeline.errors import ConfigError
 
@@ -81,6 +81,15 @@ class Source(Protocol):
 
     def open(self, ref: str) -> Buffer:
         """The bytes of a member that the scan table refers to, as they are to be stored (raw)."""
+        ...
+
+
+@runtime_checkable
+class FileSource(Protocol):
+    """A source, some of whose members are files of this machine as they are: those are read without :meth:`open`."""
+
+    def path(self, ref: str) -> str | None:
+        """The file whose bytes are the member's; None where ``open`` makes them."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Shards made on this machine: in this process for one worker, in processes for more.
+"""Shards made on this machine: in this process for one worker, in threads of it for a few, in processes for more.
 
 The bytes are the same; so is what is on disk after any of them is killed.
 """
@@ -11,6 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.sharding.engines import threads
 from fuelrail.sharding.processes import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
 
@@ -34,6 +35,8 @@ def make_shards(
         writer = ShardWriter(job)
         for number in numbers:
             yield writer.make(number, advance)
+    elif num_workers <= threads.MAX_THREADS:
+        yield from threads.make_shards(job, numbers, num_workers, advance)
     else:
         yield from _in_processes(job, iter(numbers), num_workers, advance)
 

@@ -71,6 +71,12 @@ class NuScenesSource:
         """All options; the version is that of the one folder of tables where none was given."""
         return {**msgspec.structs.asdict(self._options), "version": self._folder().name}
 
+    def path(self, ref: str) -> str | None:
+        """The file of an image; None for lidar, which :meth:`open` makes arrays of."""
+        if ref.endswith(".bin") or ref.startswith("["):
+            return None
+        return os.path.join(self._location, ref)  # noqa: PTH118 - for every file of the source; pathlib takes longer
+
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
         if ref.startswith("["):

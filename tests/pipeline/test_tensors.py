@@ -48,6 +48,11 @@ def test_tensors_agree_with_the_library_both_ways(named) -> None:
 
 
 @given(TENSORS)
+def test_bytes_are_those_of_the_library(named) -> None:
+    assert write_tensors(named) == safetensors.numpy.save(named)
+
+
+@given(TENSORS)
 def test_equal_tensors_are_equal_bytes_in_any_order(named) -> None:
     assert write_tensors(named) == write_tensors(dict(reversed(named.items())))
 

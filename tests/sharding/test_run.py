@@ -23,12 +23,14 @@ from fuelrail.pipeline.errors import (
     SourceError,
 )
 from fuelrail.pipeline.schema import decode_meta
+from fuelrail.sharding.engines.threads import MAX_THREADS
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.sources.nuscenes import NuScenesSource
 from fuelrail.sharding.workspace import WORK_FOLDER, Workspace
 from support.nuscenes_tables import build_nuscenes, encode_image
 from support.sharding import digests, shard_nuscenes
 
+WORKERS = [1, 2, MAX_THREADS + 1]  # this thread, threads, processes
 CLIPS = {"a": 4, "b": 5, "c": 3, "d": 4}
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -52,8 +54,9 @@ def keys_of(out):
     return index.strings("key")
 
 
-def test_any_number_of_workers_gives_the_same_bytes(source, expected, tmp_path):
-    outcome = shard_nuscenes(source.root, tmp_path / "out", num_workers=3, **OPTIONS)
+@pytest.mark.parametrize("num_workers", WORKERS[1:])
+def test_any_number_of_workers_gives_the_same_bytes(source, expected, tmp_path, num_workers):
+    outcome = shard_nuscenes(source.root, tmp_path / "out", num_workers=num_workers, **OPTIONS)
     assert digests(tmp_path / "out") == digests(expected)
     assert outcome.num_written == len(outcome.manifest.shards) > 3
 
@@ -173,7 +176,7 @@ def begin(source, out, after=2, num_workers=1):
         shard_nuscenes(source.root, out, num_workers=num_workers, progress=Interrupt(after), **OPTIONS)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_an_interrupted_run_goes_on(source, expected, tmp_path, num_workers):
     out = tmp_path / "out"
     begin(source, out, num_workers=num_workers)
@@ -227,7 +230,7 @@ def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     assert int(done.stdout) >= 20
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path, num_workers):
     # Deaths at times that are random, from the start of Python to the last rename: as it happens.
     draw = random.Random(num_workers)
@@ -256,7 +259,7 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
     assert digests(out) == digests(expected)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_ctrl_c_ends_cleanly(tmp_path, num_workers):
     image = encode_image(1, 48, 32)
     made = build_nuscenes(tmp_path / "source", {"a": 300}, images=[image], cameras=("CAM_FRONT",), num_tracks=0)
@@ -287,7 +290,7 @@ def broken(source, tmp_path):
     return sorted((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())[5]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_truncated_jpeg_is_named_and_nothing_half_written(source, expected, tmp_path, num_workers):
     victim = broken(source, tmp_path)
     whole = victim.read_bytes()
