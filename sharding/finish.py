@@ -22,13 +22,12 @@ from fuelrail.pipeline.manifest import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    decode_manifest,
     encode_manifest,
-    load_manifest,
 )
 from fuelrail.sharding.recipe import codec_of
+from fuelrail.sharding.records import load_record
 from fuelrail.sharding.transcode import stored_field
-from fuelrail.sharding.workspace import publish, publish_file
-from fuelrail.sharding.writer import load_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,10 +54,10 @@ def finish(
     index = work.temporary / INDEX_FILE
     with IndexWriter(index, names, sorted(set(codec_names))) as rows:
         for planned in plan.shards:
-            record = load_record(work.records, planned.stem)
+            record = load_record(work.out, planned.stem)
             if record is None:
                 raise DatasetError(
-                    f"the record of shard {planned.stem} is gone from '{work.folder}': run the same command"
+                    f"the record of shard {planned.stem} is gone from '{work.out.shown}': run the same command"
                 )
             for row in record.rows:
                 rows.append(row)
@@ -66,7 +65,7 @@ def finish(
                 sizes[channel].update(found)
             shards.append(
                 ShardEntry(
-                    name=f"{planned.stem}.tar",
+                    name=record.name,
                     split=planned.split,
                     first_sample=planned.first_sample,
                     num_samples=planned.num_samples,
@@ -79,7 +78,7 @@ def finish(
     _write_attributes(attributes, plan, table, info, dealt)
     files = [_entry(index), _entry(attributes), *listings]
     for path in (index, attributes):
-        publish_file(work.out / path.name, path)
+        work.out.publish_file(path.name, path)
     manifest = Manifest(
         format=FORMAT,
         version=FORMAT_VERSION,
@@ -115,9 +114,10 @@ def finish(
             "num_clips_in_no_split": len(info.clips) - sum(map(len, dealt.values())),
         },
     )
-    with publish(work.out / MANIFEST_FILE, work.temporary / MANIFEST_FILE) as file:
-        file.write(encode_manifest(manifest))
-    return load_manifest(work.out)
+    data = encode_manifest(manifest)
+    with work.out.publish(MANIFEST_FILE) as file:
+        file.write(data)
+    return decode_manifest(data, f"{work.out.shown}/{MANIFEST_FILE}")
 
 
 def _splits(plan: Plan, dealt: Mapping[str, Sequence[int]]) -> dict[str, SplitEntry]:

@@ -15,17 +15,20 @@ from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load
 from fuelrail.pipeline.settings import convert
 from fuelrail.sharding.engines.local import make_shards
 from fuelrail.sharding.finish import finish
+from fuelrail.sharding.output import check_out, manifest_in, open_output
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
-from fuelrail.sharding.recipe import Recipe, differences
+from fuelrail.sharding.recipe import Recipe
 from fuelrail.sharding.restart import jpegtran_version
+from fuelrail.sharding.resume import refuse_other_recipe, refuse_other_samples, shards_of, what_begins
 from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.table import ScanTable, ScanWriter
 from fuelrail.sharding.threads import in_threads
 from fuelrail.sharding.transcode import stored_share
-from fuelrail.sharding.workspace import Workspace, check_out, publish_file, writing_to
-from fuelrail.sharding.writer import ShardDone, WriteJob, file_is
+from fuelrail.sharding.workspace import Workspace
+from fuelrail.sharding.writer import ShardDone, WriteJob
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.output import Output
     from fuelrail.sharding.plan import Plan
 
 
@@ -66,18 +69,19 @@ def shard(
         raise ConfigError(f"{num_workers} workers are too few: 1 at least")
     if not os.fspath(out):
         raise ConfigError("the output folder has no name")  # abspath would make it the current one
-    folder = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow links
-    check_out(folder)
+    output = open_output(out)
+    check_out(output)
     source = make_source(spec)
     jpegtran = jpegtran_version() if recipe.jpeg == "restart" else ""
     recipe = msgspec.structs.replace(recipe, source=spec.kind, source_options=source.options, jpegtran=jpegtran)
-    _refuse_other(folder, _finished_recipe(folder), recipe)
-    with writing_to(folder), Workspace(folder) as work:
-        _refuse_other(folder, work.recipe(), recipe)
+    refuse_other_recipe(output.shown, _finished_recipe(output), recipe)
+    with output.writing(), Workspace(output) as work:
+        begun = work.begun()
+        refuse_other_recipe(output.shown, begun.recipe if begun else None, recipe)
         info, recipe = _scan(work, source, recipe)
         progress.scanned(info)
-        _refuse_other(folder, work.recipe(), recipe)
-        _refuse_other(folder, _finished_recipe(folder), recipe)
+        finished = manifest_in(output)
+        refuse_other_recipe(output.shown, _recipe_of(output.shown, finished) if finished else None, recipe)
 
         table = ScanTable(work.scan_table)
         rows = select_rows(table, info.clips, recipe)
@@ -85,16 +89,21 @@ def shard(
         share = stored_share(recipe.images, table.row(int(rows[0])).members)
         dealt = deal_clips(info.clips, recipe, info.splits, np.unique(clip).tolist())
         plan = make_plan(rows, clip, frame, (size_bytes * share).astype(np.int64), dealt, recipe)
+        selected = selection(plan.rows, len(table))
+        here = what_begins(recipe, plan, table, selected, info.clips, dealt)
+        if finished is not None:
+            plan = plan._replace(shards=shards_of(finished))
+        elif begun is not None:
+            refuse_other_samples(output.shown, begun, here)
+            plan = plan._replace(shards=begun.shards)
         np.save(work.plan_rows, plan.rows)
-        np.save(work.selection, selection(plan.rows, len(table)))
+        np.save(work.selection, selected)
         progress.planned(plan, int(table.numbers("size_bytes")[plan.rows].sum() * share))
         job = WriteJob(
-            out=folder,
+            out=output.location,
             scan_table=work.scan_table,
             plan_rows=work.plan_rows,
             selection=work.selection,
-            records=work.records,
-            temporary=work.temporary,
             shards=tuple(plan.shards),
             source=spec,
             recipe=recipe,
@@ -104,13 +113,14 @@ def shard(
             clip_ids=tuple(clip.clip_id for clip in info.clips),
         )
 
-        manifest = _whole_manifest(folder)
+        manifest = _if_whole(output, finished)
         if manifest is None:
-            work.begin(recipe)
-            (folder / MANIFEST_FILE).unlink(missing_ok=True)
-        wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(folder, manifest, num_workers)
+            work.begin(msgspec.structs.replace(here, shards=plan.shards))
+            output.remove(MANIFEST_FILE)
+        wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(output, manifest, num_workers)
         num_kept = len(plan.shards) - len(wanted)
         for done in make_shards(job, wanted, num_workers, progress.advanced):
+            work.check()
             num_kept += done.kept
             progress.shard_done(done)
 
@@ -125,10 +135,9 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
 
     Raises DatasetExistsError where the source is not the same any more, and what :func:`shard` raises.
     """
-    folder = Path(root)
-    recipe = _recipe_of(folder, load_manifest(folder))
+    recipe = _recipe_of(str(root), load_manifest(root))
     spec = parse_source(source, recipe.source_options)
-    return shard(spec, folder, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
+    return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
 
 def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Recipe]:
@@ -140,32 +149,21 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Re
         raise SourceError(f"the {source.kind} source has no samples")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    publish_file(work.scan_table, path)
+    path.replace(work.scan_table)
     return info, msgspec.structs.replace(recipe, scan_sha256=digest)
 
 
-def _refuse_other(folder: Path, there: Recipe | None, here: Recipe) -> None:
-    """Refuse work by another recipe than that in OUT, showing both; before the scan its digest is left out."""
-    if there is None:
-        return
-    if not here.scan_sha256:
-        there = msgspec.structs.replace(there, scan_sha256="")
-    if there != here:
-        raise DatasetExistsError(
-            f"output folder '{folder}' holds another dataset: {differences(there, here)}; choose another folder"
-        )
-
-
-def _finished_recipe(folder: Path) -> Recipe | None:
+def _finished_recipe(out: Output) -> Recipe | None:
     """The recipe of a dataset that is finished in OUT; None where there is none."""
-    return _recipe_of(folder, load_manifest(folder)) if (folder / MANIFEST_FILE).exists() else None
+    manifest = manifest_in(out)
+    return None if manifest is None else _recipe_of(out.shown, manifest)
 
 
-def _recipe_of(folder: Path, manifest: Manifest) -> Recipe:
+def _recipe_of(shown: str, manifest: Manifest) -> Recipe:
     recipe = manifest.provenance.get("recipe")
     if recipe is None:
-        raise DatasetExistsError(f"output folder '{folder}' holds a dataset that was not made by `fuelrail shard`")
-    return convert(recipe, Recipe, f"recipe in the manifest of '{folder}'")
+        raise DatasetExistsError(f"output folder '{shown}' holds a dataset that was not made by `fuelrail shard`")
+    return convert(recipe, Recipe, f"recipe in the manifest of '{shown}'")
 
 
 def _listings(manifest: Manifest) -> dict[str, str]:
@@ -173,25 +171,22 @@ def _listings(manifest: Manifest) -> dict[str, str]:
     return {shard.name: Path(shard.name).with_suffix(".idx").name for shard in manifest.shards}
 
 
-def _whole_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a dataset whose index and attributes are whole; None where there is none or they are not."""
-    if not (folder / MANIFEST_FILE).exists():
+def _if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
+    """The manifest, if index and attributes are as it says."""
+    if manifest is None:
         return None
-    manifest = load_manifest(folder)
     listings = set(_listings(manifest).values())
     files = [entry for entry in manifest.files if entry.name not in listings]
-    return manifest if all(file_is(folder / entry.name, entry.bytes, entry.sha256) for entry in files) else None
+    return manifest if all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in files) else None
 
 
-def _damaged_shards(folder: Path, manifest: Manifest, num_threads: int) -> list[int]:
+def _damaged_shards(out: Output, manifest: Manifest, num_threads: int) -> list[int]:
     """Numbers of the shards that are not, with their DALI index, byte for byte what the manifest says."""
     files, listings = {entry.name: entry for entry in manifest.files}, _listings(manifest)
 
     def is_whole(shard: ShardEntry) -> bool:
         idx = files[listings[shard.name]]
-        return file_is(folder / shard.name, shard.bytes, shard.sha256) and file_is(
-            folder / idx.name, idx.bytes, idx.sha256
-        )
+        return out.holds(shard.name, shard.bytes, shard.sha256) and out.holds(idx.name, idx.bytes, idx.sha256)
 
     checked = in_threads(is_whole, manifest.shards, num_threads)
     return [number for number, whole in enumerate(checked) if not whole]

@@ -20,7 +20,7 @@ from fuelrail.pipeline.shardfile import check_key
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -228,6 +228,11 @@ class ScanTable:
         )
         references = tuple(Reference(**member) for member in members)
         return ScanRow(key, clip, frame, timestamp_ns, meta, geometry, boxes, references)
+
+    def key_batches(self) -> Iterator[pa.Array]:
+        """The keys, in order, a batch of rows at a time."""
+        for number in range(self._file.num_record_batches):
+            yield self._batch(number).column("key")
 
     def attribute_table(self) -> pa.Table:
         """Key, frame, time and all attributes of all rows, in memory (about 100 bytes a row)."""

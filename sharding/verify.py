@@ -23,9 +23,9 @@ from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
 from fuelrail.pipeline.index import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.manifest import load_manifest
+from fuelrail.sharding.output import file_is
 from fuelrail.sharding.shard_check import Fault, make_check
 from fuelrail.sharding.threads import in_threads
-from fuelrail.sharding.writer import file_is
 
 if TYPE_CHECKING:
     import os

@@ -1,99 +1,73 @@
-"""The output folder while a dataset is being made: lock, recipe, scan table, plan and the records of finished shards.
+"""The state of a run until its dataset is finished: lock, what was begun, scan table, plan.
 
-Everything that is not yet part of the dataset lies in ``OUT/.fuelrail/``; a file gets its name in OUT by a rename, when
-it is whole and synced. So OUT holds whole files only, whatever happens; the working folder goes when the manifest is
-there.
+What the next run needs to go on lies in OUT under ``.fuelrail/``: ``begun.json`` (recipe, samples, shards that were
+planned) and the records of finished shards. Scan table and plan are made anew by each run; they lie in the output's
+working folder on this machine, which for a local OUT is the same folder.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
-import re
 import shutil
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+import uuid
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
-from fuelrail.pipeline.manifest import MANIFEST_FILE
-from fuelrail.sharding.recipe import Recipe
+from fuelrail.pipeline.remote import is_url
+from fuelrail.sharding.output import WORK_FOLDER
+from fuelrail.sharding.plan import PlannedShard  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
-WORK_FOLDER: Final = ".fuelrail"
+    from fuelrail.sharding.object_lock import ObjectLock
+    from fuelrail.sharding.output import Output
+
+BEGUN: Final = f"{WORK_FOLDER}/begun.json"
 
 
-@contextlib.contextmanager
-def publish(final: Path, temporary: Path) -> Iterator[BinaryIO]:
-    """A file to write that gets its name ``final`` when the block ends well, synced; else it is removed.
+class Begun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run has begun: the recipe (without the scan's digest), its samples and the shards they are cut into.
 
-    ``temporary`` must lie on the same file system. The number of this process is added to its name: a worker of a run
-    that was killed may live a moment longer than that, and must not take the file of a new run for its own.
+    ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata, and names and sizes of
+    files, are no part of it: where those change, the shards concerned are written again, in the same cut.
     """
-    temporary = temporary.with_name(f"{temporary.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(final)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(final.parent)
 
-
-def publish_file(final: Path, temporary: Path) -> None:
-    """Give a file that was written to ``temporary`` its name, synced."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(final)
-    sync_folder(final.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a rename in it survives a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def writing_to(out: Path) -> Iterator[None]:
-    """Turn what the operating system says while OUT is written into one sentence (DatasetError)."""
-    try:
-        yield
-    except OSError as error:
-        # Arrow's errors have the number in their text alone.
-        found = re.search(r"\[errno ([0-9]+)\]", str(error))
-        number = int(found.group(1)) if error.errno is None and found else error.errno
-        what = str(error) if number is None else os.strerror(number)
-        hint = "; finished shards are kept, the same command goes on" if number == errno.ENOSPC else ""
-        raise DatasetError(f"output folder '{out}' cannot be written: {what}{hint}") from error
+    recipe: Recipe
+    num_samples: int
+    num_clips: int
+    samples_sha256: str
+    shards: list[PlannedShard]
 
 
 class Workspace:
     """The working folder of one run, locked against a second one; use as a context manager.
 
-    The lock is the kernel's (flock), so it ends with the process that holds it, however that ends.
+    The lock is the kernel's (flock), so it ends with the process that holds it, however that ends; for a URL there is
+    another one beside it, for other machines (:mod:`fuelrail.sharding.object_lock`).
     """
 
-    def __init__(self, out: Path) -> None:
-        """Make and lock it; raises DatasetExistsError for a folder with foreign files, DatasetError otherwise."""
+    def __init__(self, out: Output) -> None:
+        """Make and lock it; raises DatasetError where another run is at it."""
         self.out = out
-        self.folder = out / WORK_FOLDER
+        self.folder = out.work
         self._made = _make_folders(self.folder)
         self._lock = self._acquire()
-        for leftover in self.temporary.iterdir():
-            leftover.unlink()
+        self._remote_lock: ObjectLock | None = None
+        try:
+            for leftover in self.temporary.iterdir():
+                leftover.unlink()
+            if self._is_elsewhere:
+                self._remote_lock = self._acquire_remote()
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     @property
     def scan_table(self) -> Path:
@@ -111,44 +85,47 @@ class Workspace:
         return self.folder / "selection.npy"
 
     @property
-    def records(self) -> Path:
-        """Folder of the shards' records."""
-        return self.folder / "records"
-
-    @property
     def temporary(self) -> Path:
         """Folder of files that are being written."""
         return self.folder / "tmp"
 
-    def recipe(self) -> Recipe | None:
-        """The recipe that the work in this folder follows; None where none was begun."""
+    def begun(self) -> Begun | None:
+        """What a run before this one has begun here; None where there is nothing."""
+        data = self.out.read(BEGUN)
         try:
-            return msgspec.json.decode((self.folder / "recipe.json").read_bytes(), type=Recipe)
-        except FileNotFoundError:
-            return None
+            return None if data is None else msgspec.json.decode(data, type=Begun)
         except msgspec.DecodeError as error:
             raise DatasetExistsError(
-                f"'{self.folder}' was left by another version of fuelrail ({error}); remove '{self.out}' or choose "
-                "another output folder"
+                f"'{self.out.shown}/{WORK_FOLDER}' was left by another version of fuelrail ({error}); remove "
+                f"'{self.out.shown}' or choose another output folder"
             ) from error
 
-    def begin(self, recipe: Recipe) -> None:
-        """Note the recipe, before the first shard."""
-        with publish(self.folder / "recipe.json", self.temporary / "recipe.json") as file:
-            file.write(msgspec.json.encode(recipe))
+    def begin(self, begun: Begun) -> None:
+        """Note it, before the first shard."""
+        with self.out.publish(BEGUN) as file:
+            file.write(msgspec.json.encode(begun))
+
+    def check(self) -> None:
+        """Raise DatasetError where another run has taken this one's place."""
+        if self._remote_lock is not None:
+            self._remote_lock.check()
 
     def remove(self) -> None:
-        """Remove the working folder."""
-        shutil.rmtree(self.folder)
+        """Remove all of it: the dataset is finished."""
+        self.out.remove_work()
+        self._release_remote()
 
     def close(self) -> None:
         """Release the lock; what this run made is removed again if no work was begun."""
-        if self.folder.is_dir() and not (self.folder / "recipe.json").exists():
-            self.remove()
-            for folder in self._made:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-        os.close(self._lock)
+        try:
+            self._release_remote()
+            if self.folder.is_dir() and (self._is_elsewhere or self.out.read(BEGUN) is None):
+                shutil.rmtree(self.folder, ignore_errors=True)
+                for folder in () if self._is_elsewhere else self._made:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+        finally:
+            os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +145,7 @@ class Workspace:
                 owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
                 os.close(handle)
                 raise DatasetError(
-                    f"another run (process {owner}) is writing to '{self.out}': wait for it or stop it first"
+                    f"another run (process {owner}) is writing to '{self.out.shown}': wait for it or stop it first"
                 ) from error
             # The holder before may have removed the working folder between our open and our lock.
             with contextlib.suppress(FileNotFoundError):
@@ -176,27 +153,31 @@ class Workspace:
                     os.ftruncate(handle, 0)
                     os.write(handle, f"{os.getpid()}\n".encode())
                     self.temporary.mkdir(exist_ok=True)
-                    self.records.mkdir(exist_ok=True)
                     return handle
             os.close(handle)
             _make_folders(self.folder)
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether OUT is at a URL, and only the working folder on this machine."""
+        return is_url(self.out.location)
 
-def check_out(out: Path) -> None:
-    """Raise DatasetExistsError where OUT holds files that are neither a dataset's nor a run's."""
-    try:
-        names = sorted(entry.name for entry in out.iterdir())
-    except FileNotFoundError:
-        return
-    except NotADirectoryError as error:
-        file = next(path for path in (out, *out.parents) if path.is_file())
-        raise DatasetExistsError(f"output folder '{out}' cannot be made: '{file}' is a file") from error
-    except OSError as error:
-        raise DatasetError(f"output folder '{out}' cannot be read: {error.strerror}") from error
-    if names and MANIFEST_FILE not in names and WORK_FOLDER not in names:
-        raise DatasetExistsError(
-            f"output folder '{out}' is not empty and holds no dataset (there is '{names[0]}'): choose an empty one"
-        )
+    def _acquire_remote(self) -> ObjectLock:
+        from fuelrail.sharding.object_lock import ObjectLock
+        from fuelrail.sharding.url_output import UrlOutput
+
+        assert isinstance(self.out, UrlOutput), "what is at a URL"
+        place = self.folder / "place"
+        if not place.exists():
+            place.write_text(uuid.uuid4().hex)
+        lock = ObjectLock(self.out, place.read_text())
+        self.out.abort_uploads()
+        return lock
+
+    def _release_remote(self) -> None:
+        if self._remote_lock is not None:
+            self._remote_lock.release()
+            self._remote_lock = None
 
 
 def _make_folders(folder: Path) -> list[Path]:

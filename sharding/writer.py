@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
-from fuelrail.pipeline.index import IndexRow  # noqa: TC001 - msgspec reads the annotation
 from fuelrail.pipeline.schema import (
     BOXES,
     GEOMETRY,
@@ -28,14 +27,15 @@ from fuelrail.pipeline.schema import (
     encode_meta,
 )
 from fuelrail.sharding.images import image_size
+from fuelrail.sharding.output import open_output
 from fuelrail.sharding.packing import RawMember, ShardPacker
 from fuelrail.sharding.reading import ReadBuffer
 from fuelrail.sharding.recipe import Recipe, codec_of
+from fuelrail.sharding.records import ShardRecord, SourceDigest, is_whole, load_record, store_record, store_seal
 from fuelrail.sharding.restart import with_restart_rows
 from fuelrail.sharding.source import FileSource, SourceSpec, make_source
 from fuelrail.sharding.table import Reference, ScanRow, ScanTable
 from fuelrail.sharding.transcode import scale_geometry, scale_meta, stored_field, stored_size, transcode
-from fuelrail.sharding.workspace import publish, writing_to
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,18 +55,6 @@ Pulse = Callable[[int], None]
 """Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
 
 
-class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h)."""
-
-    stem: str
-    bytes: int
-    sha256: str
-    idx_bytes: int
-    idx_sha256: str
-    rows: list[IndexRow]
-    image_sizes: dict[str, list[tuple[int, int]]]
-
-
 class ShardDone(NamedTuple):
     """What a finished shard tells the run: its number, name, size, and whether it was there already."""
 
@@ -80,12 +68,10 @@ class ShardDone(NamedTuple):
 class WriteJob:
     """What a worker needs to write any shard of a run; small, and the same for all."""
 
-    out: Path
+    out: str
     scan_table: Path
     plan_rows: Path
     selection: Path
-    records: Path
-    temporary: Path
     shards: tuple[PlannedShard, ...]
     source: SourceSpec
     recipe: Recipe
@@ -100,6 +86,7 @@ class ShardWriter:
 
     def __init__(self, job: WriteJob) -> None:
         self._job = job
+        self._out = open_output(job.out)
         self._table = ScanTable(job.scan_table)
         self._rows = np.load(job.plan_rows, mmap_mode="r")
         self._selection = np.load(job.selection, mmap_mode="r")
@@ -113,41 +100,63 @@ class ShardWriter:
         Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be written.
         """
         shard = self._job.shards[number]
-        with writing_to(self._job.out):
-            record = load_record(self._job.records, shard.stem)
-            if record is not None and self._is_there(record):
+        with self._out.writing():
+            record = load_record(self._out, shard.stem)
+            if (
+                record is not None
+                and self._source_digest(shard) == record.source_sha256
+                and is_whole(self._out, record)
+            ):
                 pulse(record.bytes)
                 return ShardDone(number, shard.stem, record.bytes, kept=True)
             record = self._write(number, shard, pulse)
+            store_seal(self._out, record)
         return ShardDone(number, shard.stem, record.bytes, kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
-        with publish(job.out / f"{shard.stem}.tar", job.temporary / f"{shard.stem}.tar") as file:
+        digest = self._digest_of(shard)
+        name = f"{shard.stem}.tar"
+        with self._out.publish(name) as file:
             packer = ShardPacker(file, number, job.recipe.compression_level)
-            for row in self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist():
+            for row in self._rows_of(shard):
                 scanned = self._table.row(row)
+                digest.add(scanned)
                 self._buffer.clear()
                 members = self._members(scanned, row, shard.split, sizes)
                 clip_id = job.clip_ids[scanned.clip]
                 pulse(packer.add(scanned.key, clip_id, scanned.frame, scanned.timestamp_ns, members))
             packed = packer.close()
-            with publish(job.out / f"{shard.stem}.idx", job.temporary / f"{shard.stem}.idx") as idx:
+            with self._out.publish(f"{shard.stem}.idx") as idx:
                 idx.write(packed.listing)
             record = ShardRecord(
                 stem=shard.stem,
+                name=name,
                 bytes=packed.num_bytes,
                 sha256=packed.sha256,
                 idx_bytes=len(packed.listing),
                 idx_sha256=hashlib.sha256(packed.listing).hexdigest(),
                 rows=packed.rows,
                 image_sizes={channel: sorted(found) for channel, found in sizes.items()},
+                source_sha256=digest.hexdigest(),
             )
-            # The record comes before the shard's own name: a shard without a record cannot be told from a foreign file.
-            with publish(record_path(job.records, shard.stem), job.temporary / f"{shard.stem}.record") as out:
-                out.write(msgspec.msgpack.encode(record))
+            store_record(self._out, record)
         return record
+
+    def _rows_of(self, shard: PlannedShard) -> list[int]:
+        rows: list[int] = self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist()
+        return rows
+
+    def _digest_of(self, shard: PlannedShard) -> SourceDigest:
+        job = self._job
+        return SourceDigest(job.dataset, job.license, shard.split, *(tuple(lidar.columns) for lidar in job.lidars))
+
+    def _source_digest(self, shard: PlannedShard) -> str:
+        digest = self._digest_of(shard)
+        for row in self._rows_of(shard):
+            digest.add(self._table.row(row))
+        return digest.hexdigest()
 
     def _members(
         self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]]
@@ -214,33 +223,3 @@ class ShardWriter:
         except ImageError as error:
             raise SourceError(f"{self._where(row, member)}: {error}") from error
         return data, size
-
-    def _is_there(self, record: ShardRecord) -> bool:
-        out = self._job.out
-        return file_is(out / f"{record.stem}.idx", record.idx_bytes, record.idx_sha256) and file_is(
-            out / f"{record.stem}.tar", record.bytes, record.sha256
-        )
-
-
-def record_path(records: Path, stem: str) -> Path:
-    """File of a shard's record."""
-    return records / f"{stem}.msgpack"
-
-
-def load_record(records: Path, stem: str) -> ShardRecord | None:
-    """A shard's record; None where there is none, or none that can be read."""
-    try:
-        return msgspec.msgpack.decode(record_path(records, stem).read_bytes(), type=ShardRecord)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
-
-
-def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
-    """Whether a file is there with this size and SHA-256."""
-    try:
-        with path.open("rb") as file:
-            if path.stat().st_size != num_bytes:
-                return False
-            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
-    except FileNotFoundError:
-        return False

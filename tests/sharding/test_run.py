@@ -24,9 +24,10 @@ from fuelrail.pipeline.errors import (
 )
 from fuelrail.pipeline.schema import decode_meta
 from fuelrail.sharding.engines.threads import MAX_THREADS
+from fuelrail.sharding.output import WORK_FOLDER, FolderOutput
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.sources.nuscenes import NuScenesSource
-from fuelrail.sharding.workspace import WORK_FOLDER, Workspace
+from fuelrail.sharding.workspace import Workspace
 from support.nuscenes_tables import build_nuscenes, encode_image
 from support.sharding import digests, shard_nuscenes
 
@@ -210,15 +211,52 @@ def test_a_record_that_was_damaged_in_between_is_not_believed(source, expected, 
     assert digests(out) == digests(expected)
 
 
-def test_a_changed_source_is_refused(source, tmp_path):
-    shutil.copytree(source.root, tmp_path / "source")
+def test_a_source_file_that_was_repaired_costs_the_shards_concerned_only(source, expected, tmp_path):
+    root, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source.root, root)
+    victim = sorted((root / "samples" / "LIDAR_TOP").iterdir())[3]
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[: len(whole) // 40 * 20])
+    with pytest.raises(KeyboardInterrupt):
+        shard_nuscenes(root, out, progress=Interrupt(4), **OPTIONS)
+    there = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
+    victim.write_bytes(whole)
+    outcome = shard_nuscenes(root, out, **OPTIONS)
+    again = [name for name, inode in there.items() if (out / name).stat().st_ino != inode]
+    assert len(again) <= 1
+    assert outcome.num_kept == len(there) - len(again) >= 3
+    dataset = open_dataset(out)
+    for at in range(len(dataset.index)):
+        row = dataset.index.row(at)
+        span = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
+        members, twin = read_members(row, span, ""), open_dataset(expected)
+        there = twin.index.row(twin.index.find(row.key))
+        span = twin.shard_path(there).read_bytes()[there.offset : there.offset + there.length]
+        assert members == read_members(there, span, "")
+    # What is finished is checked as any dataset is, and made whole in the cut that it has.
+    before = digests(out)
+    (out / dataset.manifest.shards[0].name).unlink()
+    assert shard_nuscenes(root, out, **OPTIONS).num_written == 1
+    assert digests(out) == before
+
+
+def test_another_list_of_samples_is_refused_with_both_sides(source, tmp_path):
     begin(source, tmp_path / "out")
-    path = next((tmp_path / "source" / "samples" / "LIDAR_TOP").iterdir())
+    more = build_nuscenes(tmp_path / "more", {**CLIPS, "e": 2})
+    with pytest.raises(DatasetExistsError, match=r"16 samples of 4 clips .* there, 18 samples of 5 clips .* here"):
+        shard_nuscenes(more.root, tmp_path / "out", **OPTIONS)
+
+
+def test_a_finished_dataset_of_a_changed_source_is_refused(source, tmp_path):
+    root, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source.root, root)
+    shard_nuscenes(root, out, **OPTIONS)
+    path = next((root / "samples" / "LIDAR_TOP").iterdir())
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(
         DatasetExistsError, match=r"the source's content \(SHA-256 of its scan\) is '.*' there and '.*' here"
     ):
-        shard_nuscenes(tmp_path / "source", tmp_path / "out", **OPTIONS)
+        shard_nuscenes(root, out, **OPTIONS)
 
 
 def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
@@ -281,7 +319,7 @@ def test_ctrl_c_ends_cleanly(tmp_path, num_workers):
 
 def test_two_runs_at_once_are_refused(source, tmp_path):
     out = tmp_path / "out"
-    with Workspace(out), pytest.raises(DatasetError, match=r"another run .* is writing"):
+    with Workspace(FolderOutput(str(out))), pytest.raises(DatasetError, match=r"another run .* is writing"):
         shard_nuscenes(source.root, out, **OPTIONS)
 
 

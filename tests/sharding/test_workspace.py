@@ -10,44 +10,54 @@ import sys
 import pytest
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.sharding.output import WORK_FOLDER, FolderOutput, check_out
+from fuelrail.sharding.plan import PlannedShard
 from fuelrail.sharding.recipe import make_recipe
-from fuelrail.sharding.workspace import WORK_FOLDER, Workspace, check_out, publish, writing_to
+from fuelrail.sharding.workspace import Begun
+from fuelrail.sharding.workspace import Workspace
 
-RECIPE = make_recipe()
+BEGUN = Begun(
+    recipe=make_recipe(), num_samples=3, num_clips=1, samples_sha256="ab", shards=[PlannedShard("train", 0, 0, 3)]
+)
+
+
+def workspace(folder):
+    return Workspace(FolderOutput(str(folder)))
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
-    final, temporary = tmp_path / "final", tmp_path / "temporary"
-    with publish(final, temporary) as file:
+    out, final = FolderOutput(str(tmp_path)), tmp_path / "final"
+    with out.publish("final") as file:
         file.write(b"whole")
         assert not final.exists()
     assert final.read_bytes() == b"whole"
-    with pytest.raises(RuntimeError), publish(final, temporary) as file:
+    with pytest.raises(RuntimeError), out.publish("final") as file:
         file.write(b"half")
         raise RuntimeError
     assert final.read_bytes() == b"whole"
-    assert not temporary.exists()
+    assert list(out.temporary.iterdir()) == []
 
 
 def test_a_second_run_is_refused_and_names_the_first(tmp_path):
-    with Workspace(tmp_path / "out"), pytest.raises(DatasetError, match=f"process {os.getpid()}"):
-        Workspace(tmp_path / "out")
-    with Workspace(tmp_path / "out"):
+    with workspace(tmp_path / "out"), pytest.raises(DatasetError, match=f"process {os.getpid()}"):
+        workspace(tmp_path / "out")
+    with workspace(tmp_path / "out"):
         pass
 
 
 def test_the_lock_of_a_dead_process_is_stale(tmp_path):
     code = (
-        "import os, signal, sys, pathlib\n"
+        "import os, signal, sys\n"
+        "from fuelrail.sharding.output import open_output\n"
         "from fuelrail.sharding.workspace import Workspace\n"
-        "work = Workspace(pathlib.Path(sys.argv[1]))\n"
+        "work = Workspace(open_output(sys.argv[1]))\n"
         "(work.temporary / 'half').write_bytes(b'x')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     dead = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], env={**os.environ, "PYTHONPATH": _SRC})
     assert dead.returncode == -signal.SIGKILL
     assert (tmp_path / "out" / WORK_FOLDER / "tmp" / "half").exists()
-    with Workspace(tmp_path / "out") as work:
+    with workspace(tmp_path / "out") as work:
         assert list(work.temporary.iterdir()) == []
 
 
@@ -56,11 +66,11 @@ _SRC = os.pathsep.join(path for path in sys.path if path)
 
 def test_what_was_made_for_nothing_is_removed(tmp_path):
     out = tmp_path / "a" / "b" / "out"
-    with Workspace(out):
+    with workspace(out):
         assert out.is_dir()
     assert list(tmp_path.iterdir()) == []
     out.mkdir(parents=True)
-    with Workspace(out):
+    with workspace(out):
         pass
     assert out.is_dir()
     assert list(out.iterdir()) == []
@@ -68,37 +78,37 @@ def test_what_was_made_for_nothing_is_removed(tmp_path):
 
 def test_begun_work_stays(tmp_path):
     out = tmp_path / "out"
-    with Workspace(out) as work:
-        assert work.recipe() is None
-        work.begin(RECIPE)
-    with Workspace(out) as work:
-        assert work.recipe() == RECIPE
+    with workspace(out) as work:
+        assert work.begun() is None
+        work.begin(BEGUN)
+    with workspace(out) as work:
+        assert work.begun() == BEGUN
         work.remove()
     assert list(out.iterdir()) == []
 
 
 def test_a_recipe_of_another_version_is_not_guessed(tmp_path):
-    with Workspace(tmp_path) as work:
-        work.begin(RECIPE)
-        (work.folder / "recipe.json").write_text('{"source": "nuscenes", "colour": 1}')
-    with Workspace(tmp_path) as work, pytest.raises(DatasetExistsError, match="another version of fuelrail"):
-        work.recipe()
+    with workspace(tmp_path) as work:
+        work.begin(BEGUN)
+        (work.folder / "begun.json").write_text('{"source": "nuscenes", "colour": 1}')
+    with workspace(tmp_path) as work, pytest.raises(DatasetExistsError, match="another version of fuelrail"):
+        work.begun()
 
 
 def test_foreign_files_are_not_touched(tmp_path):
-    check_out(tmp_path / "not-there")
-    check_out(tmp_path)
+    check_out(FolderOutput(str(tmp_path / "not-there")))
+    check_out(FolderOutput(str(tmp_path)))
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex"):
-        check_out(tmp_path)
+        check_out(FolderOutput(str(tmp_path)))
     with pytest.raises(DatasetExistsError, match=r"thesis\.tex' is a file"):
-        check_out(tmp_path / "thesis.tex")
+        check_out(FolderOutput(str(tmp_path / "thesis.tex")))
 
 
 def test_the_systems_errors_become_one_sentence(tmp_path):
     says = r"'/x' cannot be written: No space left on device; finished shards are kept"
-    with pytest.raises(DatasetError, match=says), writing_to("/x"):
+    with pytest.raises(DatasetError, match=says), FolderOutput("/x").writing():
         raise OSError(28, "No space left on device")
-    with pytest.raises(DatasetError, match="cannot be written: Not a directory"), writing_to(tmp_path):
+    with pytest.raises(DatasetError, match="cannot be written: Not a directory"), FolderOutput(str(tmp_path)).writing():
         (tmp_path / "file").write_text("")
-        Workspace(tmp_path / "file" / "out")
+        workspace(tmp_path / "file" / "out")

@@ -1,0 +1,94 @@
+"""Going on with a run that was begun: what must be as it was, and what may have changed.
+
+The recipe, the samples and their splits must be the same; anything else would be another dataset, and is refused with
+both sides shown. A source file that was repaired in between may have another size, and tables other metadata: then the
+shards keep the cut that was planned when the run began, and those whose own rows changed are written again (each
+record has a digest of its rows, :mod:`fuelrail.sharding.writer`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.errors import DatasetExistsError
+from fuelrail.sharding.plan import Plan, PlannedShard
+from fuelrail.sharding.recipe import Recipe, differences
+from fuelrail.sharding.workspace import Begun
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.manifest import Manifest
+    from fuelrail.sharding.table import ClipInfo, ScanTable
+
+
+def refuse_other_recipe(shown: str, there: Recipe | None, here: Recipe) -> None:
+    """Refuse work by another recipe than that in OUT, showing both; a digest that one side lacks is left out."""
+    if there is None:
+        return
+    if not (here.scan_sha256 and there.scan_sha256):
+        there, here = (msgspec.structs.replace(side, scan_sha256="") for side in (there, here))
+    if there != here:
+        raise DatasetExistsError(
+            f"output folder '{shown}' holds another dataset: {differences(there, here)}; choose another folder"
+        )
+
+
+def what_begins(
+    recipe: Recipe,
+    plan: Plan,
+    table: ScanTable,
+    selection: NDArray[np.bool_],
+    clips: Sequence[ClipInfo],
+    dealt: Mapping[str, Sequence[int]],
+) -> Begun:
+    """What this run would note if it were the first. ``selection`` masks the scan table's rows that are in the plan."""
+    digest = hashlib.sha256()
+    for split, numbers in dealt.items():
+        digest.update(f"{split}\n".encode())
+        for number in numbers:
+            digest.update(f"{clips[number].clip_id}\n".encode())
+    row = 0
+    for keys in table.key_batches():
+        chosen = keys.filter(pa.array(selection[row : row + len(keys)]))
+        digest.update((pc.binary_join(pa.array([chosen.to_pylist()]), "\n")[0].as_py() + "\n").encode())
+        row += len(keys)
+    return Begun(
+        recipe=msgspec.structs.replace(recipe, scan_sha256=""),
+        num_samples=len(plan.rows),
+        num_clips=sum(map(len, dealt.values())),
+        samples_sha256=digest.hexdigest(),
+        shards=plan.shards,
+    )
+
+
+def refuse_other_samples(shown: str, there: Begun | None, here: Begun) -> None:
+    """Refuse to go on with other samples than those that were begun with, showing both."""
+    if there is not None and there.samples_sha256 != here.samples_sha256:
+        raise DatasetExistsError(
+            f"output folder '{shown}' holds a begun run over other samples: {_samples(there)} there, {_samples(here)} "
+            "here (clips or frames of the source, or their splits, have changed); choose another folder, or remove it "
+            "to begin anew"
+        )
+
+
+def _samples(begun: Begun) -> str:
+    return f"{begun.num_samples} samples of {begun.num_clips} clips (SHA-256 {begun.samples_sha256[:12]})"
+
+
+def shards_of(manifest: Manifest) -> list[PlannedShard]:
+    """How a finished dataset was cut."""
+    numbers = dict.fromkeys(manifest.splits, 0)
+    shards = []
+    for entry in manifest.shards:
+        shards.append(PlannedShard(entry.split, numbers[entry.split], entry.first_sample, entry.num_samples))
+        numbers[entry.split] += 1
+    return shards
