@@ -154,8 +154,19 @@ _known_layout = functools.lru_cache(maxsize=512)(_parse)
 
 def write_npy(array: NDArray[np.generic]) -> bytes:
     """Serialise one array as ``.npy`` version 1.0, C order; never pickles."""
+    whole = np.asarray(array, order="C")
+    # As bytes: a buffer cannot say every dtype there is (datetime64).
+    return b"".join((_npy_start(whole.dtype, whole.shape), whole.reshape(-1).view(np.uint8).data))
+
+
+@functools.lru_cache(maxsize=512)
+def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Everything before the data of a ``.npy`` file, by numpy's own writer."""
+    if dtype.hasobject:
+        raise ValueError("object arrays cannot be written when allow_pickle=False")
     buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, np.asarray(array, order="C"), version=(1, 0), allow_pickle=False)
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, facts)
     return buffer.getvalue()
 
 
