@@ -3,8 +3,8 @@
 =========  ==========================================  =====================================================
 backend    for                                         how
 =========  ==========================================  =====================================================
-mapped     local disks                                 memory maps, read-ahead, bulk page faults, no copies
-pread      NFS, Lustre, FUSE and other network mounts  ``pread`` into reused buffers, retries
+mapped     local disks, datasets that fit into memory  memory maps, read-ahead in huge pages, no copies
+pread      larger datasets; NFS, Lustre, FUSE, ...     ``pread`` into reused buffers, retries
 remote     any fsspec URL; local paths with a cache    coalesced concurrent ranges, retries, hedging, cache
 =========  ==========================================  =====================================================
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
+from fuelrail.loaders.storage.residency import Residency
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ def open_storage(
 ) -> Storage:
     """The storage of an open dataset.
 
-    ``auto`` is ``remote`` for a dataset at a URL and wherever a cache is asked for, ``pread`` on a network file system,
-    ``mapped`` elsewhere. ``verify`` holds every span against its xxh3. ``storage_options`` go to fsspec (None: those
-    the dataset was opened with). ``cache_dir`` keeps spans on a local disk, up to ``cache_size`` bytes.
+    ``auto`` is ``remote`` for a dataset at a URL and wherever a cache is asked for, ``pread`` on a network file system
+    and for a dataset larger than the memory, ``mapped`` elsewhere. ``verify`` holds every span against its xxh3.
+    ``storage_options`` go to fsspec (None: those the dataset was opened with). ``cache_dir`` keeps spans on a local
+    disk, up to ``cache_size`` bytes.
 
     Raises ConfigError for an unknown backend or one that cannot read the dataset, and for a cache that cannot be used.
     """
@@ -62,7 +64,8 @@ def open_storage(
     if backend == "mapped" or (backend == "auto" and local and cache_dir is None):
         from fuelrail.loaders.storage.pread import is_network_file_system
 
-        if backend == "mapped" or not is_network_file_system(dataset.root):
+        fits = Residency(dataset).is_whole
+        if backend == "mapped" or (fits and not is_network_file_system(dataset.root)):
             return MappedShards(dataset, verify=verify)
         backend = "pread"
     if backend == "pread":

@@ -1,12 +1,16 @@
-"""Shards on a network file system, read with ``pread`` into reused buffers.
+"""Shards on a network file system, or larger than the memory, read with ``pread`` into reused buffers.
 
 On NFS and its like a mapped page that cannot be served hangs the thread that touches it, or kills the process. A read
 comes back with an error instead, and an error can be tried again: with a freshly opened file, which is what a stale
 handle or a server that came back wants.
+
+Of a dataset that exceeds the memory most samples leave the page cache as soon as they were read
+(:mod:`fuelrail.loaders.storage.residency`). To copy such a sample is cheaper than to map and unmap its pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from functools import partial
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from fuelrail.loaders.storage.buffers import SpanBuffers
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, open_files_limit
 from fuelrail.loaders.storage.protocol import StorageStats
+from fuelrail.loaders.storage.residency import Residency
 from fuelrail.pipeline.dataset import check_span
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
@@ -41,12 +46,23 @@ _KEEP_BUFFERS_BYTES: Final = 64 << 20
 
 
 class PreadShards:
-    """Local paths whose shards are read, not mapped. Thread-safe. ``verify`` holds every span against its digest."""
+    """Local paths whose shards are read, not mapped. Thread-safe. ``verify`` holds every span against its digest.
+
+    ``memory_bytes`` is what the page cache may take; None: what there is.
+    """
 
     look_ahead_bytes = 64 << 20
 
-    def __init__(self, dataset: Dataset, *, verify: bool = True, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        verify: bool = True,
+        retry: RetryPolicy | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
         self._dataset, self._verify, self._retry = dataset, verify, retry or RetryPolicy()
+        self._residency = Residency(dataset, memory_bytes)
         self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset), open_files_limit(1))
         self._buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
         self._spans = self._span_bytes = self._retries = self._refetched = 0
@@ -79,7 +95,7 @@ class PreadShards:
 
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
         """A stream of requests, with the kernel's read-ahead."""
-        return _PreadSession(self, self._files)
+        return _PreadSession(self, self._files, self._residency)
 
     def stats(self) -> StorageStats:
         """Spans handed out, and what had to be read again."""
@@ -126,8 +142,8 @@ def _open(dataset: Dataset, number: int) -> ShardFile:
 
 
 class _PreadSession:
-    def __init__(self, storage: PreadShards, files: OpenShards[ShardFile]) -> None:
-        self._storage, self._files = storage, files
+    def __init__(self, storage: PreadShards, files: OpenShards[ShardFile], residency: Residency) -> None:
+        self._storage, self._files, self._residency = storage, files, residency
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
         """Let the kernel read ahead."""
@@ -136,10 +152,17 @@ class _PreadSession:
                 os.posix_fadvise(self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_WILLNEED)
             except (OSError, ShardError):
                 continue  # advice only; whoever takes the span meets the error with its address
-        return [partial(self._storage.span, index, row) for index, row in rows]
+        return [partial(self._take, index, row) for index, row in rows]
 
     def close(self) -> None:
         """Nothing is under way that would need an end."""
+
+    def _take(self, index: int, row: IndexRow) -> memoryview:
+        span = self._storage.span(index, row)
+        if not self._residency.keeps(row):
+            with contextlib.suppress(OSError, ShardError):  # advice only
+                os.posix_fadvise(self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
+        return span
 
 
 def is_network_file_system(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ import pytest
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.buffers import SpanBuffers, rounded_up
 from fuelrail.loaders.storage.files import open_files_limit
-from fuelrail.loaders.storage.mapped import MappedShards, available_memory_bytes
+from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.loaders.storage.pread import PreadShards, is_network_file_system
+from fuelrail.loaders.storage.residency import Residency, page_cache_room_bytes
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
 from support.datasets import build_dataset
@@ -88,41 +90,42 @@ except TruncatedShardError as error:
         new.rename(own / "train-000000.tar")
         assert bytes(storage.span(*rows[1])) == expected[1]
 
-    def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.loaders.storage.mapped._USED_SPANS_HELD", 4)
-        root = tmp_path / "large"
-        build_dataset(root, {"train": (60, 60)}, size=(320, 192))
-        expected = spans_of(root)
-        for path in root.glob("*.tar"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # dirty pages would not go
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        dataset = open_dataset(root)
-        total = sum(shard.bytes for shard in dataset.manifest.shards)
-        storage = MappedShards(dataset, memory_bytes=total * 2 // 3)
-        rows = rows_of(dataset)
-
-        def cached():
-            resident = [resident_pages(root / shard.name) for shard in dataset.manifest.shards]
-            # The page in the middle of a sample is its own.
-            return {index for index, row in rows if resident[row.shard][(row.offset + row.length // 2) // PAGE] & 1}
-
-        if len(cached()) > 60:
-            pytest.skip("this file system does not let go of pages (tmpfs?)")
-        for _ in range(2):
+    def test_what_is_read_ahead_comes_with_its_pages_mapped_whatever_page_sizes_there_are(self, opened, own):
+        dataset, storage = opened(own)
+        rows, expected = rows_of(dataset), spans_of(own)
+        for memory_bytes in (None, 1):  # huge pages, and only what is asked for
+            for path in own.glob("*.tar"):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())  # dirty pages would not go
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            storage = MappedShards(dataset, memory_bytes=memory_bytes)
             session = storage.session()
-            assert [bytes(take()) for take in session.request(rows)] == expected
-            kept = {index for index, row in rows if row.xxh3 < 0.4 * 2**64}
-            gone = [index for index, _ in rows if index not in kept][:-4]
-            assert kept <= cached()
-            assert len(gone) > 30
-            assert len(cached().intersection(gone)) < len(gone) / 4  # the kernel holds a few pages in its batches
+            pending = session.request(rows)
+            assert [bytes(take()) for take in pending] == expected
+            session.close()
 
-    def test_within_memory_nothing_goes(self, pristine):
-        dataset = open_dataset(pristine)
-        storage = MappedShards(dataset)
-        assert storage.session()._kept_part == 1.0
-        assert available_memory_bytes() > 0
+    def test_no_reader_outlives_its_session(self, opened, own):
+        dataset, storage = opened(own)
+        session = storage.session()
+        file = storage._files[0]
+        file.is_cached = lambda start, length: False
+        pending = session.request(rows_of(dataset)[:4])
+        assert any("read-ahead" in thread.name for thread in threading.enumerate())
+        session.close()
+        assert not any("read-ahead" in thread.name for thread in threading.enumerate())
+        assert [len(take()) for take in pending] == [row.length for _, row in rows_of(dataset)[:4]]
+        assert len(session.request(rows_of(dataset)[:4])) == 4
+
+    def test_who_may_not_ask_the_kernel_reads_a_byte_to_find_out(self, opened, own):
+        dataset, storage = opened(own)
+        _, row = rows_of(dataset)[0]
+        storage.span(0, row)
+        file = storage._files[row.shard]
+        for file._may_ask in (True, False):
+            assert file.is_cached(row.offset, row.length)
+        os.truncate(file.path, 0)
+        for file._may_ask in (True, False):
+            assert not file.is_cached(row.offset, row.length)
 
     def test_more_shards_than_files_may_be_open(self, pristine, monkeypatch):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -143,6 +146,40 @@ class TestPread(StorageSuite):
             return dataset, open_storage(dataset, "pread", **options)
 
         return made
+
+    def test_beyond_memory_used_pages_go_but_for_a_part_that_stays_the_same(self, tmp_path):
+        root = tmp_path / "large"
+        build_dataset(root, {"train": (60, 60)}, size=(320, 192))
+        expected = spans_of(root)
+        for path in root.glob("*.tar"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # dirty pages would not go
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        dataset = open_dataset(root)
+        total = sum(shard.bytes for shard in dataset.manifest.shards)
+        storage = PreadShards(dataset, memory_bytes=total * 2 // 3)
+        rows = rows_of(dataset)
+
+        def cached():
+            resident = [resident_pages(root / shard.name) for shard in dataset.manifest.shards]
+            # The page in the middle of a sample is its own.
+            return {index for index, row in rows if resident[row.shard][(row.offset + row.length // 2) // PAGE] & 1}
+
+        if len(cached()) > 60:
+            pytest.skip("this file system does not let go of pages (tmpfs?)")
+        for _ in range(2):
+            session = storage.session()
+            assert [bytes(take()) for take in session.request(rows)] == expected
+            kept = {index for index, row in rows if row.xxh3 < 0.4 * 2**64}
+            gone = [index for index, _ in rows if index not in kept]
+            assert kept <= cached()
+            assert len(gone) > 30
+            assert len(cached().intersection(gone)) < len(gone) / 4  # the kernel holds a few pages in its batches
+
+    def test_within_memory_nothing_goes(self, pristine):
+        dataset = open_dataset(pristine)
+        assert all(Residency(dataset).keeps(row) for _, row in rows_of(dataset))
+        assert page_cache_room_bytes() > 0
 
     def test_buffers_serve_again_once_nobody_looks(self, opened, pristine):
         dataset, storage = opened(pristine)
@@ -216,6 +253,9 @@ def test_the_backend_fits_the_place(pristine, tmp_path, monkeypatch):
     monkeypatch.setattr("fuelrail.loaders.storage.pread.is_network_file_system", lambda folder: True)
     assert open_storage(dataset).stats().backend == "pread"
     assert open_storage(dataset, "mapped").stats().backend == "mapped"
+    monkeypatch.undo()
+    monkeypatch.setattr("fuelrail.loaders.storage.residency.page_cache_room_bytes", lambda: 1000)
+    assert open_storage(dataset).stats().backend == "pread"
     with pytest.raises(ConfigError, match="storage='nfs' is not known; choose one of auto, mapped"):
         open_storage(dataset, "nfs")
     with pytest.raises(ConfigError, match="cache_size='1GB' means something with cache_dir only"):
