@@ -13,7 +13,10 @@ a stand-in model really runs on the CPU, so gradients and all-reduces are true. 
 - Gradients become ready as they would on the device: a DDP bucket that completes a share f of all gradient bytes is
   held until f of the emulated backward has passed; then its real all-reduce starts and overlaps the rest. What is
   still under way when the emulated backward ends is the exposed all-reduce.
-- Copies to the device aren't emulated: the host-to-device time is what the host measured.
+- Copies to the device aren't emulated unless a profile says ``copy_gb_per_s``: the host-to-device time is what the
+  host measured. A profile may also have a slow host queue many small kernels (``num_kernels``, ``launch_us``: forward
+  and backward last as long as the launches, if those take longer than the kernels) and a GPU that decodes images
+  beside the training (``gpu_decode_ms``: both phases last longer by that). Neither counts as busy.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -30,7 +33,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from contextlib import AbstractContextManager
 
     from fuelrail.bench.clock import Clock
@@ -55,7 +58,12 @@ class AcceleratorProfile(Settings, frozen=True):
     """Published step time of one network on one device, split into phases.
 
     ``forward_ms`` and ``backward_ms`` are for one ``per`` (a sample with all its cameras, or an image) and grow in
-    proportion to the rank's batch; ``optimiser_ms`` is for a step.
+    proportion to the rank's batch; ``optimiser_ms`` is for a step. ``train_gflop`` is the arithmetic of training on one
+    unit, a multiply-add counted as two, where it is known; ``peak_tflops`` the device's dense peak in the precision of
+    the times.
+
+    The rest is off unless given: the copy's rate over the bus, launches of a step and what the host takes for one, and
+    the device time that decoding one unit's images takes from the training.
     """
 
     name: str
@@ -68,6 +76,12 @@ class AcceleratorProfile(Settings, frozen=True):
     optimiser_ms: Positive
     sources: list[str]
     derivation: str
+    train_gflop: Positive | None = None
+    peak_tflops: Positive | None = None
+    copy_gb_per_s: Positive | None = None
+    num_kernels: int = 0
+    launch_us: float = 0.0
+    gpu_decode_ms: float = 0.0
 
     def step_ms(self, num_samples: int, num_images: int) -> float:
         """Device time of one step over the given rank's batch, in milliseconds."""
@@ -88,6 +102,7 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
     overrun_ns: int = 0
     overshoot_ns: int = 0
     stand_in_ns: int = 0
+    launch_ns: int = 0
 
 
 class Accelerator(Protocol):
@@ -100,8 +115,8 @@ class Accelerator(Protocol):
     def torch_device(self) -> str:
         """The torch device on which the model and its inputs lie."""
 
-    def host_to_device(self) -> AbstractContextManager[None]:
-        """Around the copy of a batch; when it ends the batch may be used by ``forward``."""
+    def host_to_device(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Around the copy of a batch of that size; when it ends the batch may be used by ``forward``."""
 
     def forward(self, num_samples: int, num_images: int) -> AbstractContextManager[None]:
         """Around the forward pass of a rank's (micro-)batch."""
@@ -144,10 +159,12 @@ class EmulatedAccelerator:
         self._in_flight_since_ns = 0
 
     @contextmanager
-    def host_to_device(self) -> Iterator[None]:
-        """Measure the real copy; nothing is emulated."""
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:
+        """Measure the real copy, and wait for the profile's bus if it names one."""
         start_ns = self._clock.now_ns()
         yield
+        if self.profile.copy_gb_per_s is not None:
+            self._clock.wait_until(start_ns + round(num_bytes / self.profile.copy_gb_per_s))
         self._times.host_to_device_ns += self._clock.now_ns() - start_ns
 
     @contextmanager
@@ -157,7 +174,7 @@ class EmulatedAccelerator:
         start_ns = self._free_at_ns = self._clock.now_ns()
         yield
         self._times.stand_in_ns += self._clock.now_ns() - start_ns
-        self._times.forward_ns += self._occupy(self._units * self.profile.forward_ms)
+        self._times.forward_ns += self._occupy(self._units * self.profile.forward_ms, self._drag_ms(1 / 3))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -177,7 +194,7 @@ class EmulatedAccelerator:
 
     def gradients_ready(self, share: float) -> None:
         """Hold the bucket until the emulated device has computed ``share`` of the gradients."""
-        device_ns = round(self._units * self.profile.backward_ms * NS_PER_MS)
+        device_ns = round((self._units * self.profile.backward_ms + self._drag_ms(2 / 3)) * NS_PER_MS)
         due_ns = self._backward_start_ns + round(device_ns * share)
         ready_ns = self._clock.now_ns()
         lateness_ns = self._clock.wait_until(due_ns)
@@ -205,6 +222,7 @@ class EmulatedAccelerator:
     def finish_step(self) -> DeviceTimes:
         """Return the step's times; every phase has waited for the emulated device already."""
         times, self._times = self._times, DeviceTimes()
+        times.launch_ns = round(self.profile.num_kernels * self.profile.launch_us * 1e3)
         return times
 
     def _begin_backward(self) -> None:
@@ -215,7 +233,7 @@ class EmulatedAccelerator:
         end_ns = self._clock.now_ns()
         if self._gradients_at_ns is None:  # no all-reduce in this backward: one rank, or accumulating
             self._times.stand_in_ns += end_ns - start_ns
-            self._times.backward_ns += self._occupy(device_ms)
+            self._times.backward_ns += self._occupy(device_ms, self._drag_ms(2 / 3))
             return
         self._times.stand_in_ns += max(0, self._gradients_at_ns - start_ns - self._held_ns)
         self._times.backward_ns += self._gradients_at_ns - self._backward_start_ns
@@ -223,17 +241,37 @@ class EmulatedAccelerator:
         self._times.all_reduce_ns += end_ns - self._gradients_at_ns
         self._free_at_ns = end_ns
 
-    def _occupy(self, device_ms: float) -> int:
+    def _drag_ms(self, share: float) -> float:
+        """By how much a phase with ``share`` of the step's kernels lasts longer than its computing, in milliseconds."""
+        profile = self.profile
+        own_ms = self._units * (profile.forward_ms if share < 0.5 else profile.backward_ms)
+        device_ms = own_ms + share * self._units * profile.gpu_decode_ms
+        launch_ms = share * profile.num_kernels * profile.launch_us / 1e3
+        return max(device_ms, launch_ms) - own_ms
+
+    def _occupy(self, busy_ms: float, drag_ms: float = 0.0) -> int:
         """Wait for a phase queued on the device's timeline; return how long it lasted there, in ns."""
-        start_ns, device_ns = self._free_at_ns, round(device_ms * NS_PER_MS)
+        start_ns, device_ns = self._free_at_ns, round((busy_ms + drag_ms) * NS_PER_MS)
         real_end_ns = self._clock.now_ns()
         self._free_at_ns = max(start_ns + device_ns, real_end_ns)
-        self._times.device_busy_ns += device_ns
+        self._times.device_busy_ns += round(busy_ms * NS_PER_MS)
         if real_end_ns > start_ns + device_ns:
             self._times.overrun_ns += real_end_ns - start_ns - device_ns
         else:
             self._times.overshoot_ns += self._clock.wait_until(self._free_at_ns)
         return self._free_at_ns - start_ns
+
+
+def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> AcceleratorProfile:
+    """The profile of a device that is spared the copy, the launches, or the decoding, where those are left out."""
+    changes: dict[str, Any] = {}
+    if not {"copy", "loading"}.isdisjoint(leave_out):
+        changes["copy_gb_per_s"] = None
+    if "launches" in leave_out:
+        changes["launch_us"] = 0.0
+    if not {"decode", "loading"}.isdisjoint(leave_out):
+        changes["gpu_decode_ms"] = 0.0
+    return msgspec.structs.replace(profile, **changes)
 
 
 def profile_names() -> list[str]:

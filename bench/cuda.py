@@ -8,6 +8,7 @@ times: the kernel-level view is NVML's and the profiler's.
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -33,9 +34,10 @@ class CudaAccelerator:
         self._launches: list[Event] = []
         self._arrivals: list[Event] = []
         self._gradients_at: Event | None = None
+        self._launch_ns = 0
 
     @contextmanager
-    def host_to_device(self) -> Iterator[None]:
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
         """Time the copies queued inside on the compute stream, which then may use the batch."""
         with self._span("host_to_device"):
             yield
@@ -43,7 +45,7 @@ class CudaAccelerator:
     @contextmanager
     def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
         """Time the kernels queued inside."""
-        with self._span("forward"):
+        with self._span("forward"), self._launching():
             yield
 
     @contextmanager
@@ -51,7 +53,8 @@ class CudaAccelerator:
         """Time backward up to the last local gradient, and from there the exposed all-reduce."""
         self._gradients_at = None
         start = self._mark()
-        yield
+        with self._launching():
+            yield
         end = self._mark()
         gradients_at = self._gradients_at or end
         self._spans.setdefault("backward", []).append((start, gradients_at))
@@ -60,7 +63,7 @@ class CudaAccelerator:
     @contextmanager
     def optimiser(self) -> Iterator[None]:
         """Time the kernels queued inside."""
-        with self._span("optimiser"):
+        with self._span("optimiser"), self._launching():
             yield
 
     def gradients_ready(self, share: float) -> None:
@@ -86,10 +89,18 @@ class CudaAccelerator:
             all_reduce_ns=self._total("all_reduce"),
             optimiser_ns=self._total("optimiser"),
             all_reduce_total_ns=self._all_reduce_union_ns(),
+            launch_ns=self._launch_ns,
         )
         times.device_busy_ns = times.forward_ns + times.backward_ns + times.optimiser_ns
-        self._spans, self._launches, self._arrivals = {}, [], []
+        self._spans, self._launches, self._arrivals, self._launch_ns = {}, [], [], 0
         return times
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Count what the host takes to queue a phase's kernels: a host that takes as long as the device bounds it."""
+        started_ns = time.monotonic_ns()
+        yield
+        self._launch_ns += time.monotonic_ns() - started_ns
 
     @contextmanager
     def _span(self, phase: str) -> Iterator[None]:

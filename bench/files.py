@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+TRACE_JSON = "trace.json"
 
 
 def prepare_folder(out: Path, *, html: bool) -> None:
@@ -45,6 +46,16 @@ def publish(path: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ConfigError(f"report '{path}' cannot be written: {error.strerror}") from error
+
+
+def merge_traces(folder: Path, out: Path) -> int:
+    """Make one file of the ranks' traces in a folder, for https://ui.perfetto.dev; returns how many there are."""
+    parts = sorted(folder.glob("trace-*.json"))
+    events = [event for part in parts for event in msgspec.json.decode(part.read_bytes())]
+    # Viewers take events with a time, and descriptions of tracks.
+    shown = [event for event in events if "ts" in event or event.get("ph") == "M"]
+    publish(out, msgspec.json.encode({"traceEvents": shown, "displayTimeUnit": "ms"}))
+    return len(parts)
 
 
 def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode

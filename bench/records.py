@@ -39,7 +39,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     ``device_busy_ns`` is what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
     emulated accelerator the profile's time, never more, whatever the host took. ``overrun_ns`` is the time by which
     the stand-in's real work outlasted the emulated phases, ``overshoot_ns`` how late waits woke, and ``stand_in_ns``
-    the host time of the stand-in's real work (all three 0 on a GPU). ``loss`` is None where it was not finite.
+    the host time of the stand-in's real work (all three 0 on a GPU). ``launch_ns`` is what the host took to queue the
+    device's work (on the emulated accelerator: what its profile says that it would take). ``loss`` is None where it was
+    not finite.
     """
 
     step: int
@@ -61,6 +63,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     overrun_ns: int = 0
     overshoot_ns: int = 0
     stand_in_ns: int = 0
+    launch_ns: int = 0
 
     @property
     def wall_ns(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.accelerator import DEFAULT_PROFILE, profile_names
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, prepare_folder
+from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.train_report import Report, save_report
 from fuelrail.bench.train_run import TrainRun
 from fuelrail.bench.trainer.settings import MODELS, LeaveOut
@@ -37,7 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         choices=get_args(LeaveOut),
         help="run without it, to see what it costs: loading (batches come from memory) or all-reduce (each rank trains "
-        "alone); may be given twice",
+        "alone), or the work of a stage; may be given several times",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="write trace.json for ui.perfetto.dev: the loader's stages, the trainer's phases and, of a few steps, "
+        "what torch's profiler saw, on one clock",
     )
 
 
@@ -72,8 +79,20 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, default=2e-3, help="AdamW's learning rate (default: %(default)s)")
     add("--workers", type=int, help="decoding threads a rank (default: the rank's share of the CPUs)")
     add("--decoder", default="auto", help="decode backend, as the DataLoader takes it (default: %(default)s)")
+    add("--prefetch-factor", type=int, default=2, help="batches loaded ahead, beyond what threads hold (default: 2)")
+    add("--storage", default="auto", help="how shards are read, as the DataLoader takes it (default: %(default)s)")
+    add("--cache-dir", type=Path, help="folder on a local disk that keeps what was read")
+    add("--window", type=int, help="order `windowed` over so many shards, in place of `shuffled`")
+    add("--no-verify", action="store_true", help="don't hold the samples' bytes against their digests")
+    add("--transform", metavar="MODULE:FUNCTION", help="function of each sample, as the DataLoader takes it")
     add("--seed", type=int, default=0, help="seed of order, augmentation and weights (default: %(default)s)")
-    add("--price-per-gpu-hour", type=float, help="adds the cost per million samples, in the price's currency")
+    add(
+        *("--price", "--price-per-gpu-hour"),
+        dest="price_per_gpu_hour",
+        type=float,
+        metavar="PER_GPU_HOUR",
+        help="adds the cost per million samples, in the price's currency",
+    )
     add("--out", type=Path, default=Path("bench-train"), help="folder for the report (default: %(default)s)")
     add("--json", action="store_true", help="print the figures as JSON instead of a table")
     add("--no-html", action="store_true", help="write report.json only; needs no matplotlib")
@@ -85,6 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_folder(arguments.out, html=not arguments.no_html)
     report, outcome = training.measure()
     _save(report, arguments)
+    if arguments.trace:
+        num_traces = merge_traces(arguments.out / "trace", arguments.out / TRACE_JSON)
+        shutil.rmtree(arguments.out / "trace", ignore_errors=True)
+        sys.stderr.write(f"written: {arguments.out / TRACE_JSON}, of {num_traces} ranks; open it in ui.perfetto.dev\n")
     if report.cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
     if outcome.interrupted:

@@ -35,6 +35,7 @@ SCHEMA = "fuelrail-bench-train"
 VERSION = 1
 ROLLING_STEPS = 5
 _S_PER_HOUR = 3600
+_TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace"}
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +197,7 @@ def load_report(path: Path) -> Report:
 def _options(settings: TrainSettings) -> dict[str, Any]:
     """The run's settings without what is told elsewhere or would name a place on this machine."""
     options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
-    return {key: value for key, value in options.items() if key not in {"dataset", "records", "profile"}}
+    return {key: value for key, value in options.items() if key not in _TOLD_ELSEWHERE}
 
 
 def _figures(logs: Sequence[RankLog], window: Window, price_per_gpu_hour: float | None) -> Figures:

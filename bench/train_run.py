@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.bench.accelerator import AcceleratorProfile
+    from fuelrail.bench.cpu_watch import CpuUse
     from fuelrail.bench.dataset_facts import DatasetFacts
+    from fuelrail.bench.machine import MachineFacts
 
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
@@ -38,16 +40,21 @@ _RECORDS = "records"
 class TrainRun:
     """A training run whose arguments are checked; :meth:`measure` runs it.
 
-    ``arguments`` are those of ``fuelrail bench train``. Raises ConfigError and DatasetErrors.
+    ``arguments`` are those of ``fuelrail bench train``; ``changes`` replaces fields of the settings made of them.
+    Raises ConfigError and DatasetErrors.
     """
 
-    def __init__(self, arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut] = ()) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut] = (), **changes: object
+    ) -> None:
         self._dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
-        self._settings = _settings(arguments, records, leave_out)
-        self._num_ranks: int = arguments.ranks
+        settings = msgspec.structs.replace(_settings(arguments, records, leave_out), **changes)
+        self.settings = settings
+        self.num_ranks: int = arguments.ranks
         self._price: float | None = arguments.price_per_gpu_hour
-        self._records = records
-        _check_world(self._num_ranks, self._settings, self._dataset)
+        self.records = records
+        _check_world(self.num_ranks, self.settings, self._dataset)
+        check_decoder(self.settings)
 
     def measure(self) -> tuple[Report, Outcome]:
         """Run the ranks and report.
@@ -55,20 +62,20 @@ class TrainRun:
         A run that was cut off is reported too, if there was a step; else raises FuelrailError with the reason, or
         KeyboardInterrupt.
         """
-        _prepare(self._records)
-        (self._records / _SETTINGS_FILE).write_bytes(msgspec.json.encode(self._settings))
-        machine = machine_facts()
-        watch = CpuWatch()
-        outcome = _launch(self._num_ranks, self._settings, self._records)
-        cpu = watch.use()
-        logs = [read_rank(rank_path(self._records, rank)) for rank in range(self._num_ranks)]
-        cut_off = why_cut_off(outcome, logs)
+        reports, outcome = measure_all([self])
+        return reports[0], outcome
+
+    def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None) -> Report:
+        """The report of what the ranks left; raises FuelrailError, or KeyboardInterrupt, where there is no step."""
+        logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
+        complete = outcome.exit_code == 0 or all(log.end is not None for log in logs)
+        cut_off = None if complete and not outcome.interrupted else why_cut_off(outcome, logs)
         if cut_off is not None and not any(log.steps for log in logs):
             if outcome.interrupted:
                 raise KeyboardInterrupt
             raise FuelrailError(f"no step was run: {cut_off}")
-        report = build_report(
-            self._settings,
+        return build_report(
+            self.settings,
             logs,
             machine=machine,
             dataset=self._dataset,
@@ -76,11 +83,39 @@ class TrainRun:
             cpu=cpu,
             price_per_gpu_hour=self._price,
         )
-        return report, outcome
+
+
+def measure_all(runs: Sequence[TrainRun]) -> tuple[list[Report], Outcome]:
+    """Run several runs one after the other on the same ranks, whose start they share; a report of each.
+
+    The folder of the first one's records holds the ranks' log. Where a run is cut off, the ones behind it are left out
+    if it has a report at all; else raises what :meth:`TrainRun.report` raises. Who used the CPUs is told of all runs
+    together.
+    """
+    for run in runs:
+        _prepare(run.records)
+    first = runs[0]
+    settings_file = first.records / _SETTINGS_FILE
+    settings_file.write_bytes(msgspec.json.encode([run.settings for run in runs]))
+    machine = machine_facts()
+    watch = CpuWatch()
+    outcome = _launch(first.num_ranks, runs, settings_file)
+    cpu = watch.use()
+    reports: list[Report] = []
+    for run in runs:
+        try:
+            report = run.report(machine, outcome, cpu)
+        except (FuelrailError, KeyboardInterrupt):
+            if not reports or reports[-1].cut_off is None:
+                raise
+            break
+        reports.append(report)
+    return reports, outcome
 
 
 def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut]) -> TrainSettings:
-    positive = dict.fromkeys(("ranks", "batch_size", "steps", "epochs", "workers", "accumulation"), 1)
+    counts = ("ranks", "batch_size", "steps", "epochs", "workers", "accumulation", "prefetch_factor", "window")
+    positive = dict.fromkeys(counts, 1)
     not_negative = dict.fromkeys(("warmup", "seed", "price_per_gpu_hour", "learning_rate"), 0)
     for name, least in (positive | not_negative).items():
         value = getattr(arguments, name)
@@ -105,6 +140,13 @@ def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[
         profile=profile,
         records=str(records.absolute()),
         leave_out=tuple(leave_out),
+        prefetch_factor=arguments.prefetch_factor,
+        storage=arguments.storage,
+        cache_dir=None if arguments.cache_dir is None else str(arguments.cache_dir.absolute()),
+        window=arguments.window,
+        verify=not arguments.no_verify,
+        transform=arguments.transform,
+        trace=str((records.parent / "trace").absolute()) if getattr(arguments, "trace", False) else None,
     )
 
 
@@ -122,6 +164,18 @@ def _profile(choice: str) -> AcceleratorProfile | None:
             f"--accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
         )
     return load_profile(name)
+
+
+def check_decoder(settings: TrainSettings) -> None:
+    """Refuse a decoder that the ranks' loaders would refuse, before ranks are started; without torch where possible.
+
+    Raises ConfigError.
+    """
+    if settings.decoder == "auto":
+        return
+    from fuelrail.loaders.decode import make_decoder
+
+    make_decoder(settings.decoder)
 
 
 def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
@@ -147,22 +201,23 @@ def _prepare(records: Path) -> None:
         raise ConfigError(f"--out '{records.parent}' cannot be written: {error.strerror}") from error
 
 
-def _launch(num_ranks: int, settings: TrainSettings, records: Path) -> Outcome:
-    program = ["fuelrail.bench.trainer.worker", str(records / _SETTINGS_FILE)]
+def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:
+    program = ["fuelrail.bench.trainer.worker", str(settings_file)]
     console = Console(stderr=True)
     what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    if settings.leave_out:
-        what += f" without {' and '.join(settings.leave_out)}"
     with console.status(f"starting {what}") as status:
 
         def show_progress() -> None:
             if not console.is_terminal:
                 return
-            done = len(read_rank(rank_path(records, 0)).steps)
+            under_way = [run for run in runs if rank_path(run.records, 0).exists()] or runs[:1]
+            settings = under_way[-1].settings
+            done = len(read_rank(rank_path(under_way[-1].records, 0)).steps)
             target = f" of {settings.num_steps}" if settings.num_steps else ""
-            status.update(f"training on {what}: step {done}{target}")
+            without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
+            status.update(f"run {len(under_way)} of {len(runs)}{without} on {what}: step {done}{target}")
 
-        return run_ranks(program, num_ranks, records / _LOG_FILE, show_progress)
+        return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
 
 
 def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:

@@ -12,7 +12,10 @@ from fuelrail.pipeline.settings import Settings
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Precision = Literal["fp32", "bf16"]
-LeaveOut = Literal["loading", "all-reduce"]
+# What a counterfactual run does without, in the order of the data's way.
+LeaveOut = Literal[
+    "loading", "storage", "decompression", "decode", "transform", "copy", "launches", "all-reduce", "training"
+]
 
 
 class ModelSettings(Settings, frozen=True):
@@ -30,11 +33,35 @@ class ModelSettings(Settings, frozen=True):
     range_m: float = 51.2
 
 
-# `stand-in` costs a host CPU a few milliseconds a sample; `base` is a ResNet-like backbone at full resolution.
+# `light` costs a host CPU one or two milliseconds a step whatever the batch, `stand-in` a few a sample;
+# `base` is a ResNet-like backbone at full resolution.
 MODELS = {
+    "light": ModelSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=16, grid=8),
     "stand-in": ModelSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
     "base": ModelSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
 }
+
+
+class Injection(Settings, frozen=True):
+    """Faults put into a run on purpose, to see what the harness makes of them; all in milliseconds, 0: none.
+
+    ``stage_sleep``, ``stage_cpu`` and ``stage_python`` make each call of a loader stage (by its name) wait, compute in
+    C code, or compute in Python, which holds the interpreter's lock. ``read`` delays every read of a local shard (with
+    ``cold_only`` the first one of each place). ``data_wait``, ``host_to_device``, ``forward``, ``all_reduce`` and
+    ``other`` stall that phase of every step; with ``rank`` the phases of that rank alone.
+    """
+
+    stage_sleep: dict[str, float] = msgspec.field(default_factory=dict)
+    stage_cpu: dict[str, float] = msgspec.field(default_factory=dict)
+    stage_python: dict[str, float] = msgspec.field(default_factory=dict)
+    read: float = 0.0
+    cold_only: bool = False
+    data_wait: float = 0.0
+    host_to_device: float = 0.0
+    forward: float = 0.0
+    all_reduce: float = 0.0
+    other: float = 0.0
+    rank: int | None = None
 
 
 class TrainSettings(Settings, frozen=True):
@@ -43,7 +70,11 @@ class TrainSettings(Settings, frozen=True):
     ``num_steps`` counts optimiser steps; None runs ``num_epochs`` epochs. ``batch_size`` is samples a rank takes in one
     micro-batch; ``accumulation`` micro-batches make a step. ``profile`` is None on CUDA. ``leave_out`` makes it a
     counterfactual: without ``loading`` the first batches are trained on again and again, and the loader stands still;
-    without ``all-reduce`` each rank trains alone.
+    without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but that stage's work is not
+    done; without ``copy`` and ``launches`` the emulated device has a free bus and a fast host; without ``all-reduce``
+    each rank trains alone; without ``training`` batches are taken as fast as they come, and dropped.
+
+    ``transform`` names the function of each sample as ``MODULE:FUNCTION``; ``trace``: folder for the ranks' traces.
     """
 
     dataset: str
@@ -62,3 +93,12 @@ class TrainSettings(Settings, frozen=True):
     profile: AcceleratorProfile | None
     records: str
     leave_out: tuple[LeaveOut, ...] = ()
+    prefetch_factor: Positive = 2
+    storage: str = "auto"
+    cache_dir: str | None = None
+    look_ahead_bytes: Positive | None = None
+    window: Positive | None = None
+    verify: bool = True
+    transform: str | None = None
+    inject: Injection = Injection()
+    trace: str | None = None

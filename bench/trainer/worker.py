@@ -1,9 +1,14 @@
-"""One rank: process group, loader, model, loop, and its file of records. Run by torchrun with the settings' file."""
+"""One rank: process group, loader, model, loop, and its file of records. Run by torchrun with the settings' file.
+
+The file holds a list of runs. They are run one after the other by the same processes, each with a loader and a model
+of its own, so that runs that are to be compared share the machine's state.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import signal
 import sys
@@ -17,16 +22,18 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fuelrail.bench.accelerator import Accelerator, EmulatedAccelerator
+from fuelrail.bench.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.clock import MonotonicClock
 from fuelrail.bench.cuda import CudaAccelerator
 from fuelrail.bench.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.elastic import end_with
+from fuelrail.bench.trainer.experiment import make_loader
 from fuelrail.bench.trainer.gradients import data_parallel
-from fuelrail.bench.trainer.loop import train
+from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
+from fuelrail.bench.trainer.loop import take, train
 from fuelrail.bench.trainer.model import BevOccupancy
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
-from fuelrail.loaders import DataLoader
+from fuelrail.bench.trainer.tracing import RankTrace
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.stages import StageClock
 
 
@@ -48,6 +56,7 @@ def run_rank(
     batches: Iterable[Mapping[str, Any]],
     writer: RankWriter,
     stage_clocks: Callable[[], Sequence[StageClock]],
+    trace: RankTrace | None = None,
 ) -> None:
     """Train this rank on ``batches`` and write its records; the process group is up if there are several ranks."""
     clock = MonotonicClock()
@@ -55,9 +64,17 @@ def run_rank(
     if settings.profile is None:
         accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        accelerator = EmulatedAccelerator(settings.profile, clock)
+        accelerator = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
     distributed = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
+    inject = settings.inject
+    if inject.rank in (None, rank):
+        accelerator = StallingAccelerator(accelerator, inject, clock)
+        if inject.data_wait:
+            batches = late_batches(batches, inject.data_wait, clock)
+    if trace is not None:
+        accelerator = trace.of_phases(accelerator)
 
     # Every rank starts from the same weights: DDP sends rank 0's around, and the seed makes runs repeatable.
     torch.manual_seed(settings.seed)
@@ -77,18 +94,22 @@ def run_rank(
     trained = data_parallel(model, accelerator) if reduces else model
 
     num_steps = 0
-    steps = train(
-        trained,
-        model_settings,
-        _noting_input(batches, writer),
-        accelerator,
-        clock,
-        num_steps=settings.num_steps,
-        accumulation=settings.accumulation,
-        learning_rate=settings.learning_rate,
-        bf16=settings.precision == "bf16",
-    )
-    for record in steps:
+    noted = _noting_input(batches, writer)
+    if "training" in settings.leave_out:
+        steps = take(noted, clock, num_steps=settings.num_steps)
+    else:
+        steps = train(
+            trained,
+            model_settings,
+            noted,
+            accelerator,
+            clock,
+            num_steps=settings.num_steps,
+            accumulation=settings.accumulation,
+            learning_rate=settings.learning_rate,
+            bf16=settings.precision == "bf16",
+        )
+    for record in steps if trace is None else trace.of_steps(steps):
         writer.write(record)
         num_steps += 1
         if num_steps == settings.num_warmup_steps:
@@ -122,6 +143,13 @@ def _noting_input(batches: Iterable[Mapping[str, Any]], writer: RankWriter) -> I
 
 
 def _peak_rss_bytes() -> int:
+    # A process begins with the peak of the one that forked it in getrusage's count; the kernel's own mark is exact.
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        found = None
+    if found:
+        return int(found.group(1)) * 1024
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -143,50 +171,56 @@ def main(arguments: Sequence[str]) -> int:
     """Run the rank that the environment (RANK, WORLD_SIZE, ...) says this process is: ``SETTINGS LAUNCHER_PID``."""
     path, launcher = arguments
     end_with(int(launcher), signal.SIGKILL)
-    settings = msgspec.json.decode(Path(path).read_bytes(), type=TrainSettings)
-    if settings.profile is not None:
+    runs = msgspec.json.decode(Path(path).read_bytes(), type=list[TrainSettings])
+    if runs[0].profile is not None:
         # One thread: the host's cores belong to the loader, and the stand-in is small.
         torch.set_num_threads(1)
-    with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
-        try:
-            _run_from_environment(settings, writer)
-        except FuelrailError as error:
-            writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
-            return 2
-        except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            message = f"{type(error).__name__}: {first_line}"
-            writer.write(RankFailure(kind="crashed", message=message, at_ns=time.monotonic_ns()))
-            raise
+    for number, settings in enumerate(runs):
+        with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
+            try:
+                if number == 0:
+                    _join_group(settings)
+                _run(settings, writer)
+            except FuelrailError as error:
+                writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
+                return 2
+            except Exception as error:
+                first_line = str(error).partition("\n")[0]
+                message = f"{type(error).__name__}: {first_line}"
+                writer.write(RankFailure(kind="crashed", message=message, at_ns=time.monotonic_ns()))
+                raise
+    # Not after a failure: leaving the group waits for ranks that may be gone.
+    dist.destroy_process_group()
     return 0
 
 
-def _run_from_environment(settings: TrainSettings, writer: RankWriter) -> None:
-    on_gpu = settings.profile is None
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else None
+def _device(settings: TrainSettings) -> str | None:
+    return None if settings.profile is not None else f"cuda:{os.environ['LOCAL_RANK']}"
+
+
+def _join_group(settings: TrainSettings) -> None:
+    device = _device(settings)
     if device is not None:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "gloo" if device is None else "nccl",
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=None if device is None else torch.device(device),
     )
-    with DataLoader(
-        settings.dataset,
-        settings.batch_size,
-        split=settings.split,
-        seed=settings.seed,
-        num_workers=settings.num_workers,
-        decoder=settings.decoder,
-        device=device,
-    ) as loader:
+
+
+def _run(settings: TrainSettings, writer: RankWriter) -> None:
+    dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
+    trace = None if settings.trace is None else RankTrace(Path(settings.trace), dist.get_rank())
+    recorder = None if trace is None else trace.recorder
+    with slow_reads(settings.inject), make_loader(settings, _device(settings), recorder) as loader:
         source = batches(loader, settings.num_epochs)
         if "loading" in settings.leave_out:
             source = from_memory(source, None if settings.num_epochs is None else settings.num_epochs * len(loader))
             loader.close()
-        run_rank(settings, source, writer, lambda: loader.stats().stages)
-    # Not after a failure: leaving the group waits for ranks that may be gone.
-    dist.destroy_process_group()
+        run_rank(settings, source, writer, lambda: loader.stats().stages, trace)
+    if trace is not None:
+        trace.write()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Faults of known size put into a run on purpose: the harness's own error is what it makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fuelrail.bench.clock import NS_PER_MS
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from fuelrail.bench.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.clock import Clock
+    from fuelrail.bench.trainer.settings import Injection
+    from fuelrail.pipeline.stages import Stage
+
+_BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
+_PAGE = 4096
+
+
+def delayed_stages(stages: Sequence[Stage], inject: Injection) -> list[Stage]:
+    """The stages with what is to be injected in front of each call of their work. Raises ConfigError for others."""
+    wanted = {*inject.stage_sleep, *inject.stage_cpu, *inject.stage_python}
+    names = [stage.name for stage in stages]
+    if unknown := sorted(wanted - {*names}):
+        raise ConfigError(f"the loader has no stage '{unknown[0]}' to delay; its stages: {', '.join(names)}")
+    return [_delayed(stage, inject) if stage.name in wanted else stage for stage in stages]
+
+
+def _delayed(stage: Stage, inject: Injection) -> Stage:
+    sleep_s = inject.stage_sleep.get(stage.name, 0.0) / 1e3
+    cpu_s = inject.stage_cpu.get(stage.name, 0.0) / 1e3
+    python_s = inject.stage_python.get(stage.name, 0.0) / 1e3
+
+    def work(item: Any) -> Any:  # noqa: ANN401
+        if sleep_s:
+            time.sleep(sleep_s)
+        if cpu_s:
+            compute(cpu_s)
+        if python_s:
+            compute_in_python(python_s)
+        return stage.work(item)
+
+    return replace(stage, work=work)
+
+
+def compute(cpu_s: float) -> None:
+    """Take that much CPU time of this thread, in C code that lets other threads run Python."""
+    until_s = time.thread_time() + cpu_s
+    while time.thread_time() < until_s:
+        hashlib.blake2b(_BLOCK)
+
+
+def compute_in_python(cpu_s: float) -> None:
+    """Take that much CPU time of this thread in Python code."""
+    until_s = time.thread_time() + cpu_s
+    number = 0
+    while time.thread_time() < until_s:
+        for _ in range(200):
+            number = (number * 31 + 7) % 1000003
+
+
+@contextmanager
+def slow_reads(inject: Injection) -> Iterator[None]:
+    """While inside, reads of this process (``os.preadv``, what the `pread` storage calls) take that much longer."""
+    if not inject.read:
+        yield
+        return
+    fast, seen, lock = os.preadv, set[tuple[int, int]](), threading.Lock()
+
+    def slow(fd: int, buffers: Any, offset: int, *rest: int) -> int:  # noqa: ANN401
+        place = (os.fstat(fd).st_ino, offset // _PAGE)
+        with lock:  # one device serves one read at a time
+            if place not in seen or not inject.cold_only:
+                time.sleep(inject.read / 1e3)
+            seen.add(place)
+        return fast(fd, buffers, offset, *rest)
+
+    os.preadv = slow
+    try:
+        yield
+    finally:
+        os.preadv = fast
+
+
+def late_batches(batches: Iterable[Mapping[str, Any]], stall_ms: float, clock: Clock) -> Iterator[Mapping[str, Any]]:
+    """The batches, each handed over that much after it was asked for, however long the loader itself takes."""
+    for batch in batches:
+        clock.wait_until(clock.now_ns() + round(stall_ms * NS_PER_MS))
+        yield batch
+
+
+class StallingAccelerator:
+    """An accelerator whose phases are stalled on the host by what is injected; everything else is the inner one's."""
+
+    def __init__(self, inner: Accelerator, inject: Injection, clock: Clock) -> None:
+        self._inner, self._inject, self._clock = inner, inject, clock
+        self.torch_device = inner.torch_device
+
+    @contextmanager
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:
+        """As the inner one's, longer."""
+        with self._inner.host_to_device(num_bytes):
+            yield
+            self._stall(self._inject.host_to_device)
+
+    @contextmanager
+    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
+        """As the inner one's; the stall is real work that may outlast the emulated phase."""
+        with self._inner.forward(num_samples, num_images):
+            yield
+            self._stall(self._inject.forward)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """The inner one's."""
+        return self._inner.backward()
+
+    def optimiser(self) -> AbstractContextManager[None]:
+        """The inner one's."""
+        return self._inner.optimiser()
+
+    def gradients_ready(self, share: float) -> None:
+        """The inner one's; the last bucket's all-reduce starts late."""
+        self._inner.gradients_ready(share)
+        if share >= 1.0:
+            self._stall(self._inject.all_reduce)
+
+    def all_reduce_started(self) -> None:
+        """The inner one's."""
+        self._inner.all_reduce_started()
+
+    def all_reduce_finished(self) -> None:
+        """The inner one's."""
+        self._inner.all_reduce_finished()
+
+    def finish_step(self) -> DeviceTimes:
+        """The inner one's, then the stall between two steps."""
+        times = self._inner.finish_step()
+        self._stall(self._inject.other)
+        return times
+
+    def _stall(self, stall_ms: float) -> None:
+        if stall_ms:
+            self._clock.wait_until(self._clock.now_ns() + round(stall_ms * NS_PER_MS))

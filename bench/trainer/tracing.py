@@ -1,0 +1,192 @@
+"""A rank's timeline: the loader's stages, the trainer's phases and what torch's profiler saw, on one clock.
+
+On a GPU the trainer's phases are NVTX ranges too, for Nsight Systems. Phases are the host's: on a GPU they show when
+work was queued, and the profiler's kernels show when it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuelrail.pipeline.trace import Span, TraceRecorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fuelrail.bench.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.records import StepRecord
+
+# Steps that torch's profiler watches, behind those in which everything is still being set up.
+_PROFILED_FROM, _PROFILED_TO = 4, 8
+# The profiler's processes beside ours, so that the viewer shows them apart.
+_PROFILER_PID_OFFSET = 1 << 24
+
+
+class RankTrace:
+    """Takes down one rank's run; :meth:`write` makes a file of it in the folder."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path, self._rank = folder / f"trace-{rank:05d}.json", rank
+        self.recorder = TraceRecorder(rank=rank)
+        self._phases: list[Span] = []
+        self._epoch_s = time.time() - time.perf_counter()
+        self._profiled: list[dict[str, Any]] = []
+        self.step = 0
+
+    def of_phases(self, accelerator: Accelerator) -> TracedAccelerator:
+        """The accelerator, its phases taken down."""
+        return TracedAccelerator(accelerator, self)
+
+    def of_steps(self, steps: Iterator[StepRecord]) -> Iterator[StepRecord]:
+        """The steps, taken down; some of them under torch's profiler."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
+        running = False
+        started_s = time.perf_counter()
+        for record in steps:
+            ended_s = time.perf_counter()
+            self.span("step", started_s, ended_s)
+            started_s = ended_s
+            self.step = record.step + 1
+            if self.step == _PROFILED_FROM:
+                profiler.start()
+                running = True
+            elif self.step == _PROFILED_TO:
+                profiler.stop()
+                running = False
+                self._profiled = _exported(profiler)
+                started_s = time.perf_counter()
+            yield record
+        if running:
+            profiler.stop()
+            self._profiled = _exported(profiler)
+
+    def span(self, phase: str, begin_s: float, end_s: float) -> None:
+        """Take down one phase of the present step."""
+        self._phases.append(Span(phase, self.step, self.step, begin_s, end_s, threading.current_thread().name))
+
+    def write(self) -> None:
+        """Write the rank's events."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        events = self.recorder.events()
+        self._path.write_text(json.dumps([*events, *self._phase_events(events), *self._profiled]), encoding="utf-8")
+
+    def _phase_events(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The phases on the tracks of their threads, among which the loader's events may have some."""
+        pid = os.getpid()
+        tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+        found = []
+        for span in self._phases:
+            if span.thread not in tracks:
+                tracks[span.thread] = len(tracks) + 1
+                name = {"name": span.thread}
+                found.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tracks[span.thread], "args": name})
+            found.append(
+                {
+                    "ph": "X",
+                    "name": span.stage,
+                    "cat": "trainer",
+                    "ts": round(1e6 * (self._epoch_s + span.begin_s), 3),
+                    "dur": round(1e6 * (span.end_s - span.begin_s), 3),
+                    "pid": pid,
+                    "tid": tracks[span.thread],
+                    "args": {"step": span.item},
+                }
+            )
+        return found
+
+
+class TracedAccelerator:
+    """An accelerator whose phases are taken down on the host's clock, and marked for Nsight Systems on a GPU."""
+
+    def __init__(self, inner: Accelerator, trace: RankTrace) -> None:
+        self._inner, self._trace = inner, trace
+        self._marks = torch.cuda.is_available()
+        self._reducing_since: list[float] = []
+        self.torch_device = inner.torch_device
+
+    @contextmanager
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:
+        """The inner one's."""
+        with self._span("host to device"), self._inner.host_to_device(num_bytes):
+            yield
+
+    @contextmanager
+    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
+        """The inner one's."""
+        with self._span("forward"), self._inner.forward(num_samples, num_images):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The inner one's."""
+        with self._span("backward"), self._inner.backward():
+            yield
+
+    @contextmanager
+    def optimiser(self) -> Iterator[None]:
+        """The inner one's."""
+        with self._span("optimiser"), self._inner.optimiser():
+            yield
+
+    def gradients_ready(self, share: float) -> None:
+        """The inner one's."""
+        self._inner.gradients_ready(share)
+
+    def all_reduce_started(self) -> None:
+        """The inner one's."""
+        self._reducing_since.append(time.perf_counter())
+        self._inner.all_reduce_started()
+
+    def all_reduce_finished(self) -> None:
+        """The inner one's; buckets are reduced in the order of their launches."""
+        self._inner.all_reduce_finished()
+        self._trace.span("all-reduce", self._reducing_since.pop(0), time.perf_counter())
+
+    def finish_step(self) -> DeviceTimes:
+        """The inner one's."""
+        return self._inner.finish_step()
+
+    @contextmanager
+    def _span(self, phase: str) -> Iterator[None]:
+        if self._marks:
+            torch.cuda.nvtx.range_push(f"fuelrail {phase}")
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._trace.span(phase, begin_s, time.perf_counter())
+            if self._marks:
+                torch.cuda.nvtx.range_pop()
+
+
+def _exported(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
+    """The profiler's events with times in microseconds since the Unix epoch, as ours have."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        profiler.export_chrome_trace(str(path))
+        document = json.loads(path.read_text(encoding="utf-8"))
+    base_us = document.get("baseTimeNanoseconds", 0) / 1e3
+    events = []
+    for event in document["traceEvents"]:
+        pid = event.get("pid")
+        # Processes of the viewer that clash neither between ranks nor with our own.
+        number = isinstance(pid, int)
+        moved = {**event, "pid": pid + os.getpid() + _PROFILER_PID_OFFSET if number else f"{pid} {os.getpid()}"}
+        if "ts" in event:
+            moved["ts"] = event["ts"] + base_us
+        if "id" in event:
+            moved["id"] = f"torch {os.getpid()} {event['id']}"
+        events.append(moved)
+    return events
