@@ -7,6 +7,7 @@ from fuelrail.loaders.mesh import mesh_world
 from fuelrail.loaders.normalize import Normalize
 from fuelrail.loaders.observe import serve_metrics
 from fuelrail.loaders.stats import LoaderStats
+from fuelrail.loaders.undistort import Undistort
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.mix import Mix
@@ -33,6 +34,7 @@ __all__ = [
     "PixelAugment",
     "PointSweeps",
     "TraceRecorder",
+    "Undistort",
     "World",
     "mesh_world",
     "serve_metrics",

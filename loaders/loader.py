@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.storage import Session
+    from fuelrail.loaders.undistort import Undistort
     from fuelrail.pipeline.retry import RetryPolicy
     from fuelrail.pipeline.stages import Stage
     from fuelrail.pipeline.sweeps import PointSweeps
@@ -104,6 +105,8 @@ class DataLoader:
         points: also decode the first lidar's sweep; a `PointSweeps` says to put several together.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
             is a GPU) or "auto".
+        undistort: straighten the images of distorted cameras while they are decoded; None: as stored, with
+            ``dist`` in the batch.
         normalize: makes ``img`` floating point, where the batch ends up; None: uint8.
         verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
         storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
@@ -153,6 +156,7 @@ class DataLoader:
         world: World | DeviceMesh | None = None,
         points: bool | PointSweeps = False,
         decoder: str = "auto",
+        undistort: Undistort | None = None,
         normalize: Normalize | None = None,
         verify: bool = True,
         storage: str = "auto",
@@ -177,7 +181,7 @@ class DataLoader:
         self.dataset = dataset
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
         self._lidar, accumulation = choose_points(self.dataset, points)
-        self._augments = work.Augments(image, pixels, bev, seed, accumulation)
+        self._augments = work.Augments(image, pixels, bev, seed, accumulation, undistort)
         self._tuner: Autotuner | None = None
         self.world = resolve_world(world)
         self._world_is_detected = world is None

@@ -41,7 +41,7 @@ class SampleReader:
     ) -> None:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
-        self._cameras = [camera.channel for camera in dataset.manifest.cameras]
+        self.cameras = [camera.channel for camera in dataset.manifest.cameras]
         self._num_lidars = len(dataset.manifest.lidars)
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
@@ -69,10 +69,10 @@ class SampleReader:
         )
         sample = decode_sample(row.key, members)
         valid = sample.geometry.cam_valid.tolist()
-        present = [int(channel in sample.images) for channel in self._cameras]
+        present = [int(channel in sample.images) for channel in self.cameras]
         if valid != present:
             raise SchemaError(
-                f"cam_valid is {valid}, but of the cameras {', '.join(self._cameras)} these have an image: {present}",
+                f"cam_valid is {valid}, but of the cameras {', '.join(self.cameras)} these have an image: {present}",
                 key=row.key, member=GEOMETRY,
             )  # fmt: skip
         if len(sample.geometry.lidar2ego) != self._num_lidars:

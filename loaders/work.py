@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.reader import SampleReader
     from fuelrail.loaders.slots import BufferPool
     from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.loaders.undistort import Undistort
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.bev_augment import BevAugment, BevMap
     from fuelrail.pipeline.geometry import ImageMap
@@ -47,6 +48,7 @@ class Augments(NamedTuple):
     bev: BevAugment
     seed: int
     accumulation: Accumulation | None = None
+    undistort: Undistort | None = None
 
 
 class Share(NamedTuple):
@@ -163,6 +165,8 @@ def parse(reader: SampleReader, augments: Augments, bad: BadSamples, fetched: Fe
             image, pixels, bev, seed = augments.image, augments.pixels, augments.bev, augments.seed
             epoch, row, img_wh = task.slot.epoch, task.row, sample.geometry.img_wh.tolist()
             maps = image.draw(img_wh, seed=seed, epoch=epoch, sample=row)
+            if augments.undistort is not None:
+                sample, maps = augments.undistort(sample, maps, reader.cameras)
             changes = pixels.draw(image.height, seed=seed, epoch=epoch, sample=row, cameras=range(len(img_wh)))
             return Parsed(task, sample, maps, changes, bev.draw(seed=seed, epoch=epoch, sample=row))
 

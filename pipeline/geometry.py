@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.lens import Lens
+
 Coefficients: TypeAlias = tuple[float, float, float, float, float, float]
 """(a, b, tx, c, d, ty): x' = a x + b y + tx, y' = c x + d y + ty."""
 
@@ -59,6 +61,8 @@ class ImageMap:
             turns black corners in, as cropping and then rotating an image does.
         published: None, or centre-origin coefficients that the matrices say in place of the truth, for models that
             were trained with inexact ones. What is decoded does not change, and operations do not keep it.
+        lens: None, or the lens of the stored image: the map begins at the rectified image then, which has the stored
+            one's size. Decoders undo it in the same interpolation. Operations do not keep it.
     """
 
     coefficients: Coefficients
@@ -66,6 +70,7 @@ class ImageMap:
     out_wh: tuple[int, int]
     visible: Rectangle
     published: Coefficients | None = None
+    lens: Lens | None = None
 
     @classmethod
     def identity(cls, source_wh: tuple[int, int]) -> ImageMap:

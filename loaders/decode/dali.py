@@ -143,6 +143,9 @@ class DaliDecoder:
             try:
                 info = probe(data)
                 check_source(info, image_map)
+                if image_map.lens is not None:  # DALI's remap exists on the GPU only, and takes maps, not lenses
+                    by_turbo.append(at)
+                    continue
                 job = _job(at, data, info, image_map)
             except ImageError as error:
                 errors[at] = error

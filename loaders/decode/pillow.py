@@ -14,6 +14,7 @@ import cv2
 import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_jpeg
+from fuelrail.loaders.decode.lens import largest_scale, sampling
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.splice import splice_rows
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import ImageFile
 
+    from fuelrail.loaders.decode.jpeg import Picture
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.lens import Lens
 
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _REACH = {"bilinear": 1.0, "bicubic": 2.0}
@@ -60,6 +63,9 @@ class PillowDecoder:
         check_output(image_map, out, interpolation)
         info = probe(encoded)
         check_source(info, image_map)
+        if image_map.lens is not None:
+            _rectify(self._decode(encoded, info), image_map, image_map.lens, out, interpolation)
+            return
         if info.restart_interval:
             reach = (_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale)
             _, top, _, bottom = image_map.source_roi(reach)
@@ -138,7 +144,20 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     black_out_unseen(image_map, out)
 
 
-def _split(image: Image.Image, out: NDArray[np.uint8]) -> None:
+def _rectify(source: Image.Image, image_map: ImageMap, lens: Lens, out: NDArray[np.uint8], interpolation: str) -> None:
+    """An antialiased resize to the output's scale, then lens and map undone by one interpolation, as in `_rotate`."""
+    scale = min(1.0, largest_scale(image_map, lens))
+    width, height = image_map.source_wh
+    size = max(1, math.ceil(width * scale)), max(1, math.ceil(height * scale))
+    image = source if size == (width, height) else source.resize(size, _FILTERS[interpolation])
+    places = sampling(image_map, lens, (size[0] / width, size[1] / height), size)
+    remapped = cv2.remap(np.asarray(image), places.x, places.y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+    _split(remapped, out)
+    if places.unseen is not None:
+        out[:, places.unseen] = 0
+
+
+def _split(image: Image.Image | Picture, out: NDArray[np.uint8]) -> None:
     """Write the first three channels to the planes ``out`` (3, h, w)."""
     pixels = np.asarray(image)
     planes = list(out)

@@ -43,7 +43,7 @@ class ImageDecoder(Protocol):
 
         Args:
             encoded: a whole JPEG or PNG file.
-            image_map: source to output; its ``source_wh`` must be the encoded image's size.
+            image_map: source to output; its ``source_wh`` must be the encoded image's size. Its ``lens`` is undone.
             out: uint8 (3, height, width) RGB planes to fill, of size ``image_map.out_wh``; each row contiguous.
             interpolation: one of `INTERPOLATIONS`.
 

@@ -18,6 +18,7 @@ import cv2
 import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
+from fuelrail.loaders.decode.lens import largest_scale, sampling
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.splice import splice_rows
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.lens import Lens
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
 _REACH = {"bilinear": 1, "bicubic": 2}
@@ -73,6 +75,9 @@ class TurboDecoder:
         check_output(image_map, out, interpolation)
         info = probe(encoded)
         check_source(info, image_map)
+        if image_map.lens is not None:
+            self._rectify(encoded, info, image_map, image_map.lens, out, interpolation)
+            return
         factor = _dct_factor(info, image_map.max_scale)
         if factor > 1:
             image_map = image_map.of_scaled(factor)
@@ -104,6 +109,31 @@ class TurboDecoder:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
             raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
+
+    def _rectify(
+        self, encoded: Buffer, info: ImageInfo, image_map: ImageMap, lens: Lens, out: Picture, interpolation: str
+    ) -> None:
+        """Decode a distorted image, and undo its lens and sample the map by one `cv2.remap`."""
+        max_scale = largest_scale(image_map, lens)
+        factor = _dct_factor(info, max_scale)
+        if info.format == "jpeg":
+            image = decode_jpeg(encoded, info, factor, self._scratch)
+        else:
+            image, out = _decode_png(encoded, info), out[::-1]
+        blocks = math.floor(1.0 / (max_scale * factor) + 1e-9)
+        if blocks > 1:
+            image, factor = _average_blocks(image, blocks), factor * blocks
+        size = (image.shape[1], image.shape[0])
+        places = sampling(image_map, lens, (1.0 / factor, 1.0 / factor), size)
+        width, height = image_map.out_wh
+        picture = self._scratch.take("resized", height, width, image.shape[2])
+        try:
+            cv2.remap(image, places.x, places.y, _FILTERS[interpolation], picture, cv2.BORDER_REPLICATE)
+        except cv2.error as error:
+            raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
+        self._split(picture, out)
+        if places.unseen is not None:
+            out[:, places.unseen] = 0
 
     def _resize(self, image: Picture, top: int, grid: _ResizeGrid, out: NDArray[np.uint8], interpolation: str) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
@@ -244,17 +274,21 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     factor = math.floor(1.0 / image_map.max_scale + 1e-9)
     left, top, right, bottom = image_map.source_roi(2.0 * factor)
     left, top = left // factor * factor, top // factor * factor
-    region = image[top : max(bottom, top + 1), left : max(right, left + 1)]
-    pad_y, pad_x = -region.shape[0] % factor, -region.shape[1] % factor
-    if pad_y or pad_x:
-        region = cv2.copyMakeBorder(region, 0, pad_y, 0, pad_x, cv2.BORDER_REPLICATE)
-    small = cv2.resize(region, (region.shape[1] // factor, region.shape[0] // factor), interpolation=cv2.INTER_AREA)
+    small = _average_blocks(image[top : max(bottom, top + 1), left : max(right, left + 1)], factor)
     a, b, tx, c, d, ty = image_map.coefficients
     tx, ty = tx + a * left + b * top, ty + c * left + d * top
     v = image_map.visible
     visible = ((v[0] - left) / factor, (v[1] - top) / factor, (v[2] - left) / factor, (v[3] - top) / factor)
     coefficients = (a * factor, b * factor, tx, c * factor, d * factor, ty)
     return small, ImageMap(coefficients, (small.shape[1], small.shape[0]), image_map.out_wh, visible)
+
+
+def _average_blocks(image: Picture, factor: int) -> Picture:
+    """Shrink by a whole factor; partial blocks at the far edges are filled up with the edge."""
+    pad_y, pad_x = -image.shape[0] % factor, -image.shape[1] % factor
+    if pad_y or pad_x:
+        image = cv2.copyMakeBorder(image, 0, pad_y, 0, pad_x, cv2.BORDER_REPLICATE)
+    return cv2.resize(image, (image.shape[1] // factor, image.shape[0] // factor), interpolation=cv2.INTER_AREA)
 
 
 def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:

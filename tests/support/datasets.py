@@ -116,11 +116,12 @@ def build_dataset(
     seed: int = 0,
     layout: str = "member",
     dictionary: Dictionary | None = None,
+    lens: tuple[str, list[float]] = ("none", []),
 ) -> dict[str, dict[str, bytes]]:
     """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
 
-    ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members. Returns
-    the raw members of every sample by key.
+    ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members.
+    ``lens`` is the first camera's ``dist_model`` and its coefficients. Returns the raw members of every sample by key.
     """
     small = "zstd" if dictionary is None else codecs.ZSTD_DICT
     framed = layout == "frame"
@@ -138,7 +139,7 @@ def build_dataset(
             for _ in range(length):
                 row = len(rows)
                 key = f"clip-{row // 4:04d}-{row % 4:06d}"
-                members = _sample(rng, row, key, split, size, missing, labelled)
+                members = _sample(rng, row, key, split, size, missing, labelled, lens)
                 raw[key] = members
                 codec = {
                     n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith(".jpg") else small for n in members
@@ -210,6 +211,7 @@ def build_dataset(
 def _sample(
     rng: np.random.Generator, row: int, key: str, split: str, size: tuple[int, int],
     missing: frozenset[tuple[int, str]], labelled: bool,
+    lens: tuple[str, list[float]] = ("none", []),
 ) -> dict[str, bytes]:  # fmt: skip
     width, height = size
     timestamp_ns = row * 500_000_000
@@ -230,9 +232,16 @@ def _sample(
         next_key=None,
         timestamp_ns=timestamp_ns,
         is_key_frame=True, split=split,
-        cameras={c: CameraMeta(token="", timestamp_ns=timestamp_ns, width=width, height=height) for c in present},
+        cameras={
+            c: CameraMeta(
+                token="", timestamp_ns=timestamp_ns, width=width, height=height,
+                dist_model=lens[0] if c == CAMERAS[0] else "none",
+            )
+            for c in present
+        },
     )  # fmt: skip
     geometry = make_geometry(rng, width, height, timestamp_ns, tuple(int(c in present) for c in CAMERAS))
+    geometry.dist[0, : len(lens[1])] = lens[1]
     members = {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry)}
     if labelled:
         members[BOXES] = encode_arrays(make_boxes(rng, row % 5))

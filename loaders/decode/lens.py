@@ -1,0 +1,105 @@
+"""Where each output pixel is sampled in a distorted image: undistortion and the affine map in one step.
+
+An output pixel goes back through the affine map to the rectified image, through its K to a ray, through the lens to the
+stored image. So pixels are interpolated once, and the matrices (of the rectified camera) are exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import cv2
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.lens import Lens, Matrix3
+
+_COARSE_PX = 16
+"""Distance of the places at which the local scale is looked at."""
+
+_KEPT = 12
+"""Samplings that are kept: two rigs of six cameras, for evaluation, where the maps repeat."""
+
+
+class Sampling(NamedTuple):
+    """Source coordinates (centre-origin) of each output pixel, and which of them lie outside of the source."""
+
+    x: NDArray[np.float32]
+    y: NDArray[np.float32]
+    unseen: NDArray[np.bool_] | None
+
+
+@functools.lru_cache(maxsize=64)
+def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
+    """K that shows all of the stored image (``alpha`` 1), only what has no black in it (0), or what is in between.
+
+    ``cv2.getOptimalNewCameraMatrix`` and its fisheye counterpart.
+    """
+    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    if lens.kind == "fisheye":
+        choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
+        chosen = choose(camera, coefficients, wh, np.eye(3), None, alpha)
+    else:
+        chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
+    return tuple(tuple(row) for row in chosen.tolist())
+
+
+@functools.lru_cache(maxsize=256)
+def largest_scale(image_map: ImageMap, lens: Lens) -> float:
+    """The largest number of output pixels that a stored pixel's length becomes, over the whole output."""
+    width, height = (max(2, -(-side // _COARSE_PX)) for side in image_map.out_wh)
+    # Every sixteenth output pixel: a map of its own, shrunk about the first pixel's centre.
+    step_x, step_y = (image_map.out_wh[0] - 1) / (width - 1), (image_map.out_wh[1] - 1) / (height - 1)
+    shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
+    x, y = _source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
+    across = np.hypot(np.diff(x, axis=1), np.diff(y, axis=1)) / max(step_x, 1e-9)
+    down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
+    steps = np.concatenate((across.ravel(), down.ravel()))
+    steps = steps[np.isfinite(steps) & (steps > 1e-6)]
+    return float(1.0 / steps.min()) if steps.size else 1.0
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def sampling(image_map: ImageMap, lens: Lens, scale: tuple[float, float], size: tuple[int, int]) -> Sampling:
+    """Where to sample a source that is the stored image scaled by exactly ``scale`` (about its corner).
+
+    ``size`` is that source's (width, height), which may hold a partial last pixel. Arrays (height, width) of the
+    output; shared, not to be written to.
+    """
+    x, y = _source_places(_centre_matrix(image_map), lens, image_map.out_wh)
+    for places, factor in ((x, scale[0]), (y, scale[1])):
+        if factor != 1.0:
+            places *= factor
+            places += 0.5 * factor - 0.5
+    width, height = image_map.source_wh[0] * scale[0], image_map.source_wh[1] * scale[1]
+    seen = (x >= -0.5) & (x <= width - 0.5) & (y >= -0.5) & (y <= height - 0.5)
+    columns = image_map.visible_columns()
+    if columns is not None:  # the rectified image's own border, and what crops before a rotation left out
+        at = np.arange(x.shape[1])
+        seen &= (at >= columns[0][:, None]) & (at < columns[1][:, None])
+    if seen.all():
+        return Sampling(x, y, None)
+    np.clip(np.nan_to_num(x, copy=False, nan=0.0), 0.0, size[0] - 1.0, out=x)
+    np.clip(np.nan_to_num(y, copy=False, nan=0.0), 0.0, size[1] - 1.0, out=y)
+    return Sampling(x, y, ~seen)
+
+
+def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
+    """The true map on centre-origin pixels, (3, 3), whatever matrix is published in its place."""
+    return dataclasses.replace(image_map, published=None).centre_matrix()
+
+
+def _source_places(
+    matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Stored pixel coordinates of each pixel of an output that sees the rectified image under ``matrix`` (3, 3)."""
+    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    to_output = matrix @ np.array(lens.rectified)
+    make = cv2.fisheye.initUndistortRectifyMap if lens.kind == "fisheye" else cv2.initUndistortRectifyMap
+    x, y = make(camera, coefficients, np.eye(3), to_output, wh, cv2.CV_32FC1)
+    return x, y  # type: ignore[return-value]

@@ -1,0 +1,68 @@
+"""How a lens bends what a pinhole would see: the coefficients of a camera, by the name of their model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Kind: TypeAlias = Literal["pinhole", "fisheye"]
+
+MODELS: Final[dict[str, tuple[Kind, tuple[int, ...]]]] = {
+    "opencv_radtan": ("pinhole", (4, 5)),
+    "opencv_rational": ("pinhole", (8, 12, 14)),
+    "kannala_brandt": ("fisheye", (4,)),
+}
+"""``dist_model`` to the kind of lens and the numbers of coefficients that OpenCV takes for it."""
+
+UNBENT: Final = "none"
+
+Matrix3: TypeAlias = tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """A distorted camera and the pinhole that is to take its place; hashable, so that what it costs can be kept.
+
+    Attributes:
+        kind: ``"pinhole"``: OpenCV's k1, k2, p1, p2[, k3[, k4, k5, k6[, s1 .. s4[, tx, ty]]]]
+            (calib3d, "Camera Calibration"); ``"fisheye"``: Kannala and Brandt's k1 .. k4 (``cv2.fisheye``).
+        coefficients: of that model.
+        stored: K of the stored image, centre-origin; without skew.
+        rectified: K of the rectified image, which has the stored one's size.
+    """
+
+    kind: Kind
+    coefficients: tuple[float, ...]
+    stored: Matrix3
+    rectified: Matrix3
+
+
+def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> Lens | None:
+    """The lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
+
+    Args:
+        model: the camera's ``dist_model``.
+        dist: its coefficients, float64 (14,), NaN-padded.
+        intrinsics: K of the stored image, float64 (3, 3).
+
+    Raises ConfigError for a model that cannot be undone here.
+
+    """
+    coefficients = dist[np.isfinite(dist)].tolist()
+    if model == UNBENT or not coefficients:
+        return None
+    if model not in MODELS:
+        raise ConfigError(f"dist_model '{model}' cannot be undone, only {', '.join(MODELS)}: leave out undistort")
+    kind, lengths = MODELS[model]
+    if len(coefficients) > lengths[-1]:
+        raise ConfigError(f"dist_model '{model}' has at most {lengths[-1]} coefficients, got {len(coefficients)}")
+    length = next(n for n in lengths if n >= len(coefficients))
+    camera: Matrix3 = tuple(tuple(row) for row in intrinsics.tolist())
+    return Lens(kind, tuple(coefficients + [0.0] * (length - len(coefficients))), camera, camera)

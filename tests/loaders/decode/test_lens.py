@@ -1,0 +1,169 @@
+"""Undistortion against OpenCV's own, and against a world seen through a bent lens, for every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+
+import cv2
+import numpy as np
+import pytest
+
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.lens import rectified_camera
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.lens import Lens, read_lens
+from support.decoder_suite import NUSCENES_WH, PRESETS, preset_map
+from support.pictures import encode, natural, psnr_db, seen, shift_px
+
+BACKENDS = [
+    "turbo",
+    "pillow",
+    pytest.param(
+        "dali",
+        marks=pytest.mark.skipif(
+            importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
+            reason="NVIDIA DALI is not installed",
+        ),
+    ),
+]
+K = ((1110.0, 0.0, 812.3), (0.0, 1105.0, 446.1), (0.0, 0.0, 1.0))
+WIDE = ((620.0, 0.0, 790.0), (0.0, 622.0, 455.0), (0.0, 0.0, 1.0))
+LENSES = {
+    "radtan": Lens("pinhole", (-0.33, 0.11, 0.0007, -0.0004, -0.012), K, K),
+    "rational": Lens("pinhole", (0.9, 0.3, 0.0004, -0.0003, 0.02, 1.25, 0.55, 0.06), K, K),
+    "fisheye": Lens("fisheye", (0.05, -0.012, 0.004, -0.0009), WIDE, WIDE),
+}
+
+PAIRS = [
+    *(("radtan", preset) for preset in PRESETS),
+    *((name, preset) for name in ("rational", "fisheye") for preset in ("bevdet", "eval")),
+]
+SQUARE = 100
+
+
+def project(lens: Lens, rectified: np.ndarray) -> np.ndarray:
+    """Rectified pixels (n, 2) to stored ones, by OpenCV's projection of the rays that they see."""
+    rays = np.c_[rectified, np.ones(len(rectified))] @ np.linalg.inv(np.array(lens.rectified)).T
+    camera, dist, zero = np.array(lens.stored), np.array(lens.coefficients), np.zeros(3)
+    if lens.kind == "fisheye":
+        return cv2.fisheye.projectPoints(rays[None], zero, zero, camera, dist)[0][0]
+    return cv2.projectPoints(rays, zero, zero, camera, dist)[0][:, 0]
+
+
+def straightened(lens: Lens, picture: np.ndarray) -> np.ndarray:
+    camera, dist = np.array(lens.stored), np.array(lens.coefficients)
+    if lens.kind == "fisheye":
+        return cv2.fisheye.undistortImage(picture, camera, dist, Knew=np.array(lens.rectified))
+    return cv2.undistort(picture, camera, dist, newCameraMatrix=np.array(lens.rectified))
+
+
+@functools.cache
+def board(name: str) -> bytes:
+    """What the lens makes of a checkerboard whose corners lie at multiples of `SQUARE` in the rectified image."""
+    lens, (width, height) = LENSES[name], NUSCENES_WH
+    grid = np.stack(np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float)), -1).reshape(-1, 1, 2)
+    camera, dist, to = np.array(lens.stored), np.array(lens.coefficients), np.array(lens.rectified)
+    criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 30, 1e-7)
+    if lens.kind == "fisheye":
+        places = cv2.fisheye.undistortPoints(grid, camera, dist, P=to, criteria=criteria)
+    else:
+        places = cv2.undistortPoints(grid, camera, dist, P=to, criteria=criteria)
+    waves = np.sin(np.pi * places.reshape(height, width, 2) / SQUARE).prod(axis=-1)
+    gray = 128 + 100 * np.tanh(30 * waves)
+    return encode(np.repeat(np.rint(gray).astype(np.uint8)[..., None], 3, axis=2), subsampling="4:2:0")
+
+
+def decode(backend: str, encoded: bytes, image_map: ImageMap) -> np.ndarray:
+    out = np.full((3, image_map.out_wh[1], image_map.out_wh[0]), 99, np.uint8)
+    make_decoder(backend).decode_into(encoded, image_map, out)
+    return out
+
+
+def with_lens(image_map: ImageMap, lens: Lens) -> ImageMap:
+    return dataclasses.replace(image_map, lens=lens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "alpha"),
+    [("radtan", None), ("rational", None), ("fisheye", None), ("fisheye", 0.0), ("rational", 0.0), ("radtan", 1.0)],
+)
+def test_at_full_size_it_is_opencvs_undistortion(backend: str, name: str, alpha: float | None) -> None:
+    lens, wh = LENSES[name], (1600, 900)
+    if alpha is not None:
+        lens = dataclasses.replace(lens, rectified=rectified_camera(lens, wh, alpha))
+    picture = natural(*wh)
+    out = decode(backend, encode(picture, "png"), with_lens(ImageMap.identity(wh), lens))
+    expected = straightened(lens, picture).transpose(2, 0, 1)
+    white = straightened(lens, np.full_like(picture, 255))[..., 0]
+    inside = cv2.erode(white, np.ones((5, 5))) == 255
+    assert inside.mean() > (0.3 if alpha == 1.0 else 0.6)
+    assert psnr_db(out, expected, inside) > 50.0
+    assert (out[:, white == 0] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "preset"), PAIRS)
+def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(backend: str, name: str, preset: str) -> None:
+    lens = LENSES[name]
+    image_map = with_lens(preset_map(preset, sample=5), lens)
+    gray = decode(backend, board(name), image_map).mean(axis=0).astype(np.float32)
+    corners = []
+    for u in range(SQUARE, NUSCENES_WH[0], SQUARE):
+        for v in range(SQUARE, NUSCENES_WH[1], SQUARE):
+            x, y = (image_map.centre_matrix() @ (u, v, 1.0))[:2]
+            stored = project(lens, np.array([[u, v]], np.float64))[0]
+            inside = 12 < x < image_map.out_wh[0] - 13 and 12 < y < image_map.out_wh[1] - 13
+            whole = (stored > 40).all() and (stored < np.array(NUSCENES_WH) - 40).all()
+            if inside and whole and seen(image_map, 40)[round(y), round(x)]:
+                corners.append((x, y))
+    assert len(corners) >= 10
+    expected = np.array(corners, np.float32)[:, None]
+    criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
+    found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (5, 5), (-1, -1), criteria)
+    errors = np.abs(found - expected)[:, 0]
+    assert errors.max() < 0.1, f"{errors.max(axis=0)} px"
+
+
+@pytest.mark.parametrize(("name", "preset"), PAIRS)
+def test_backends_agree(name: str, preset: str) -> None:
+    lens = LENSES[name]
+    image_map = with_lens(preset_map(preset), lens)
+    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
+    turbo, pillow = decode("turbo", encoded, image_map), decode("pillow", encoded, image_map)
+    where = cv2.erode(((turbo.max(0) > 0) & (pillow.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
+    where &= seen(image_map, 6.0)
+    assert where.mean() > 0.25
+    assert psnr_db(turbo, pillow, where) > 38.0
+    assert max(map(abs, shift_px(turbo, pillow, where))) < 0.05
+
+
+def test_a_lens_that_bends_nothing_changes_nothing() -> None:
+    image_map = preset_map("bevdet")
+    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
+    straight = Lens("pinhole", (0.0,) * 5, K, K)
+    for backend in ("turbo", "pillow"):
+        plain, bent = decode(backend, encoded, image_map), decode(backend, encoded, with_lens(image_map, straight))
+        where = seen(image_map, 3.0)
+        assert psnr_db(plain, bent, where) > 42.0
+        assert ((plain.max(0) == 0) == (bent.max(0) == 0)).mean() > 0.999
+
+
+def test_models_are_read_by_name() -> None:
+    nan = np.full(14, np.nan)
+    camera = np.array(K)
+    assert read_lens("opencv_radtan", nan, camera) is None
+    assert read_lens("none", np.arange(14.0), camera) is None
+    three = nan.copy()
+    three[:3] = 0.1, 0.2, 0.3
+    lens = read_lens("opencv_radtan", three, camera)
+    assert lens is not None
+    assert lens.coefficients == (0.1, 0.2, 0.3, 0.0)
+    assert lens.stored == lens.rectified == K
+    with pytest.raises(ConfigError, match="dist_model 'ftheta' cannot be undone"):
+        read_lens("ftheta", three, camera)
+    with pytest.raises(ConfigError, match="at most 4 coefficients, got 14"):
+        read_lens("kannala_brandt", np.arange(14.0), camera)
