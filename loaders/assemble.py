@@ -11,8 +11,8 @@ name                 shape, dtype                 meaning
 ``img``              [B, N, 3, H, W] uint8        RGB, planes; zeros where ``cam_valid`` is 0
 ``cam_valid``        [B, N] bool                  the camera's image exists
 ``intrinsics``       [B, N, 3, 3] float32         K of the output image: ida (3 x 3) @ K of the stored one
-``dist``             [B, N, 14] float32           coefficients of the stored image's lens; 0 where there are none, or where
-                                                  they were undone (``undistort=``)
+``dist``             [B, N, 14] float32           coefficients of the stored image's lens; 0 without, and where they
+                                                  were undone (``undistort=``)
 ``ida_mat``          [B, N, 4, 4] float32         stored pixels to output pixels (centre-origin), homogeneous
 ``cam2ego``          [B, N, 4, 4] float32         static extrinsic
 ``cam2keyego``       [B, N, 4, 4] float32         camera at its exposure to ego at the sample's time

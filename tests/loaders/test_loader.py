@@ -89,7 +89,7 @@ class TestContent:
             "cam2ego": ((4, 2, 4, 4), torch.float32), "cam2keyego": ((4, 2, 4, 4), torch.float32),
             "ego2img": ((4, 2, 4, 4), torch.float32), "lidar2img": ((4, 2, 4, 4), torch.float32),
             "lidar2ego": ((4, 4, 4), torch.float32), "ego2global": ((4, 4, 4), torch.float64),
-            "bda_mat": ((4, 4, 4), torch.float32),
+            "bda_mat": ((4, 4, 4), torch.float32), "dist": ((4, 2, 14), torch.float32),
             "timestamp_ns": ((4,), torch.int64), "img_timestamp_ns": ((4, 2), torch.int64),
             "frame": ((4,), torch.int64), "global_index": ((4,), torch.int64), "valid": ((4,), torch.bool),
         }  # fmt: skip
