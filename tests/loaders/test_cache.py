@@ -61,13 +61,13 @@ class TestContent:
         assert read(cache, 7) is None
         assert cache.put(7, span(7))
         assert read(other, 7) == bytes(span(7))
-        assert cache._used == other._used == BYTES
-        assert not other.put(7, memoryview(b"")) or other._used == BYTES
+        assert cache._folder.used_bytes == other._folder.used_bytes == BYTES
+        assert not other.put(7, memoryview(b"")) or other._folder.used_bytes == BYTES
         cache.close()
         other.close()
         again = cache_at(tmp_path)
         assert read(again, 7) == bytes(span(7))
-        assert again._used == BYTES
+        assert again._folder.used_bytes == BYTES
 
     def test_without_foresight_it_fills_up_and_evicts_nothing(self, tmp_path):
         cache = cache_at(tmp_path)
@@ -131,7 +131,7 @@ def simulate(folder, sequence, capacity):
             hits += 1
         else:
             cache.put(index, span(index), now)
-        assert cache._used == len(files(folder)) * BYTES <= capacity * BYTES
+        assert cache._folder.used_bytes == len(files(folder)) * BYTES <= capacity * BYTES
     return hits
 
 
@@ -148,12 +148,12 @@ class TestTrouble:
         cache = cache_at(tmp_path)
         for index in range(3):
             cache.put(index, span(index))
-        cache._path(0).unlink()
+        cache._folder.file(0).unlink()
         assert cache.open(0, BYTES) is None
-        os.truncate(cache._path(1), 10)
+        os.truncate(cache._folder.file(1), 10)
         assert cache.open(1, BYTES).read() is None
         cache.forget(1)
-        assert cache._used == BYTES
+        assert cache._folder.used_bytes == BYTES
         assert cache.open(1, BYTES) is None
         assert files(tmp_path) == [2]
         assert cache.put(1, span(1))
@@ -183,7 +183,7 @@ class TestTrouble:
         (tmp_path / "data" / "0" / "5").write_bytes(bytes(BYTES))  # whole, but its process died before it was counted
         again = cache_at(tmp_path)
         assert files(tmp_path) == [3, 5]
-        assert again._used == 2 * BYTES
+        assert again._folder.used_bytes == 2 * BYTES
         assert not list((tmp_path / "tmp").iterdir())
 
     def test_a_smaller_cache_than_before_drops_what_is_too_much(self, tmp_path):
@@ -192,7 +192,7 @@ class TestTrouble:
             cache.put(index, span(index))
         cache.close()
         assert len(files(tmp_path)) == 10
-        assert cache_at(tmp_path, max_bytes=4 * BYTES)._used == 4 * BYTES
+        assert cache_at(tmp_path, max_bytes=4 * BYTES)._folder.used_bytes == 4 * BYTES
         assert len(files(tmp_path)) == 4
 
     def test_a_full_disk_ends_admission_with_one_warning(self, tmp_path, caplog):
@@ -210,7 +210,7 @@ class TestTrouble:
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "takes no more samples" in caplog.text
         assert read(cache, 0) == bytes(span(0))
-        assert cache._used == BYTES
+        assert cache._folder.used_bytes == BYTES
         assert not list((tmp_path / "tmp").iterdir())
 
     def test_a_disk_that_is_full_at_the_start_is_done_without(self, pristine, tmp_path, caplog):
@@ -231,7 +231,7 @@ class TestTrouble:
         dataset = open_dataset(pristine)
         for _ in range(2):
             cache = SpanCache.open_for(dataset, tmp_path, None)
-            assert 0 < cache._max_bytes < 0.9 * (shutil.disk_usage(tmp_path).free + 10**9)
+            assert 0 < cache._folder.max_bytes < 0.9 * (shutil.disk_usage(tmp_path).free + 10**9)
             assert cache.put(0, memoryview(bytes(dataset.index.row(0).length))) or cache.open(0, 1)
             cache.close()
 
@@ -250,7 +250,7 @@ class TestTrouble:
             assert join(child) == -signal.SIGKILL
             cache = large_cache(tmp_path)
             here = files(tmp_path)
-            assert cache._used == len(here) * LARGE
+            assert cache._folder.used_bytes == len(here) * LARGE
             for index in here:
                 assert bytes(cache.open(index, LARGE).read()) == bytes([index]) * LARGE
             cache.close()
@@ -273,7 +273,7 @@ class TestTrouble:
         watch = cache_at(tmp_path, max_bytes=20 * BYTES)
         children = [fork(partial(use, rank)) for rank in range(2)]
         assert [join(child) for child in children] == [0, 0]
-        assert watch._used == len(files(tmp_path)) * BYTES == 20 * BYTES
+        assert watch._folder.used_bytes == len(files(tmp_path)) * BYTES == 20 * BYTES
 
 
 @pytest.mark.parametrize(
