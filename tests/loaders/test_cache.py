@@ -13,13 +13,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from fuelrail.bench.micro.storage_cache import lru_misses
 from fuelrail.loaders.cache import SpanCache
 from fuelrail.loaders.cache_size import parse_size
 from fuelrail.loaders.foresight import Foresight
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
-from support.caches import belady_misses, lru_misses
+from support.caches import belady_misses
 from support.forked import fork, join
 from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
 

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuelrail.bench.micro.storage_cache import lru_misses
 from fuelrail.loaders.foresight import NEVER, FarthestFirst, Foresight, coming_rows
 from fuelrail.pipeline.order import Layout, Order, OrderSpec
 from fuelrail.pipeline.world import Batching, Cursor, World
-from support.caches import lru_misses
 
 
 def foresight_of(sequence, horizon=None):

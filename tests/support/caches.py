@@ -1,20 +1,6 @@
-"""Plain simulations of caches of equal samples, to compare with."""
+"""The best that any cache of equal samples can do, by plain search."""
 
 from __future__ import annotations
-
-
-def lru_misses(sequence, capacity):
-    resident: dict[int, None] = {}
-    misses = 0
-    for row in sequence:
-        if row in resident:
-            del resident[row]
-        else:
-            misses += 1
-            if len(resident) == capacity:
-                del resident[next(iter(resident))]
-        resident[row] = None
-    return misses
 
 
 def belady_misses(sequence, capacity):

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
-from fuelrail.bench.micro.storage import PARTS, main, stream
+from fuelrail.bench.micro.storage import PARTS, main
+from fuelrail.bench.micro.storage_remote import stream
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.shardfile import iter_members
 

@@ -1,0 +1,154 @@
+"""Reading local shards, beside plain ``pread``, webdataset and SPDL."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from fuelrail.bench.micro.timing import Effort, compare
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.dataset import read_members
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fuelrail.bench.micro.timing import Comparison
+    from fuelrail.pipeline.dataset import Dataset
+
+PAGE_BYTES = 4096
+_AHEAD = 64
+
+
+def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
+    """In a seeded random order; beside readers that only go forward, in stored order.
+
+    How large the kernel's pages are depends on who brought them into the page cache, and decides much: so all is read
+    with the cache as the shards' writer left it, and as our own reading from disk leaves it.
+    """
+    order = np.random.default_rng(1).permutation(len(dataset.index)).tolist()
+    rows = [dataset.index.row(index) for index in order]
+    buffer = memoryview(bytearray(max(row.length for row in rows)))
+
+    def pread() -> None:
+        files = [os.open(dataset.root / shard.name, os.O_RDONLY) for shard in dataset.manifest.shards]
+        for row in rows:
+            view = buffer[: row.length]
+            os.preadv(files[row.shard], [view], row.offset)
+            xxhash.xxh3_64_intdigest(view)
+        for file in files:
+            os.close(file)
+
+    def ours(backend: str, *, cold: bool = False) -> None:
+        if cold:
+            _empty_page_cache(dataset)
+        storage = open_storage(dataset, backend)
+        session = storage.session()
+        pending: list[Callable[[], memoryview]] = []
+        for at, row in enumerate(rows):
+            while len(pending) < min(len(rows), at + _AHEAD):
+                first = len(pending)
+                asked = [(index, dataset.index.row(index)) for index in order[first : first + _AHEAD // 4]]
+                pending += session.request(asked)
+            take, pending[at] = pending[at], _taken
+            read_members(row, take(), "")
+        session.close()
+        storage.close()
+
+    def pread_cold() -> None:
+        _empty_page_cache(dataset)
+        pread()
+
+    checked, unchecked = open_storage(dataset, "mapped"), open_storage(dataset, "mapped", verify=False)
+
+    def later() -> None:
+        for index in order:
+            row = dataset.index.row(index)
+            read_members(row, checked.span(index, row), "")
+
+    candidates: dict[str, Callable[[], object]] = {
+        "pread into a reused buffer + xxh3": pread,
+        "fuelrail, mapped + xxh3": later,
+        "fuelrail, mapped + xxh3, pages not mapped yet": partial(ours, "mapped"),
+        "fuelrail, pread + xxh3": partial(ours, "pread"),
+    }
+    yield compare("raw read, every byte checked, page cache as the writer left it", candidates, effort)
+    few = Effort(num_rounds=min(effort.num_rounds, 5), min_lap_s=0.0)
+    from_disk: dict[str, Callable[[], object]] = {
+        "pread into a reused buffer + xxh3": pread_cold,
+        "fuelrail, pread + xxh3": partial(ours, "pread", cold=True),
+        "fuelrail, mapped + xxh3": partial(ours, "mapped", cold=True),
+    }
+    yield compare("read from disk, every byte checked", from_disk, few)
+    # What was read last was read mapped.
+    yield compare("raw read, every byte checked, page cache as fuelrail's mapped reading left it", candidates, effort)
+    yield compare(
+        "raw read, beside webdataset", {"webdataset": partial(_webdataset, dataset), "fuelrail": later}, effort
+    )
+    if importlib.util.find_spec("spdl") is None:
+        return
+
+    def unchecked_members(touch: Callable[[memoryview], object] | None) -> None:
+        for index in range(len(dataset.index)):
+            row = dataset.index.row(index)
+            for data in read_members(row, unchecked.span(index, row), "", verify=False).values():
+                if touch is not None:
+                    touch(data)
+
+    for title, touch in (("one byte of every page touched", _touch), ("views only", None)):
+        yield compare(
+            f"raw read, check off, {title}",
+            {
+                "SPDL iter_tarfile on maps": partial(_spdl, _maps(dataset), touch),
+                "fuelrail": partial(unchecked_members, touch),
+            },
+            effort,
+        )
+
+
+def _taken() -> memoryview:
+    raise AssertionError("a span is taken once")
+
+
+def _empty_page_cache(dataset: Dataset) -> None:
+    for shard in dataset.manifest.shards:
+        file = os.open(dataset.root / shard.name, os.O_RDONLY)
+        os.fsync(file)  # dirty pages would stay
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def _touch(data: memoryview) -> object:
+    return np.frombuffer(data, np.uint8)[::PAGE_BYTES].sum()
+
+
+def _maps(dataset: Dataset) -> list[memoryview]:
+    import mmap
+
+    maps = []
+    for shard in dataset.manifest.shards:
+        with (dataset.root / shard.name).open("rb") as file:
+            maps.append(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    return maps
+
+
+def _spdl(maps: list[memoryview], touch: Callable[[memoryview], object] | None) -> None:
+    from spdl.io import iter_tarfile
+
+    for shard in maps:
+        for _, data in iter_tarfile(shard):
+            if touch is not None:
+                touch(data)
+
+
+def _webdataset(dataset: Dataset) -> None:
+    from webdataset.tariterators import group_by_keys, tar_file_iterator
+
+    for shard in dataset.manifest.shards:
+        with (dataset.root / shard.name).open("rb") as file:
+            for _ in group_by_keys({**member, "__url__": shard.name} for member in tar_file_iterator(file)):
+                pass
