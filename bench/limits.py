@@ -57,7 +57,7 @@ def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_by
     """Mean sizes over some samples."""
     encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
     return SampleSizes(
-        stored_bytes=float(np.mean([entry.stored.row.length for entry in fetched])),
+        stored_bytes=float(np.mean([sum(frame.row.length for frame in entry.stored) for entry in fetched])),
         encoded_image_bytes=float(np.mean(encoded)),
         output_bytes=output_bytes,
     )
@@ -76,14 +76,15 @@ def measure_limits(
     ``skipped`` names channels whose members the loader leaves as they are.
     """
     count = len(fetched)
-    spans = [entry.stored.span for entry in fetched]
+    stored = [entry.stored[entry.task.current] for entry in fetched]
+    spans = [frame.span for frame in stored]
     compressed = [
         [
             (member.codec, span[member.offset : member.offset + member.stored_bytes], member.raw_bytes)
-            for member in entry.stored.row.members
+            for member in frame.row.members
             if member.codec != codecs.RAW and member.name.partition(".")[0] not in skipped
         ]
-        for entry, span in zip(fetched, spans, strict=True)
+        for frame, span in zip(stored, spans, strict=True)
     ]
     images = [list(entry.sample.images.values()) for entry in parsed]
     factor = _jpeg_factor(parsed)
@@ -98,8 +99,8 @@ def measure_limits(
         xxhash.xxh3_64_intdigest(spans[number % count])
 
     def decompress(number: int) -> None:
-        for codec, stored, raw_bytes in compressed[number % count]:
-            codecs.decode(codec, stored, raw_bytes)
+        for codec, data, raw_bytes in compressed[number % count]:
+            codecs.decode(codec, data, raw_bytes)
 
     def copy(number: int) -> None:  # noqa: ARG001 - each copies the same
         np.copyto(scratch.take(picture.shape), picture)
@@ -129,7 +130,7 @@ def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
 
 def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
     """The largest divisor that libjpeg-turbo may shrink by while it decodes, for every map of the samples."""
-    scales = [image_map.max_scale for entry in parsed for image_map in entry.maps]
+    scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
     formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
     if formats != {"jpeg"}:
         return None

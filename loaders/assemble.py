@@ -5,6 +5,9 @@ B samples, N cameras of the rig, output images H x W. Computed in float64, cast 
 augments it (:mod:`fuelrail.pipeline.bev_augment`): boxes, points and all matrices from and to ego agree with each
 other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
 
+With temporal windows an axis of T frames follows B in some of these: :mod:`fuelrail.loaders.temporal`. A mix of
+datasets adds ``dataset``, a list of str: the name that the mix gives each sample's.
+
 ==================== ============================ ============================================================
 name                 shape, dtype                 meaning
 ==================== ============================ ============================================================
@@ -50,6 +53,7 @@ import numpy as np
 import torch
 
 from fuelrail.loaders.lookahead import NO_FLAGS
+from fuelrail.loaders.temporal import Frames, frame_facts
 from fuelrail.pipeline.bev_augment import IDENTITY
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.geometry import apply_to_intrinsics, apply_to_projection, ida_mats
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.loaders.temporal import DecodedWindow
     from fuelrail.pipeline.bev_augment import BevMap
     from fuelrail.pipeline.geometry import ImageMap
     from fuelrail.pipeline.manifest import LidarEntry
@@ -80,7 +85,12 @@ class BatchSlot(NamedTuple):
         """The images as a tensor on the same memory."""
         return self.images if isinstance(self.images, torch.Tensor) else torch.from_numpy(self.images)
 
+    def frames(self, at: int) -> NDArray[np.uint8] | torch.Tensor:
+        """The images of one sample, frame by frame: [T, N, 3, H, W], T being 1 without windows."""
+        return self.images[at] if self.has_windows else self.images[at : at + 1]
+
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
+    has_windows: bool = False
 
 
 class DecodedSample(NamedTuple):
@@ -93,6 +103,12 @@ class DecodedSample(NamedTuple):
     sample: Sample
     maps: Sequence[ImageMap]
     bev: BevMap = IDENTITY
+    dataset: str | None = None
+    """Its name in a mix."""
+    base: int = 0
+    """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
+    window: DecodedWindow | None = None
+    """All frames, the sample's own among them."""
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
@@ -106,19 +122,19 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
     """
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
-    geometry = [sample.geometry for sample in samples]
-
-    def stack(name: str) -> NDArray[Any]:
-        return np.stack([getattr(g, name) for g in geometry])
-
+    frames = Frames.of(decoded)
+    stack, of_frames = frames.stack, frames.broadcast
     ego2global = stack("ego2global")
     cam2ego = stack("cam2ego")
-    cam2keyego = invert_rigid(ego2global)[:, None] @ stack("cam_ego2global") @ cam2ego
+    cam2global = stack("cam_ego2global") @ cam2ego
+    key2global = ego2global if frames.num_frames is None else np.stack([s.geometry.ego2global for s in samples])
+    cam2keyego = of_frames(invert_rigid(key2global))[..., None, :, :] @ cam2global
+    cam2ownego = cam2keyego if frames.num_frames is None else invert_rigid(ego2global)[..., None, :, :] @ cam2global
     stored_intrinsics = stack("intrinsics")
-    ida_mat = np.stack([ida_mats(entry.maps) for entry in decoded])
+    ida_mat = frames.shaped([ida_mats(maps) for maps in frames.maps])
     bda_mat, undo_bda = (np.stack([getattr(entry.bev, name) for entry in decoded]) for name in ("matrix", "inverse"))
-    ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2keyego))
-    ego2img = ego2img @ undo_bda[:, None]
+    ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2ownego))
+    ego2img = ego2img @ of_frames(undo_bda)[..., None, :, :]
     batch: dict[str, Any] = {
         "img": slot.img(),
         "cam_valid": torch.from_numpy(stack("cam_valid").astype(bool)),
@@ -126,11 +142,11 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
         "dist": _float32(np.nan_to_num(stack("dist"))),
         "ida_mat": _float32(ida_mat),
         "cam2ego": _float32(cam2ego),
-        "cam2keyego": _float32(bda_mat[:, None] @ cam2keyego),
+        "cam2keyego": _float32(of_frames(bda_mat)[..., None, :, :] @ cam2keyego),
         "ego2img": _float32(ego2img),
-        "ego2global": torch.from_numpy(ego2global @ undo_bda),
+        "ego2global": torch.from_numpy(ego2global @ of_frames(undo_bda)),
         "bda_mat": _float32(bda_mat),
-        "timestamp_ns": torch.tensor([sample.meta.timestamp_ns for sample in samples]),
+        "timestamp_ns": torch.from_numpy(frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])),
         "img_timestamp_ns": torch.from_numpy(stack("cam_timestamp_ns")),
         "sample_key": [sample.key for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
@@ -142,12 +158,22 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
     }
     at = [entry.at for entry in decoded]
     batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
-    if all(len(g.lidar2ego) for g in geometry):
-        lidar2ego = np.stack([g.lidar2keyego() for g in geometry])
+    if decoded[0].dataset is not None:
+        batch["dataset"] = [entry.dataset for entry in decoded]
+    if frames.num_frames is not None:
+        ego2key = invert_rigid(key2global)[:, None] @ ego2global
+        batch["ego2key"] = _float32(bda_mat[:, None] @ ego2key @ undo_bda[:, None])
+        batch.update(frame_facts(decoded))
+    if all(len(sample.geometry.lidar2ego) for sample in samples):
+        lidar2ego = frames.shaped([sample.geometry.lidar2keyego() for sample in frames.samples])
         batch["lidar2ego"] = _float32(lidar2ego)
-        batch["lidar2img"] = _float32(ego2img @ lidar2ego[:, None])
+        batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
     if lidar is not None:
-        batch["points"] = [torch.from_numpy(_sweep(entry, lidar)) for entry in decoded]
+        bevs = [entry.bev for entry in decoded for _ in range(frames.num_frames or 1)]
+        sweeps = [
+            torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in zip(frames.samples, bevs, strict=True)
+        ]
+        batch["points"] = frames.listed(sweeps)
     if any(sample.boxes is not None for sample in samples):
         batch.update(_labels([_boxes(sample) for sample in samples], [entry.bev for entry in decoded]))
     return batch
@@ -170,12 +196,12 @@ def _boxes(sample: Sample) -> Boxes:
     return sample.boxes
 
 
-def _sweep(entry: DecodedSample, lidar: LidarEntry) -> NDArray[np.float32]:
-    points = entry.sample.points.get(lidar.channel)
+def _sweep(sample: Sample, bev: BevMap, lidar: LidarEntry) -> NDArray[np.float32]:
+    points = sample.points.get(lidar.channel)
     # A sweep that is missing is an empty one: the batch's list must keep its length.
     if points is None:
         return np.empty((0, len(lidar.columns)), np.float32)
-    return entry.bev.points(points, entry.sample.geometry.lidar2keyego())
+    return bev.points(points, sample.geometry.lidar2keyego())
 
 
 def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:

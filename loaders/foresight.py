@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +29,8 @@ NEVER: Final = int(np.iinfo(np.int64).max)
 """Not used again, as far as one can see."""
 MAX_HORIZON: Final = 1 << 22
 """Uses looked ahead at most: 8 bytes each."""
+FOREIGN: Final = -1
+"""Stands for a use of another dataset."""
 _TIME_BITS: Final = 32
 
 
@@ -36,7 +38,7 @@ class Coming(Protocol):
     """The samples to come: rows used at times ``first`` to ``first + count - 1``; fewer where all ends."""
 
     def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
-        """Rows, int64."""
+        """Rows, int64; FOREIGN where one of another dataset is used."""
 
 
 class Foresight:
@@ -68,7 +70,9 @@ class Foresight:
         """The rows used at times ``first`` to ``end - 1``; without those that the horizon has left behind."""
         self._see(first)
         assert self._rows is not None
-        return self._rows[max(0, first - self.base) : max(0, end - self.base)]
+        rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
+        own: NDArray[np.int64] = rows[rows != FOREIGN]
+        return own
 
     def _see(self, now: int) -> None:
         if self._rows is not None and now - self.base <= self._horizon // 2:
@@ -79,17 +83,19 @@ class Foresight:
 
 
 def coming_rows(
-    order_of: Callable[[int], Callable[[NDArray[np.int64]], NDArray[np.int64]]],
+    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
     start: Cursor,
     whole: Batching,
-    first_row: int,
     ranks: range,
+    per_position: int = 1,
 ) -> tuple[Coming, int]:
     """The rows that ``ranks`` (of the data-parallel world, in step) take from ``start`` on; and how many in each step.
 
-    Step by step, and in each step rank by rank; epoch after epoch.
+    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` tells what is read for positions of an
+    epoch, ``per_position`` rows for each, in the order of reading.
     """
-    uses_per_step = len(ranks) * whole.rank_batch
+    positions_per_step = len(ranks) * whole.rank_batch
+    uses_per_step = positions_per_step * per_position
     full_steps = Cursor(start.epoch + 1).rest(whole).num_steps
     first_steps = start.rest(whole).num_steps
 
@@ -108,8 +114,8 @@ def coming_rows(
             num = min(steps - done, -(-missing // uses_per_step))
             begin = cursor.samples_consumed + ranks.start * whole.rank_batch
             starts = begin + np.arange(done, done + num, dtype=np.int64) * whole.global_batch
-            positions = (starts[:, None] + np.arange(uses_per_step)).reshape(-1) % whole.epoch_length
-            parts.append(order_of(cursor.epoch)(positions) + first_row)
+            positions = (starts[:, None] + np.arange(positions_per_step)).reshape(-1) % whole.epoch_length
+            parts.append(rows_of(cursor.epoch, positions))
             step += num
             missing -= num * uses_per_step
         rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -118,22 +124,45 @@ def coming_rows(
     return coming, uses_per_step
 
 
+class Range(NamedTuple):
+    """The rows of one dataset among the numbers that tell the rows of several apart: ``base`` .. ``base + size - 1``.
+
+    ``number_of(k)`` says which request of all this dataset's k-th one on this rank is.
+    """
+
+    base: int
+    size: int
+    number_of: Callable[[int], int]
+
+
 def foresee(
-    order_of: Callable[[int], Callable[[NDArray[np.int64]], NDArray[np.int64]]],
+    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
     start: Cursor,
     whole: Batching,
-    first_row: int,
+    per_position: int = 1,
+    only: Range | None = None,
 ) -> tuple[Foresight, int]:
-    """What this host's ranks will use from ``start`` on, and how much in each step."""
+    """What this host's ranks will use from ``start`` on, and how much in each step; see :func:`coming_rows`.
+
+    With ``only`` it sees one dataset's rows among those of several, by its own numbers, at the times that they come.
+    """
     ranks = ranks_on_host(whole.world)
-    coming, uses_per_step = coming_rows(order_of, start, whole, first_row, ranks)
-    begin = (whole.world.rank - ranks.start) * whole.rank_batch
+    coming, uses_per_step = coming_rows(rows_of, start, whole, ranks, per_position)
+    begin = (whole.world.rank - ranks.start) * whole.rank_batch * per_position
+    own_per_step = whole.rank_batch * per_position
 
     def time_of(k: int) -> int:
-        step, at = divmod(k, whole.rank_batch)
+        step, at = divmod(k if only is None else only.number_of(k), own_per_step)
         return step * uses_per_step + begin + at
 
-    return Foresight(coming, 2 * whole.epoch_length, time_of), uses_per_step
+    def own_rows(first: int, count: int, /) -> NDArray[np.int64]:
+        assert only is not None
+        rows = coming(first, count) - only.base
+        rows[(rows < 0) | (rows >= only.size)] = FOREIGN
+        return rows
+
+    horizon = 2 * whole.epoch_length * per_position
+    return Foresight(coming if only is None else own_rows, horizon, time_of), uses_per_step
 
 
 def ranks_on_host(world: World) -> range:

@@ -4,7 +4,8 @@ Both run in the loader's threads, so their Python runs under the interpreter's l
 torch and other C code that releases the lock is fine, Python loops over points or pixels are not. ``stats()`` shows
 both as stages, and a transform that takes a large part of the decoding's time is warned of in the log.
 
-A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.assemble`) and no B axis; ``img`` is a view of
+A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.assemble`) and no B axis (with temporal windows
+the T axis is the first: `fuelrail.loaders.temporal`); ``img`` is a view of
 the batch's own buffer, so changing it in place costs no copy. ``seed`` is an int drawn from the loader's seed, the
 epoch and the sample: randomness that comes from it, and from nothing else, is the same under any ``num_workers``, on
 any number of ranks and after a resume.
@@ -57,7 +58,7 @@ def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int) ->
     image = batch.pop("img")[decoded.at]
     common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
     lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
-    drawn = uniforms(seed, decoded.slot.epoch, decoded.row, [ALL_CAMERAS], "transform", 1)
+    drawn = uniforms(seed, decoded.slot.epoch, decoded.base + decoded.row, [ALL_CAMERAS], "transform", 1)
     sample = {
         "img": image,
         **{name: value[0] for name, value in batch.items() if name not in common},

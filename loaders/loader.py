@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -11,28 +13,27 @@ import msgspec
 
 from fuelrail.loaders import hooks, work
 from fuelrail.loaders.agreement import check_ranks_agree
-from fuelrail.loaders.arguments import at_least_1
+from fuelrail.loaders.arguments import check_arguments, choose_window
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch_decode import check_pixels
 from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.foresight import foresee
 from fuelrail.loaders.lookahead import look_ahead
 from fuelrail.loaders.mesh import detect_world, resolve_world
 from fuelrail.loaders.points import choose_points
 from fuelrail.loaders.production import Production
 from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
-from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.slots import BufferPool
-from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.loaders.sources import add_stats, open_all
+from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state
 from fuelrail.loaders.stats import LoaderStats
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.supply import Choice, make_supply
 from fuelrail.loaders.transfer import make_transfer, require_cuda
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
-from fuelrail.pipeline.compiled_order import compile_order
-from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.errors import FuelrailError, WorldError
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.stages import Observer, Pipeline, StageClock, add_clocks
@@ -40,20 +41,22 @@ from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.lookahead import Ahead
+    from fuelrail.loaders.lookahead import Ahead, Shelf
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
-    from fuelrail.loaders.storage import Session
+    from fuelrail.loaders.sources import DatasetLike
     from fuelrail.loaders.undistort import Undistort
+    from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.retry import RetryPolicy
     from fuelrail.pipeline.stages import Stage
     from fuelrail.pipeline.sweeps import PointSweeps
+    from fuelrail.pipeline.windows import Padding
     from fuelrail.pipeline.world import World
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
@@ -79,9 +82,16 @@ class DataLoader:
     size and the step: not on ranks, threads or timing.
 
     Args:
-        dataset: folder or fsspec URL of a dataset, or an open one.
+        dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
         batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
+        mix: how many samples of each dataset stand in every block of the order, such as ``{"city": 3, "highway": 1}``
+            (:mod:`fuelrail.pipeline.mix`); with a global batch that is a multiple of their sum, in every batch.
         split: name of the split.
+        frames: temporal windows: offsets in frames, 0 among them, such as ``[-2, -1, 0]``. A T axis follows B in what
+            belongs to a frame (:mod:`fuelrail.loaders.temporal`). None: each sample is one frame.
+        stride: frames between neighbouring offsets.
+        padding: what stands in for frames that the clip has not got: "repeat_edge" its first or last one,
+            "repeat_current" the sample's own, "mask" nothing, "drop" leaves such samples out of the epoch.
         image: size and augmentation of the images.
         pixels: augmentation of their pixel values.
         bev: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
@@ -137,10 +147,14 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset: str | os.PathLike[str] | Dataset,
+        dataset: DatasetLike | Mapping[str, DatasetLike],
         batch_size: int,
         *,
+        mix: Mapping[str, int] | None = None,
         split: str = "train",
+        frames: Sequence[int] | None = None,
+        stride: int = 1,
+        padding: Padding = "repeat_edge",
         image: ImageAugment = DEFAULT_IMAGE,
         pixels: PixelAugment = NO_PIXEL_AUGMENT,
         bev: BevAugment = NO_BEV_AUGMENT,
@@ -174,75 +188,60 @@ class DataLoader:
         trace: Observer | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
-            at_least_1(name, value)
-        if not isinstance(dataset, Dataset):
-            dataset = open_dataset(dataset, storage_options=storage_options, cache_dir=cache_dir)
-        self.dataset = dataset
+        check_arguments(self._arguments)
+        self.datasets = open_all(dataset, storage_options, cache_dir)
+        if (mix is None) != (not isinstance(dataset, Mapping)):
+            raise ConfigError(
+                f"mix={mix!r} goes with a dict of datasets, got dataset={dataset!r}: "
+                'DataLoader({"a": PATH, "b": PATH}, batch_size, mix={"a": 3, "b": 1})'
+            )
         self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
-        self._lidar, accumulation = choose_points(self.dataset, points)
-        self._augments = work.Augments(image, pixels, bev, seed, accumulation, undistort)
+        (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
         self._tuner: Autotuner | None = None
         self.world = resolve_world(world)
         self._world_is_detected = world is None
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
-        entry = self.dataset.split(split)
-        self._first_row = entry.first_sample
         global_batch = batch_size * self.world.size
-        self._epochs = compile_order(self.order, self.dataset, split, global_batch=global_batch)
-        self._batching = Batching(self._epochs.epoch_length, global_batch, self.world, drop_last=drop_last)
-        self._identity = Identity(
-            dataset=self.dataset.manifest.fingerprint,
-            split=split,
-            order=self._epochs.identity,
+        self._window = choose_window(frames, stride, padding)
+        self._supply = make_supply(
+            Choice(self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None),
+            partial(
+                open_storage,
+                backend=storage,
+                verify=verify,
+                storage_options=storage_options,
+                cache_dir=cache_dir,
+                cache_size=cache_size,
+                retry=retry,
+            ),
+            global_batch=global_batch,
             drop_last=drop_last,
         )
-        self._storage = open_storage(
-            self.dataset,
-            storage,
-            verify=verify,
-            storage_options=storage_options,
-            cache_dir=cache_dir,
-            cache_size=cache_size,
-            retry=retry,
-        )
-        self._look_ahead_bytes = self._storage.look_ahead_bytes if look_ahead_bytes is None else look_ahead_bytes
-        at_least_1("look_ahead_bytes", self._look_ahead_bytes)
-        self._session: Session | None = None
-        self._reader = SampleReader(
-            self.dataset,
-            storage=self._storage,
-            points=self._lidar is not None,
-            sweeps=accumulation is not None,
-            extra=False,
-        )
-        self._bad = BadSamples(
-            make_policy(on_error, max_bad, quarantine),
-            self.dataset,
-            self._storage,
-            self._first_row,
-            self._epochs.epoch,
-            self._epochs.epoch_length,
-            self.world.rank,
-        )
-        self._cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
+        where, sources = self._supply.where, self._supply.sources
+        self._batching = Batching(where.epoch_length, global_batch, self.world, drop_last=drop_last)
+        self._look_ahead_bytes = look_ahead_bytes or max(source.storage.look_ahead_bytes for source in sources)
+        self._shelves: list[Shelf] = []
+        self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)
+        cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
+        self._num_images = where.frames * len(cameras)
         image_decoder = make_decoder(decoder, device)
         check_pixels(image_decoder, pixels)
         self._transfer = make_transfer(device, normalize)
         self._make = Production(
-            self._reader, self._bad, self._cameras, self._lidar, self._augments, image_decoder, batch_size,
+            self._bad, cameras, lidar, work.Augments(image, pixels, bev, seed, accumulation, undistort),
+            image_decoder, batch_size, self._window,
             transform, collate_fn, normalize, self._transfer,
         )  # fmt: skip
         pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
-        shape = (batch_size, len(self._cameras), 3, image.height, image.width)
+        axes = () if self._window is None else (where.frames,)
+        shape = (batch_size, *axes, len(cameras), 3, image.height, image.width)
         if num_workers == "auto":
             self._tuner = make_tuner(budget, batch_size, math.prod(shape), prefetch_factor)
             self.num_workers, self.prefetch_factor = self._tuner.tuning
         else:
             self.num_workers = default_num_workers() if num_workers is None else num_workers
-            at_least_1("num_workers", self.num_workers)
         most = Tuning(self.num_workers, prefetch_factor) if self._tuner is None else self._tuner.most
         self._buffers = BufferPool(shape, pinned=pinned, keep=batches_in_flight(most, batch_size))
         self._start = self._position = Cursor()
@@ -256,6 +255,11 @@ class DataLoader:
         self._ahead: Cursor | None = None  # where the running pipeline stands, between two epochs
         self._past: tuple[StageClock, ...] = ()  # clocks of the pipelines before
         self._batches = 0
+
+    @property
+    def dataset(self) -> Dataset:
+        """The dataset; of a mix the first one, whose rig and classes are everyone's."""
+        return next(iter(self.datasets.values()))
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
@@ -280,7 +284,7 @@ class DataLoader:
         self._position = self._start
         if self._pipeline is None or not self._pipeline.is_running or self._ahead != self._start:
             self.close()
-            tasks = work.tasks(self._ask_ahead(), self._buffers)
+            tasks = work.tasks(self._ask_ahead(), self._supply.sources, self._buffers, self._window)
             self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
             if self._tuner is not None:
                 self._tuner.restart()
@@ -303,7 +307,7 @@ class DataLoader:
         return encode_state(
             LoaderState(
                 version=STATE_VERSION,
-                identity=self._identity,
+                identity=self._supply.identity,
                 epoch=self._position.epoch,
                 samples_consumed=self._position.samples_consumed,
                 global_batch_size=self._batching.global_batch,
@@ -315,7 +319,7 @@ class DataLoader:
 
         Raises StateMismatchError, with both sides, for a state of another dataset, split, order or version.
         """
-        decoded = decode_state(state, self._identity)
+        decoded = decode_state(state, self._supply.identity)
         self.close()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         restored.rest(self._batching)  # refuses more samples than an epoch has
@@ -328,8 +332,8 @@ class DataLoader:
         clocks = self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
         waited_s = self._past_waited_s + (0.0 if self._pipeline is None else self._pipeline.waited_s)
         elapsed_s = 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
-        images = samples * len(self._cameras)
-        storage = self._storage.stats()
+        images = samples * self._num_images
+        storage = add_stats([source.storage.stats() for source in self._supply.sources])
         return LoaderStats(clocks, self._batches, samples, images, waited_s, elapsed_s, storage, self._bad.count)
 
     def take_share(self, index: int, count: int) -> None:
@@ -345,9 +349,9 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
-        if self._session is not None:
-            self._session.close()  # a thread that waits for storage must not hold up the others' end
-            self._session = None
+        for shelf in self._shelves:
+            shelf.session.close()  # a thread that waits for storage must not hold up the others' end
+        self._shelves = []
         # Taken first: an iteration that ends in another thread closes too.
         pipeline, self._pipeline, self._ahead = self._pipeline, None, None
         if pipeline is not None:
@@ -357,9 +361,9 @@ class DataLoader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""
-        dataset = (self.dataset.url or self.dataset.root, self.dataset.storage_options)
+        datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
         arguments = {**self._arguments, "dataset": None, "world": self.world}
-        return _unpickle, (arguments, dataset, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
+        return _unpickle, (arguments, datasets, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
 
     def __enter__(self) -> Self:
         return self
@@ -426,17 +430,15 @@ class DataLoader:
         state = self.state_dict()
         return {
             **state.pop("identity"), "batch_size": self.batch_size, "seed": self.seed,
-            "points": self._lidar is not None, "augments": msgspec.to_builtins(self._augments), **state,
+            "points": self._make.lidar is not None, "augments": msgspec.to_builtins(self._make.augments), **state,
         }  # fmt: skip
 
     def _ask_ahead(self) -> Iterator[Ahead]:
         """The samples from where the run stands, asked for ahead of their turn."""
-        where = (self._epochs.epoch, self._start, self._batching)
         # Worker processes that take turns each see a part of the future only.
-        foresight, uses = foresee(*where, self._first_row) if self._share.of == 1 else (None, 0)
-        self._session = self._storage.session(foresight, uses)
-        coming = work.coming(*where, self._share, self._first_row)
-        return look_ahead(coming, self.dataset.index, self._session, self._look_ahead_bytes)
+        self._shelves = self._supply.shelves(self._start, self._batching, sees_all=self._share.of == 1)
+        coming = work.coming(self._supply.where, self._start, self._batching, self._share)
+        return look_ahead(coming, self._shelves, self._look_ahead_bytes)
 
     def _stages(self) -> list[Stage]:
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
@@ -444,13 +446,16 @@ class DataLoader:
 
 def _unpickle(
     arguments: dict[str, Any],
-    dataset: tuple[str | os.PathLike[str], Mapping[str, Any] | None],
+    datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
     state: dict[str, Any],
     epoch: int | None,
 ) -> DataLoader:
-    location, storage_options = dataset
-    opened = open_dataset(location, storage_options=storage_options, cache_dir=arguments["cache_dir"])
-    loader = DataLoader(**{**arguments, "dataset": opened})
+    opened = {
+        name: open_dataset(location, storage_options=storage_options, cache_dir=arguments["cache_dir"])
+        for name, (location, storage_options) in datasets.items()
+    }
+    dataset = opened if arguments["mix"] is not None else next(iter(opened.values()))
+    loader = DataLoader(**{**arguments, "dataset": dataset})
     loader.load_state_dict(state)
     if epoch is not None:
         loader.set_epoch(epoch)

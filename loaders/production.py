@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import BadSamples
-    from fuelrail.loaders.reader import SampleReader
     from fuelrail.loaders.transfer import CudaTransfer
     from fuelrail.pipeline.manifest import LidarEntry
+    from fuelrail.pipeline.windows import FrameWindow
 
 
 class Production(NamedTuple):
     """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
 
-    reader: SampleReader
     bad: BadSamples
     cameras: tuple[str, ...]
     lidar: LidarEntry | None
     augments: work.Augments
     decoder: ImageDecoder | BatchDecoder
     batch_size: int
+    window: FrameWindow | None
     transform: Callable[[dict[str, Any]], Any] | None
     collate_fn: Callable[[list[Any]], Any] | None
     normalize: Normalize | None
@@ -42,8 +42,8 @@ class Production(NamedTuple):
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
-        num_workers, image = tuning.num_workers, self.augments.image
-        parse = partial(work.parse, self.reader, self.augments, self.bad)
+        num_workers = tuning.num_workers
+        parse = partial(work.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
         stages = [
             Stage("fetch", partial(work.fetch, self.bad), 1, 2 * num_workers),
@@ -52,8 +52,7 @@ class Production(NamedTuple):
         ]
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):
-            hw = (image.height, image.width)
-            decode_all = BatchDecode(self.decoder, self.cameras, hw, fill, self.bad, parse)
+            decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_all, 1, 1, group=group))
             group = None  # from here on the items are batches
         else:

@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -30,17 +30,14 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.lanes import LaneEpoch
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
-    from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.places import PlaceMap
+    from fuelrail.loaders.sources import Source
     from fuelrail.loaders.work import Task
-    from fuelrail.pipeline.dataset import Dataset
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,19 +69,8 @@ def make_policy(on_error: str, max_bad: int, file: str | os.PathLike[str] | None
 class BadSamples:
     """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        dataset: Dataset,
-        storage: Storage,
-        first_row: int,
-        order_of: Callable[[int], Callable[[NDArray[np.int64]], NDArray[np.int64]]],
-        epoch_length: int,
-        rank: int = 0,
-    ) -> None:
-        self._policy, self._dataset, self._storage = policy, dataset, storage
-        self._first_row, self._length, self._rank = first_row, epoch_length, rank
-        self._order_of = lru_cache(maxsize=2)(order_of)
+    def __init__(self, policy: Policy, sources: Sequence[Source], where: PlaceMap, rank: int = 0) -> None:
+        self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
         self._bad: set[int] = set()
         self._lock = threading.Lock()
 
@@ -93,49 +79,51 @@ class BadSamples:
         """Distinct bad samples so far."""
         return len(self._bad)
 
-    def replace(self, task: Task, error: FuelrailError) -> Task:
-        """The task with the next sample of the order in place of its bad one.
+    def replace(self, task: Task, frame: int, error: FuelrailError) -> Task:
+        """The task with the next sample of the order, all its frames, in place of one that has a bad frame.
 
         Raises ``error`` itself where the policy says so, BadSamplesError where there are more than allowed.
         """
         if self._policy.on_error == "raise":
             raise error
-        if task.num_replaced >= self._length:
+        if task.num_replaced >= self._where.epoch_length:
             raise BadSamplesError(f"no sample of the epoch is good; the last: {error}") from error
-        order = self._order_of(task.slot.epoch)
-        # The next frame of the lane: another lane's would be of another clip.
-        stride = order.num_lanes if isinstance(order, LaneEpoch) else 1
-        position = (task.position + stride) % self._length
-        row = int(order(np.array([position]))[0]) + self._first_row
-        entry = self._dataset.index.row(row)
+        position = self._where.next_position(task.slot.epoch, task.position)
+        parts, rows, present, _, _ = self._where.places(task.slot.epoch, np.array([position]))
+        source = self._sources[int(parts[0])]
+        index, storage = source.dataset.index, source.storage
+        entries = [index.row(row) for row in rows[0].tolist()]
+        takes = [partial(storage.span, row, entry) for row, entry in zip(rows[0].tolist(), entries, strict=True)]
+        replaced = task._replace(
+            source=source,
+            frames=tuple(map(type(task.frames[0]), rows[0].tolist(), present[0].tolist(), entries, takes)),
+            position=position,
+            num_replaced=task.num_replaced + 1,
+        )
+        number = task.source.base + task.frames[frame].row
         with self._lock:
-            is_new = task.row not in self._bad
-            self._bad.add(task.row)
+            is_new = number not in self._bad
+            self._bad.add(number)
             if is_new:
-                self._note(task, error, entry.key)
+                self._note(task, frame, error, entries[task.current].key)
             if len(self._bad) > self._policy.max_bad:
                 raise BadSamplesError(
                     f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are allowed; the last: {error}"
                 ) from error
-        return task._replace(
-            position=position,
-            row=row,
-            entry=entry,
-            take=partial(self._storage.span, row, entry),
-            num_replaced=task.num_replaced + 1,
-        )
+        return replaced
 
-    def _note(self, task: Task, error: FuelrailError, replaced_by: str) -> None:
-        entry = task.entry
+    def _note(self, task: Task, frame: int, error: FuelrailError, replaced_by: str) -> None:
+        row, _, entry, _ = task.frames[frame]
+        manifest = task.source.dataset.manifest
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "dataset": self._dataset.manifest.fingerprint,
+            "dataset": manifest.fingerprint,
             "rank": self._rank,
             "epoch": task.slot.epoch,
             "step": task.slot.step,
-            "row": task.row,
+            "row": row,
             "key": None if entry is None else entry.key,
-            "shard": None if entry is None else self._dataset.manifest.shards[entry.shard].name,
+            "shard": None if entry is None else manifest.shards[entry.shard].name,
             "offset": None if entry is None else entry.offset,
             "member": getattr(error, "member", None),
             "error": type(error).__name__,

@@ -17,13 +17,16 @@ from fuelrail.pipeline.settings import Settings
 STATE_VERSION: Final = 1
 
 
-class Identity(Settings, frozen=True):
+class Identity(Settings, frozen=True, omit_defaults=True):
     """What a position is a position of. Two loaders with one identity yield the same sequence of samples."""
 
-    dataset: str
+    dataset: str | dict[str, str]
+    """Its fingerprint; of a mix, those of all datasets by name."""
     split: str
     order: dict[str, Any]
     drop_last: bool
+    frames: dict[str, Any] | None = None
+    """The temporal window."""
 
 
 class LoaderState(Settings, frozen=True):
@@ -49,8 +52,8 @@ def encode_state(state: LoaderState) -> dict[str, Any]:
 def decode_state(encoded: object, expected: Identity) -> LoaderState:
     """Check a state dict against this loader's identity.
 
-    Raises StateMismatchError showing both sides where version, dataset, split or order differ, or the dict is not a
-    loader state.
+    Raises StateMismatchError showing both sides where version, dataset, split, order or frames differ, or the dict is
+    not a loader state.
     """
     if not isinstance(encoded, Mapping):
         raise StateMismatchError(f"not a Fuelrail loader state: a dict is needed, got {type(encoded).__name__}")

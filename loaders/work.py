@@ -12,31 +12,35 @@ import torch
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.lookahead import NO_FLAGS, Due
+from fuelrail.loaders.lookahead import Due
 from fuelrail.loaders.quarantine import BAD_SAMPLE
 from fuelrail.loaders.reader import FetchedSpan
+from fuelrail.loaders.temporal import DecodedWindow, hidden
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.lanes import LaneEpoch
 from fuelrail.pipeline.world import Cursor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.lookahead import Ahead
+    from fuelrail.loaders.places import PlaceMap
     from fuelrail.loaders.points import Accumulation
     from fuelrail.loaders.quarantine import BadSamples
-    from fuelrail.loaders.reader import SampleReader
     from fuelrail.loaders.slots import BufferPool
+    from fuelrail.loaders.sources import Source
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.loaders.undistort import Undistort
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.bev_augment import BevAugment, BevMap
     from fuelrail.pipeline.geometry import ImageMap
     from fuelrail.pipeline.index import IndexRow
-    from fuelrail.pipeline.order import PositionMap
     from fuelrail.pipeline.pixel_augment import PixelAugment, PixelChange
     from fuelrail.pipeline.schema import Sample
+    from fuelrail.pipeline.windows import FrameWindow
     from fuelrail.pipeline.world import Batching
 
 
@@ -62,113 +66,205 @@ class Share(NamedTuple):
         return range(self.first, batching.num_steps, self.of)
 
 
-class Task(NamedTuple):
-    """One sample to load: its row in the index and its place in a batch."""
+class FrameTask(NamedTuple):
+    """One frame of a sample to load: its row in its dataset's index."""
 
-    slot: BatchSlot
-    at: int
     row: int
-    valid: bool
-    position: int
-    """In the epoch, over all ranks."""
+    present: bool
+    """False: it stands in for a frame that the clip has not got."""
     entry: IndexRow | None
     """The row's content; None where the index is damaged there, which ``take`` tells."""
     take: PendingSpan
-    """Waits for the sample's bytes."""
+    """Waits for the bytes."""
+
+
+class Task(NamedTuple):
+    """One sample to load: its place in a batch, and its frames (one without windows)."""
+
+    slot: BatchSlot
+    at: int
+    source: Source
+    """The dataset that it is of."""
+    frames: tuple[FrameTask, ...]
+    current: int
+    """Which of the frames is the sample's own."""
+    valid: bool
+    position: int
+    """In the epoch, over all ranks."""
     num_replaced: int = 0
     """Bad samples that it stands in for."""
+
+    @property
+    def row(self) -> int:
+        """The sample's own row."""
+        return self.frames[self.current].row
+
+    @property
+    def number(self) -> int:
+        """The sample's number over all datasets: what its augmentation is drawn by."""
+        return self.source.base + self.row
 
     def __str__(self) -> str:
         return f"row {self.row} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
 class Fetched(NamedTuple):
-    """A sample as stored."""
+    """A sample as stored, frame by frame."""
 
     task: Task
-    stored: FetchedSpan
+    stored: tuple[FetchedSpan, ...]
 
     def __str__(self) -> str:
-        return f"sample {self.stored.row.key!r}, {self.task}"
+        return f"sample {self.stored[self.task.current].row.key!r}, {self.task}"
 
 
 class Parsed(NamedTuple):
-    """A sample with all members decoded but images, and what is to happen to those."""
+    """A sample with all members decoded but images, and what is to happen to those; frame by frame.
+
+    ``changes`` and ``bev`` are drawn once for all frames, and so is what makes ``maps`` of the frames' image sizes.
+    """
 
     task: Task
-    sample: Sample
-    maps: Sequence[ImageMap]
+    samples: tuple[Sample, ...]
+    maps: tuple[Sequence[ImageMap], ...]
     changes: Sequence[PixelChange]
     bev: BevMap
+
+    @property
+    def sample(self) -> Sample:
+        """The sample itself."""
+        return self.samples[self.task.current]
+
+    def is_shown_before(self, frame: int) -> int | None:
+        """The earlier frame that shows the same row, under the same maps, so that its images can be copied."""
+        frames = self.task.frames
+        for earlier in range(frame):
+            if frames[earlier].row == frames[frame].row and self.samples[earlier] is self.samples[frame]:
+                return earlier
+        return None
+
+    def decoded(self, slot: BatchSlot) -> DecodedSample:
+        """What is left once the images are decoded into their place in ``slot``."""
+        task = self.task
+        window = None
+        if task.slot.has_windows:
+            frames = task.frames
+            rows, present = tuple(frame.row for frame in frames), tuple(frame.present for frame in frames)
+            window = DecodedWindow(rows, present, self.samples, self.maps)
+        maps, source = self.maps[task.current], task.source
+        return DecodedSample(
+            slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window
+        )
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r}, {self.task}"
 
 
-def coming(
-    order_of: Callable[[int], PositionMap], start: Cursor, whole: Batching, share: Share, first_row: int
-) -> Iterator[Due]:
+def coming(where: PlaceMap, start: Cursor, whole: Batching, share: Share) -> Iterator[Due]:
     """The samples of this rank from ``start`` on, epoch after epoch without end."""
     while share.steps(whole):  # a share of nothing would never come to an end
-        yield from _coming_in_epoch(order_of(start.epoch), start, start.rest(whole), share, first_row)
+        yield from _coming_in_epoch(where, start, start.rest(whole), share)
         start = Cursor(start.epoch + 1)
 
 
-def _coming_in_epoch(order: PositionMap, start: Cursor, rest: Batching, share: Share, first_row: int) -> Iterator[Due]:
+def _coming_in_epoch(where: PlaceMap, start: Cursor, rest: Batching, share: Share) -> Iterator[Due]:
     steps_done = start.samples_consumed // rest.global_batch
     for step in share.steps(rest):
-        positions, valid, flags = rest.positions(step), rest.valid(step), NO_FLAGS
-        if isinstance(order, LaneEpoch):
-            lanes = order.entries(positions)
-            samples, valid = lanes.samples, valid & lanes.valid
-            flags = {"lane": positions % order.num_lanes, "prev_exists": lanes.prev_exists}
-        else:
-            samples = order(positions)
-        places = zip(positions.tolist(), (samples + first_row).tolist(), valid.tolist(), strict=True)
-        for at, place in enumerate(places):
-            yield Due(start.epoch, steps_done + step, at, *place, flags)
+        positions = rest.positions(step)
+        parts, rows, present, valid, flags = where.places(start.epoch, positions)
+        valid &= rest.valid(step)
+        places = (positions, rows, valid, parts, present)
+        for at, place in enumerate(zip(*[column.tolist() for column in places], strict=True)):
+            position, row, ok, part, here = place
+            yield Due(start.epoch, steps_done + step, at, position, row, ok, part, here, flags)
 
 
-def tasks(asked_for: Iterator[Ahead], buffers: BufferPool) -> Iterator[Task]:
+def tasks(
+    asked_for: Iterator[Ahead], sources: Sequence[Source], buffers: BufferPool, window: FrameWindow | None = None
+) -> Iterator[Task]:
     """The samples with their places in batches; a batch's buffer is taken when its first sample's turn comes."""
     slot: BatchSlot | None = None
-    for due, entry, take in asked_for:
+    current = 0 if window is None else window.current
+    for due, entries, takes in asked_for:
         if due.at == 0:
-            slot = BatchSlot(due.epoch, due.step, buffers.take(), due.flags)
+            slot = BatchSlot(due.epoch, due.step, buffers.take(), due.flags, window is not None)
         assert slot is not None, "a batch begins with its first sample"
-        yield Task(slot, due.at, due.row, due.valid, due.position, entry, take)
+        frames = frame_tasks(due.rows, due.present, entries, takes)
+        yield Task(slot, due.at, sources[due.part], frames, current, due.valid, due.position)
+
+
+def frame_tasks(
+    rows: Sequence[int],
+    present: Sequence[bool] | None,
+    entries: Sequence[IndexRow],
+    takes: Sequence[PendingSpan],
+) -> tuple[FrameTask, ...]:
+    """A sample's frames; without ``entries`` (the index could not tell) the only take says why, whichever is taken."""
+    if not entries:
+        return tuple(FrameTask(row, True, None, takes[0]) for row in rows)
+    if present is None:
+        return tuple(FrameTask(row, True, entry, take) for row, entry, take in zip(rows, entries, takes, strict=True))
+    return tuple(map(FrameTask, rows, present, entries, takes))
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:
     """The sample's bytes from storage, checked; or those of the sample that takes its place."""
     while True:
-        try:
-            span = task.take()
-        except BAD_SAMPLE as error:
-            task = bad.replace(task, error)
+        stored = []
+        for number, (_, _, entry, take) in enumerate(task.frames):
+            try:
+                span = take()
+            except BAD_SAMPLE as error:
+                task = bad.replace(task, number, error)
+                break
+            assert entry is not None
+            stored.append(FetchedSpan(entry, span))
         else:
-            assert task.entry is not None
-            return Fetched(task, FetchedSpan(task.entry, span))
+            return Fetched(task, tuple(stored))
 
 
-def parse(reader: SampleReader, augments: Augments, bad: BadSamples, fetched: Fetched) -> Parsed:
+def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetched: Fetched) -> Parsed:
     """The sample's members, and the augmentation drawn for it."""
     while True:
         task = fetched.task
-        try:
-            sample = reader.parse(fetched.stored)
-            if augments.accumulation is not None:
-                sample = augments.accumulation(sample, seed=augments.seed, epoch=task.slot.epoch, row=task.row)
-        except BAD_SAMPLE as error:
-            fetched = fetch(bad, bad.replace(task, error))
+        known: dict[int, Sample] = {}
+        for number, (frame, stored) in enumerate(zip(task.frames, fetched.stored, strict=True)):
+            if frame.row in known:
+                continue
+            try:
+                sample = task.source.reader.parse(stored)
+                if augments.accumulation is not None:
+                    row = task.source.base + frame.row
+                    sample = augments.accumulation(sample, seed=augments.seed, epoch=task.slot.epoch, row=row)
+            except BAD_SAMPLE as error:
+                fetched = fetch(bad, bad.replace(task, number, error))
+                break
+            known[frame.row] = sample
         else:
-            image, pixels, bev, seed = augments.image, augments.pixels, augments.bev, augments.seed
-            epoch, row, img_wh = task.slot.epoch, task.row, sample.geometry.img_wh.tolist()
-            maps = image.draw(img_wh, seed=seed, epoch=epoch, sample=row)
-            if augments.undistort is not None:
-                sample, maps = augments.undistort(sample, maps, reader.cameras)
-            changes = pixels.draw(image.height, seed=seed, epoch=epoch, sample=row, cameras=range(len(img_wh)))
-            return Parsed(task, sample, maps, changes, bev.draw(seed=seed, epoch=epoch, sample=row))
+            hides = window is not None and window.pad == "mask"
+            return _drawn(task, known, augments, hides=hides)
+
+
+def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides: bool) -> Parsed:
+    """What is drawn for the sample, once for all of its frames; ``known`` holds these by row."""
+    seed, epoch, number = augments.seed, task.slot.epoch, task.number
+    by_size: dict[str, Sequence[ImageMap]] = {}
+    shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
+    for row, sample in known.items():
+        sizes = sample.geometry.img_wh.tolist()
+        said = str(sizes)
+        if said not in by_size:
+            by_size[said] = augments.image.draw(sizes, seed=seed, epoch=epoch, sample=number)
+        shown[row] = sample, by_size[said]
+        if augments.undistort is not None:
+            shown[row] = augments.undistort(sample, by_size[said], task.source.reader.cameras)
+    samples = [
+        hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0] for frame in task.frames
+    ]
+    maps = tuple(shown[frame.row][1] for frame in task.frames)
+    cameras, height = range(len(maps[0])), augments.image.height
+    changes = augments.pixels.draw(height, seed=seed, epoch=epoch, sample=number, cameras=cameras)
+    return Parsed(task, tuple(samples), maps, changes, augments.bev.draw(seed=seed, epoch=epoch, sample=number))
 
 
 def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -186,17 +282,35 @@ def decode(
 ) -> DecodedSample:
     """The sample's images, decoded into its place in the batch."""
     while True:
-        try:
-            return _decode(decoder, cameras, fill, parsed)
-        except BAD_SAMPLE as error:
-            parsed = parse_again(fetch(bad, bad.replace(parsed.task, error)))
+        task = parsed.task
+        images = task.slot.frames(task.at)
+        assert not isinstance(images, torch.Tensor)
+        for number in range(len(task.frames)):
+            earlier = parsed.is_shown_before(number)
+            if earlier is not None:
+                images[number] = images[earlier]
+                continue
+            try:
+                _decode(decoder, cameras, fill, parsed, number, images[number])
+            except BAD_SAMPLE as error:
+                parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
+                break
+        else:
+            return parsed.decoded(task.slot)
 
 
-def _decode(decoder: ImageDecoder, cameras: Sequence[str], fill: tuple[int, int, int], parsed: Parsed) -> DecodedSample:
-    task, sample, maps, changes, bev = parsed
-    images = task.slot.images[task.at]
-    assert not isinstance(images, torch.Tensor)
-    for camera, (channel, image_map, change) in enumerate(zip(cameras, maps, changes, strict=True)):
+def _decode(
+    decoder: ImageDecoder,
+    cameras: Sequence[str],
+    fill: tuple[int, int, int],
+    parsed: Parsed,
+    number: int,
+    images: NDArray[np.uint8],
+) -> None:
+    sample = parsed.samples[number]
+    for camera, (channel, image_map, change) in enumerate(
+        zip(cameras, parsed.maps[number], parsed.changes, strict=True)
+    ):
         encoded = sample.images.get(channel)
         if encoded is None:
             images[camera] = 0
@@ -206,4 +320,3 @@ def _decode(decoder: ImageDecoder, cameras: Sequence[str], fill: tuple[int, int,
         except ImageError as error:
             raise ImageError(error.message, key=sample.key, member=channel) from error
         change_pixels(images[camera], change, fill)
-    return DecodedSample(task.slot, task.at, task.row, task.valid, sample, maps, bev)

@@ -60,13 +60,18 @@ def compile_order(
     *,
     global_batch: int | None = None,
     window: FrameWindow | None = None,
+    clips: ClipTable | None = None,
 ) -> AnyOrder:
     """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
 
     ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
-    samples whose window is not complete. Raises OrderError for an expression, file or weights that make no order,
-    and where nothing is selected; ConfigError for an unknown split; IndexFileError for attributes that don't fit.
+    samples whose window is not complete. ``clips`` is the split's table, where the caller has it already.
+
+    Raises OrderError for an expression, file or weights that make no order, and where nothing is selected;
+    ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
+    if spec.epoch_length is not None and not spec.weights and spec.mix is None:
+        raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
     num_samples = dataset.split(split).num_samples
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
@@ -80,8 +85,10 @@ def compile_order(
         listed = read_keys(spec.subset, attributes.read(("key",))["key"])
         identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
         selected = _narrow(selected, listed, f"subset '{spec.subset}'")
-    clips = ClipTable.of_split(dataset, split) if spec.kind == "lanes" or _drops(window) else None
-    if clips is not None and window is not None and _drops(window):
+    if clips is None and (spec.kind == "lanes" or _drops(window)):
+        clips = ClipTable.of_split(dataset, split)
+    if window is not None and _drops(window):
+        assert clips is not None
         complete = np.flatnonzero(WindowLookup(clips, window).complete())
         selected = _narrow(selected, complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
     if selected is not None:

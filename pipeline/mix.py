@@ -9,6 +9,7 @@ often, whatever the sizes. All of it is arithmetic, so any position is known wit
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_posit
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
@@ -111,12 +112,16 @@ class MixedOrder(Generic[OrderT]):
 class MixedEpoch:
     """One epoch of a mix: :meth:`entries` maps positions to datasets and samples."""
 
-    __slots__ = ("_first_block", "_mix", "_words")
+    __slots__ = ("_epoch_of", "_first_block", "_mix", "_words")
 
     def __init__(self, mix: MixedOrder[Any], epoch: int) -> None:
         self._mix, self._first_block = mix, epoch * mix.num_blocks
         # Distinct random-looking words, one for each place of each block: sorting a block's shuffles it.
         self._words = KeyedPermutation(MAX_LENGTH, derive_key("order mix", mix.seed))
+        # Positions come in runs: of each dataset one epoch or two at a time.
+        self._epoch_of: Callable[[int, int], PositionMap] = lru_cache(maxsize=2 * len(mix.orders))(
+            lambda part, number: mix.orders[part].epoch(number)
+        )
 
     def __len__(self) -> int:
         return self._mix.epoch_length
@@ -144,5 +149,5 @@ class MixedEpoch:
             epochs, at = np.divmod(turn, order.epoch_length)
             for epoch in np.unique(epochs).tolist():
                 inside = epochs == epoch
-                samples[here[inside]] = order.epoch(epoch)(at[inside])
+                samples[here[inside]] = self._epoch_of(part, epoch)(at[inside])
         return MixedEntries(parts.reshape(wanted.shape), samples.reshape(wanted.shape))

@@ -83,8 +83,8 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError(f"pieces_per_clip={self.pieces_per_clip} goes with order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
             raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
-        if self.epoch_length is not None and not self.weights and self.mix is None:
-            raise OrderError(f"epoch_length={self.epoch_length} means something with weights or a mix; there are none")
+        if self.epoch_length is not None and self.epoch_length < 1:
+            raise OrderError(f"epoch_length must be 1 or more, got {self.epoch_length}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,8 @@ class Order:
     def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        if spec.epoch_length is not None and not spec.weights and spec.mix is None:
+            raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
         if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
             raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)

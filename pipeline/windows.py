@@ -50,6 +50,11 @@ class FrameWindow(Settings, frozen=True):
             raise OrderError(f"a window may reach less than 2**30 frames, got {list(self.frames)} x {self.stride}")
 
     @property
+    def current(self) -> int:
+        """Where on the T axis the sample itself stands."""
+        return self.frames.index(0)
+
+    @property
     def offsets(self) -> NDArray[np.int64]:
         """Offsets in frames, stride included: int64 (T,)."""
         return np.array(self.frames, dtype=np.int64) * self.stride

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from fuelrail.bench.trainer.injection import delayed_stages
 from fuelrail.loaders import DataLoader
-from fuelrail.loaders.assemble import DecodedSample
 from fuelrail.loaders.work import Fetched
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order import OrderSpec
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fuelrail.bench.trainer.settings import TrainSettings
+    from fuelrail.loaders.assemble import DecodedSample
     from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.reader import FetchedSpan
     from fuelrail.loaders.storage.protocol import PendingSpan
@@ -80,14 +80,16 @@ class _ExperimentLoader(DataLoader):
         """Take the run's settings; to be called before the first iteration."""
         self._settings_of_run = settings
         if "storage" in settings.leave_out:
-            split = self.dataset.split(settings.split)
+            (source,) = self._supply.sources
+            split = source.dataset.split(settings.split)
             # Of all shards alike: neighbours may be of one clip.
             stride = max(1, split.num_samples // _NUM_KEPT)
             rows = range(split.first_sample, split.first_sample + split.num_samples, stride)[:_NUM_KEPT]
-            kept = [self._reader.fetch(row) for row in rows]
+            kept = [source.reader.fetch(row) for row in rows]
             self._kept = [span._replace(span=memoryview(bytes(span.span))) for span in kept]
             # Sessions that ask for nothing: what nobody waits for must not come either.
-            self._storage = _EmptyStorage(self._storage)  # type: ignore[assignment]
+            empty = source._replace(storage=_EmptyStorage(source.storage))
+            self._supply = self._supply._replace(sources=(empty,))
         return self
 
     def _stages(self) -> list[Stage]:
@@ -128,7 +130,7 @@ def _from(kept: list[FetchedSpan]) -> Callable[[Task], Fetched]:
     """Fetching without storage: the kept samples' bytes in turns, in the places of those asked for."""
 
     def fetch(task: Task) -> Fetched:
-        return Fetched(task, kept[task.row % len(kept)])
+        return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
 
     return fetch
 
@@ -137,15 +139,19 @@ class _Remembered:
     """Parsing that is done for the first samples only; their results stand in for all others'."""
 
     def __init__(self, work: Callable[[Fetched], Parsed]) -> None:
-        self._work, self._kept, self._lock = work, list[Any](), threading.Lock()
+        self._work, self._lock = work, threading.Lock()
+        self._kept: list[Parsed] = []
 
     def __call__(self, fetched: Fetched) -> Parsed:
         with self._lock:
             if len(self._kept) < _NUM_KEPT:
                 parsed = self._work(fetched)
                 # The bytes lie in a buffer that the storage may reuse.
-                images = {name: bytes(image) for name, image in parsed.sample.images.items()}
-                self._kept.append(parsed._replace(sample=replace(parsed.sample, images=images)))
+                samples = tuple(
+                    replace(sample, images={name: bytes(image) for name, image in sample.images.items()})
+                    for sample in parsed.samples
+                )
+                self._kept.append(parsed._replace(samples=samples))
                 return parsed
         parsed = self._kept[fetched.task.row % len(self._kept)]
         return parsed._replace(task=fetched.task)
@@ -153,8 +159,7 @@ class _Remembered:
 
 def _undecoded(parsed: Parsed) -> DecodedSample:
     """A sample whose place in the batch's buffer is left as it was."""
-    task, sample, maps, _, bev = parsed
-    return DecodedSample(task.slot, task.at, task.row, task.valid, sample, maps, bev)
+    return parsed.decoded(parsed.task.slot)
 
 
 def _all_undecoded(parsed: Sequence[Parsed]) -> list[DecodedSample]:

@@ -133,14 +133,20 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
     ranks = data.draw(st.sampled_from([range(size), range(size - 1, size)]))
     spec, layout = OrderSpec(seed=5), Layout((num_samples,))
     start = Cursor(2, consumed)
-    coming, per_step = coming_rows(lambda epoch: Order(spec, layout, epoch), start, whole[0], 100, ranks)
+    frames = data.draw(st.integers(1, 3))
+
+    def rows_of(epoch, positions):
+        return (Order(spec, layout, epoch)(positions)[:, None] * 10 + np.arange(frames)).reshape(-1)
+
+    coming, per_step = coming_rows(rows_of, start, whole[0], ranks, frames)
     expected = []
     for cursor in (start, Cursor(3), Cursor(4)):
         order = Order(spec, layout, cursor.epoch)
         rests = [cursor.rest(whole[rank]) for rank in ranks]
         for step in range(rests[0].num_steps):
-            expected += [int(row) + 100 for rest in rests for row in order(rest.positions(step))]
-    assert per_step == len(ranks) * batch
+            rows = [row for rest in rests for row in order(rest.positions(step)).tolist()]
+            expected += [row * 10 + frame for row in rows for frame in range(frames)]
+    assert per_step == len(ranks) * batch * frames
     assert coming(0, len(expected)).tolist() == expected
     first = data.draw(st.integers(0, max(0, len(expected) - 1)))
-    assert coming(first, 5).tolist()[: len(expected) - first] == expected[first : first + 5]
+    assert coming(first, 7).tolist()[: len(expected) - first] == expected[first : first + 7]

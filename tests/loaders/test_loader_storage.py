@@ -13,7 +13,7 @@ import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.lookahead import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, Due, look_ahead
+from fuelrail.loaders.lookahead import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, Due, Shelf, look_ahead
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import (
@@ -166,10 +166,10 @@ class TestBounds:
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
             session = Session()
-            coming = (Due(0, n, 0, n, n % 21, True) for n in range(200))
+            coming = (Due(0, n, 0, n, (n % 21,), True) for n in range(200))
             taken = []
-            for ahead in look_ahead(coming, dataset.index, session, limit):
-                held["bytes"] -= ahead.entry.length
+            for ahead in look_ahead(coming, [Shelf(dataset.index, session)], limit):
+                held["bytes"] -= ahead.entries[0].length
                 taken.append(ahead.due.step)
                 outstanding.append(held["bytes"])
             assert taken == list(range(200))
@@ -183,8 +183,8 @@ class TestBounds:
         session = storage.session()
         real = session.request
         session.request = lambda rows: asked.append(len(rows)) or real(rows)
-        coming = (Due(0, n, 0, n, n % 21, True) for n in range(5000))
-        ahead = look_ahead(coming, dataset.index, session, 10**12)
+        coming = (Due(0, n, 0, n, (n % 21,), True) for n in range(5000))
+        ahead = look_ahead(coming, [Shelf(dataset.index, session)], 10**12)
         outstanding = []
         for taken in range(400):
             next(ahead)
@@ -195,12 +195,12 @@ class TestBounds:
 
     def test_a_row_outside_the_index_is_told_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
-        coming = (Due(0, n, 0, n, row, True) for n, row in enumerate((3, 4, 99, 5)))
-        stream = look_ahead(coming, dataset.index, open_storage(dataset).session(), 10**9)
-        assert [next(stream).due.row for _ in range(2)] == [3, 4]
+        coming = (Due(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
+        stream = look_ahead(coming, [Shelf(dataset.index, open_storage(dataset).session())], 10**9)
+        assert [next(stream).due.rows[0] for _ in range(2)] == [3, 4]
         third = next(stream)
         with pytest.raises(OrderError, match="99"):
-            third.take()
+            third.takes[0]()
         assert list(stream) == []
 
     def test_closing_does_not_wait_for_storage_that_stalls(self, tiny, tmp_path):
@@ -331,10 +331,10 @@ class TestBadSamples:
     ("options", "message"),
     [
         ({"on_error": "skip"}, "on_error='skip' must be one of raise, substitute"),
-        ({"max_bad": -1}, "max_bad=-1 must be 0 or more"),
-        ({"look_ahead_bytes": 0}, "look_ahead_bytes=0 must be 1 or more"),
+        ({"max_bad": -1}, "max_bad=-1 must be a whole number of 0 or more"),
+        ({"look_ahead_bytes": 0}, "look_ahead_bytes=0 must be a whole number of 1 or more"),
         ({"cache_size": "1GB"}, "cache_dir only"),
-        ({"storage": "s3"}, "storage='s3' is not known"),
+        ({"storage": "s3"}, "storage='s3' must be one of auto, mapped"),
         ({"storage": "mapped", "cache_dir": "x"}, "storage='remote' only"),
     ],
 )

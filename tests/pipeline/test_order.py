@@ -198,7 +198,7 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
         ({"kind": "lanes", "mix": Mix(attribute="a", ratios={"b": 1})}, "no mix"),
         ({"pieces_per_clip": 2}, "pieces_per_clip=2 goes with order kind 'lanes', got 'shuffled'"),
         ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
-        ({"epoch_length": 5}, "epoch_length=5 means something with weights or a mix"),
+        ({"epoch_length": 0}, "epoch_length must be 1 or more, got 0"),
     ],
 )
 def test_bad_specs_are_refused(spec, text):
