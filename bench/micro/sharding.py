@@ -1,221 +1,85 @@
 """Sharding loose files: Fuelrail, digests and index and all, beside GNU tar, ``tarfile`` and other shard writers.
 
-``python -m fuelrail.bench.micro.sharding [--dir DIR] [--source DATAROOT] [--out FILE] [--quick]``. All read the same
-camera files of a nuScenes dataroot out of the page cache and write to DIR, by default a folder in memory, so that the
-writers are measured and not a disk. Without ``--source`` the dataroot is made: images as large as real ones, of noise.
+``python -m fuelrail.bench.micro.sharding [--dir DIR] [--source DATAROOT] [--cpus N] [--out FILE] [--quick]``. All read
+the same files of a nuScenes dataroot out of the page cache, write to DIR, by default a folder in memory, so that the
+writers are measured and not a disk, and have the same CPUs. Without ``--source`` the dataroot is made: images as large
+as real ones, of noise.
 
 GNU tar and ``tarfile`` just copy; the others make datasets that a trainer can shuffle. Fuelrail's time is the whole
 run: scan of the tables, plan, shards, index, attributes, manifest; SHA-256 of every file and XXH3 of every sample.
+Writers that are not installed are left out, and named.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import importlib.util
-import io
-import json
 import os
+import resource
 import shutil
-import subprocess
 import sys
-import tarfile
 import tempfile
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import simplejpeg
-import zstandard
 
 from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.micro.sharding_source import list_files, make_dataroot
+from fuelrail.bench.micro.sharding_writers import candidates
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
-from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
-from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
-from fuelrail.sharding.run import shard
-from fuelrail.sharding.source import SourceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-NUM_FRAMES = 240
-NUM_ROUNDS = 7
-SHARD_BYTES = 128 << 20
-CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
-NUM_POINTS = 34_720
-_START_US = 1_600_000_000_000_000
-
-Files = list[tuple[str, list[Path]]]
-"""Key of a frame and its files."""
+NUM_FRAMES = 720
+NUM_ROUNDS = 5
+CASES = {"cameras": False, "cameras and lidar, sweeps compressed": True}
+"""Title to whether there are lidar sweeps."""
 
 
 class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates [MB of source files a second] of each candidate, and the comparisons they come from."""
+    """Of each candidate the rate [MB of source files a second] and the CPU time [s for a GB of them], medians."""
 
     benchmark: str
     machine: MachineFacts
-    num_files: int
-    num_bytes: int
+    num_cpus: int
+    num_files: dict[str, int]
+    num_bytes: dict[str, int]
+    not_installed: list[str]
     mb_per_s: dict[str, dict[str, float]]
+    cpu_s_per_gb: dict[str, dict[str, float]]
     comparisons: list[Comparison]
 
 
-def make_dataroot(root: Path, num_frames: int, *, lidar: bool, size: tuple[int, int] = (1600, 900)) -> None:
-    """A nuScenes dataroot of one scene: images of noise of about 150 kB, sweeps of smooth surfaces and rings."""
-    rng = np.random.default_rng(0)
-    width, height = size
-    coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
-    pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
-    image = simplejpeg.encode_jpeg(pixels, 60, "RGB", "420")
-    channels = [*CAMERAS, *(["LIDAR_TOP"] if lidar else [])]
-    tables: dict[str, list[dict[str, Any]]] = {
-        "attribute": [], "category": [], "instance": [], "map": [], "sample_annotation": [], "visibility": [],
-        "log": [{"token": "log", "vehicle": "v", "location": "bench"}],
-        "scene": [{"token": "scene", "name": "bench", "log_token": "log", "nbr_samples": num_frames}],
-        "sensor": [
-            {"token": c, "channel": c, "modality": "lidar" if c.startswith("LIDAR") else "camera"} for c in channels
-        ],
-        "calibrated_sensor": [], "sample": [], "sample_data": [], "ego_pose": [],
-    }  # fmt: skip
-    for channel in channels:
-        (root / "samples" / channel).mkdir(parents=True)
-        rows = [] if channel.startswith("LIDAR") else [[1200, 0, width / 2], [0, 1200, height / 2], [0, 0, 1]]
-        pose = {"translation": [0, 0, 0], "rotation": [1, 0, 0, 0]}
-        tables["calibrated_sensor"].append(
-            {"token": channel, "sensor_token": channel, "camera_intrinsic": rows, **pose}
-        )
-    for frame in range(num_frames):
-        near = {"prev": str(frame - 1) if frame else "", "next": str(frame + 1) if frame + 1 < num_frames else ""}
-        time_us = _START_US + frame * 500_000
-        tables["sample"].append({"token": str(frame), "timestamp": time_us, "scene_token": "scene", **near})
-        for channel in channels:
-            own = f"{frame}-{channel}"
-            is_lidar = channel.startswith("LIDAR")
-            name = f"samples/{channel}/{frame:06d}.{'pcd.bin' if is_lidar else 'jpg'}"
-            tables["ego_pose"].append(
-                {"token": own, "timestamp": time_us, "translation": [frame, 0, 0], "rotation": [1, 0, 0, 0]}
-            )
-            tables["sample_data"].append(
-                {
-                    "token": own, "sample_token": str(frame), "ego_pose_token": own, "filename": name,
-                    "calibrated_sensor_token": channel, "timestamp": time_us, "is_key_frame": True,
-                    "width": 0 if is_lidar else width, "height": 0 if is_lidar else height,
-                }
-            )  # fmt: skip
-            (root / name).write_bytes(_sweep(rng) if is_lidar else image)
-    (root / "v1.0-bench").mkdir()
-    for table, records in tables.items():
-        (root / "v1.0-bench" / f"{table}.json").write_text(json.dumps(records))
+class _CpuClock:
+    """Calls something, and keeps the CPU time that it and the processes it waited for took."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self.taken_s: list[float] = []
+
+    def __call__(self) -> None:
+        before = _cpu_s()
+        self._work()
+        self.taken_s.append(_cpu_s() - before)
+
+    @property
+    def median_s(self) -> float:
+        return sorted(self.taken_s)[len(self.taken_s) // 2]
 
 
-def _sweep(rng: np.random.Generator) -> bytes:
-    """A sweep as a 32-beam lidar stores it: by azimuth and ring, ranges with centimetres of noise."""
-    ring = np.arange(NUM_POINTS) % 32
-    azimuth = np.arange(NUM_POINTS) // 32 * (2 * np.pi / (NUM_POINTS // 32))
-    elevation = np.deg2rad(-30 + ring * 1.29)
-    distance = np.minimum(1.8 / np.maximum(np.sin(-elevation), 0.03), 40) + rng.normal(0, 0.02, NUM_POINTS)
-    flat = distance * np.cos(elevation)
-    columns = [flat * np.cos(azimuth), flat * np.sin(azimuth), distance * np.sin(elevation)]
-    intensity = rng.integers(0, 60, NUM_POINTS)
-    return np.column_stack([*columns, intensity, ring]).astype("<f4").tobytes()
+def _cpu_s() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def list_files(root: Path) -> Files:
-    """The keyframe files of a dataroot, frame by frame."""
-    folder = next(path.parent for path in root.glob("*/sample_data.json"))
-    frames: dict[str, list[Path]] = {}
-    for row in json.loads((folder / "sample_data.json").read_text()):
-        if row["is_key_frame"] and row["filename"].endswith((".jpg", ".bin")):
-            frames.setdefault(row["sample_token"], []).append(root / row["filename"])
-    return list(frames.items())
-
-
-@contextlib.contextmanager
-def _fresh(folder: Path) -> Iterator[Path]:
-    """An empty folder that is removed afterwards: removing counts for every candidate alike."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
-def with_fuelrail(root: Path, out: Path, num_workers: int) -> None:
-    """The whole run of `fuelrail shard`."""
-    with _fresh(out) as folder:
-        recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
-        shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
-
-
-def with_gnu_tar(files: Files, out: Path) -> None:
-    """One tar of all files."""
-    with _fresh(out) as folder:
-        names = b"\0".join(os.fsencode(path) for _, paths in files for path in paths)
-        command = ["tar", "--create", "--absolute-names", "--null", "--files-from=-", f"--file={folder / 'all.tar'}"]
-        subprocess.run(command, input=names, check=True)
-
-
-def with_tarfile(files: Files, out: Path) -> None:
-    """One tar of all files, by Python's own module."""
-    with _fresh(out) as folder, tarfile.open(folder / "all.tar", "w") as tar:
-        for key, paths in files:
-            for path in paths:
-                tar.add(path, f"{key}.{path.parent.name.lower()}.{path.suffix}")
-
-
-def with_webdataset(files: Files, out: Path) -> None:
-    """``webdataset.ShardWriter``; sweeps compressed as Fuelrail does, so that both do the same work."""
-    import webdataset
-
-    compress = zstandard.ZstdCompressor(level=DEFAULT_ZSTD_LEVEL).compress
-    with (
-        _fresh(out) as folder,
-        contextlib.redirect_stdout(io.StringIO()),
-        webdataset.ShardWriter(str(folder / "%06d.tar"), maxsize=SHARD_BYTES, verbose=0) as writer,
-    ):
-        for key, paths in files:
-            sample: dict[str, Any] = {"__key__": key}
-            for path in paths:
-                data, channel = path.read_bytes(), path.parent.name.lower()
-                is_sweep = path.suffix == ".bin"
-                sample[f"{channel}.bin.zst" if is_sweep else f"{channel}.jpg"] = compress(data) if is_sweep else data
-            writer.write(sample)
-
-
-def with_mds(files: Files, out: Path) -> None:
-    """``streaming.MDSWriter`` with hashes, as its guide recommends."""
-    writer_type = importlib.import_module("streaming").MDSWriter
-    compress = zstandard.ZstdCompressor(level=DEFAULT_ZSTD_LEVEL).compress
-    columns = {"key": "str", **{path.parent.name.lower(): "bytes" for path in files[0][1]}}
-    with (
-        _fresh(out) as folder,
-        writer_type(out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES) as writer,
-    ):
-        for key, paths in files:
-            sample: dict[str, Any] = {"key": key}
-            for path in paths:
-                data = path.read_bytes()
-                sample[path.parent.name.lower()] = compress(data) if path.suffix == ".bin" else data
-            writer.write(sample)
-
-
-def measure(title: str, root: Path, work: Path, effort: Effort) -> tuple[Comparison, Files]:
-    """All candidates that are installed, in turns."""
-    files = list_files(root)
-    candidates: dict[str, Callable[[], object]] = {}
-    if shutil.which("tar"):
-        candidates["GNU tar"] = partial(with_gnu_tar, files, work / "gnu")
-    candidates["tarfile"] = partial(with_tarfile, files, work / "tarfile")
-    if importlib.util.find_spec("webdataset"):
-        candidates["webdataset.ShardWriter"] = partial(with_webdataset, files, work / "webdataset")
-    if importlib.util.find_spec("streaming"):
-        candidates["streaming.MDSWriter"] = partial(with_mds, files, work / "mds")
-    candidates["fuelrail, in this process"] = partial(with_fuelrail, root, work / "fuelrail", 1)
-    candidates["fuelrail, 2 processes"] = partial(with_fuelrail, root, work / "fuelrail-2", 2)
-    return compare(title, candidates, effort), files
+def touch_memory(folder: Path, num_bytes: int) -> None:
+    """Write as much as a run will, and remove it: a virtual machine's first use of a page takes longer than writing."""
+    piece = bytes(1 << 20)
+    with (folder / "touched").open("wb") as file:
+        for _ in range(num_bytes >> 20):
+            file.write(piece)
+    (folder / "touched").unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -223,46 +87,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.sharding")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: in memory)")
     parser.add_argument("--source", type=Path, metavar="DATAROOT", help="a nuScenes dataroot instead of a made one")
+    parser.add_argument("--case", choices=sorted(CASES), help="one of the comparisons alone (default: all)")
+    parser.add_argument("--cpus", type=int, metavar="N", help="CPUs for every candidate (default: all there are)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="a few frames, to see that it runs")
     options = parser.parse_args(argv)
     memory = Path("/dev/shm")
     base = options.dir or (memory if os.access(memory, os.W_OK) else None)
-    effort = QUICK if options.quick else Effort(num_rounds=NUM_ROUNDS, min_lap_s=0.0)
-    num_frames, size = (6, (320, 180)) if options.quick else (NUM_FRAMES, (1600, 900))
-    comparisons: list[Comparison] = []
-    rates: dict[str, dict[str, float]] = {}
-    num_files = num_bytes = 0
-    with tempfile.TemporaryDirectory(dir=base) as scratch:
-        work = Path(scratch)
-        for title, lidar in (("cameras", False), ("cameras and lidar, sweeps compressed", True)):
-            root = options.source
-            if root is None:
-                root = work / "source"
-                shutil.rmtree(root, ignore_errors=True)
-                make_dataroot(root, num_frames if not lidar else num_frames // 2, lidar=lidar, size=size)
-            comparison, files = measure(title, root, work, effort)
-            num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
-            num_files = sum(len(paths) for _, paths in files)
-            rates[title] = {entry.name: num_bytes / 1e6 / entry.seconds_per_call for entry in comparison.entries}
-            comparisons.append(comparison)
-            if options.source is not None:
-                break
-    report = ShardingReport(
-        benchmark="sharding",
-        machine=machine_facts(),
-        num_files=num_files,
-        num_bytes=num_bytes,
-        mb_per_s=rates,
-        comparisons=comparisons,
-    )
-    sys.stdout.write(render(Report(benchmark="sharding", machine=report.machine, comparisons=comparisons)) + "\n")
-    for title, by_name in rates.items():
-        for name, rate in by_name.items():
-            sys.stdout.write(f"  {title}, {name}: {rate:,.0f} MB/s\n")
+    cpus = sorted(os.sched_getaffinity(0))
+    if options.cpus is not None and not 1 <= options.cpus <= len(cpus):
+        parser.error(f"--cpus {options.cpus}: there are {len(cpus)}")
+    num_cpus = options.cpus or len(cpus)
+    os.sched_setaffinity(0, cpus[:num_cpus])
+    try:
+        with tempfile.TemporaryDirectory(dir=base) as scratch:
+            report = _measure(Path(scratch), options, num_cpus)
+    finally:
+        os.sched_setaffinity(0, cpus)
+    sys.stdout.write(_table(report) + "\n")
     if options.out is not None:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return 0
+
+
+def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> ShardingReport:
+    effort = QUICK if options.quick else Effort(num_rounds=NUM_ROUNDS, min_lap_s=0.0)
+    num_frames, size = (6, (320, 180)) if options.quick else (NUM_FRAMES, (1600, 900))
+    report = ShardingReport(
+        benchmark="sharding", machine=machine_facts(), num_cpus=num_cpus, num_files={}, num_bytes={}, not_installed=[],
+        mb_per_s={}, cpu_s_per_gb={}, comparisons=[],
+    )  # fmt: skip
+    cases = {options.case: CASES[options.case]} if options.case else CASES
+    if options.source is not None:
+        cases = {"own source": False}
+    for title, lidar in cases.items():
+        root = options.source
+        if root is None:
+            root = work / "source"
+            shutil.rmtree(root, ignore_errors=True)
+            make_dataroot(root, num_frames if not lidar else num_frames // 2, lidar=lidar, size=size)
+        files = list_files(root)
+        num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
+        works, missing = candidates(root, files, work, num_cpus)
+        clocks = {name: _CpuClock(call) for name, call in works.items()}
+        touch_memory(work, 2 * num_bytes)
+        comparison = compare(title, clocks, effort)
+        report.comparisons.append(comparison)
+        report.num_files[title] = sum(len(paths) for _, paths in files)
+        report.num_bytes[title] = num_bytes
+        report.mb_per_s[title] = {e.name: num_bytes / 1e6 / e.seconds_per_call for e in comparison.entries}
+        report.cpu_s_per_gb[title] = {name: clock.median_s * 1e9 / num_bytes for name, clock in clocks.items()}
+        report.not_installed[:] = missing
+    return report
+
+
+def _table(report: ShardingReport) -> str:
+    plain = Report(benchmark="sharding", machine=report.machine, comparisons=report.comparisons)
+    lines = [
+        render(plain),
+        "",
+        f"everybody on {report.num_cpus} CPUs, page cache warm; MB are those of the source files",
+    ]
+    for title, rates in report.mb_per_s.items():
+        lines += [
+            f"  {title}, {name}: {rate:,.0f} MB/s, {report.cpu_s_per_gb[title][name]:.2f} CPU-s/GB"
+            for name, rate in rates.items()
+        ]
+    if report.not_installed:
+        lines.append(f"not installed, left out: {', '.join(report.not_installed)}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from fuelrail.bench.micro import sharding
 
 
 def test_quick_run_writes_a_whole_report(tmp_path, capsys):
     out = tmp_path / "sharding.json"
-    assert sharding.main(["--quick", "--dir", str(tmp_path), "--out", str(out)]) == 0
+    assert sharding.main(["--quick", "--cpus", "1", "--dir", str(tmp_path), "--out", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert [comparison["title"] for comparison in report["comparisons"]] == list(report["mb_per_s"])
+    assert [comparison["title"] for comparison in report["comparisons"]] == list(sharding.CASES)
     for comparison in report["comparisons"]:
         names = [entry["name"] for entry in comparison["entries"]]
-        assert {"tarfile", "fuelrail, in this process", "fuelrail, 2 processes"} <= set(names)
-        assert set(report["mb_per_s"][comparison["title"]]) == set(names)
-    assert report["num_files"] == 3 * 7
+        assert {"tarfile", "fuelrail, 1 worker"} <= set(names)
+        for figures in ("mb_per_s", "cpu_s_per_gb"):
+            assert set(report[figures][comparison["title"]]) == set(names)
+    assert list(report["num_files"].values()) == [6 * 6, 3 * 7]
+    assert report["num_cpus"] == 1
     assert "MB/s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["sharding.json"]
+
+
+def test_more_cpus_than_there_are(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sharding.main(["--quick", "--cpus", "100000", "--dir", str(tmp_path)])
+    assert "--cpus 100000: there are" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Who turns loose files into shards, each at what its guide says is best: the candidates of the sharding benchmark.
+
+Sweeps are compressed as Fuelrail does it by everybody who writes samples, so that all do the same work; the tar
+programs take them as they are. What only Fuelrail does on top (tables joined, metadata and geometry written, images
+looked at, digests of samples and shards, an index, durable files) stays in its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tarfile
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fuelrail.pipeline import codecs
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import shard
+from fuelrail.sharding.source import SourceSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from fuelrail.bench.micro.sharding_source import Files
+
+SHARD_BYTES = 64 << 20
+_SWEEP_CODEC = codecs.planes(20)
+
+
+@contextlib.contextmanager
+def _fresh(folder: Path) -> Iterator[Path]:
+    """An empty folder that is removed afterwards: removing counts for every candidate alike."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
+    """The whole run of `fuelrail shard`."""
+    with _fresh(out) as folder:
+        recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
+        shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
+
+
+def with_gnu_tar(files: Files, out: Path) -> None:
+    """One tar of all files."""
+    with _fresh(out) as folder:
+        _gnu_tar(files, folder / "all.tar")
+
+
+def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
+    """One tar of all files, and its SHA-256 after that (OpenSSL's, which is faster than coreutils')."""
+    with _fresh(out) as folder:
+        _gnu_tar(files, folder / "all.tar")
+        with (folder / "all.tar").open("rb") as tar:
+            hashlib.file_digest(tar, "sha256")
+
+
+def _gnu_tar(files: Files, tar: Path) -> None:
+    names = b"\0".join(os.fsencode(path) for _, paths in files for path in paths)
+    command = ["tar", "--create", "--absolute-names", "--null", "--files-from=-", f"--file={tar}"]
+    subprocess.run(command, input=names, check=True)
+
+
+def with_tarfile(files: Files, out: Path) -> None:
+    """One tar of all files, by Python's own module."""
+    with _fresh(out) as folder, tarfile.open(folder / "all.tar", "w") as tar:
+        for key, paths in files:
+            for path in paths:
+                tar.add(path, f"{key}.{path.parent.name.lower()}.{path.suffix}")
+
+
+def _sample(paths: list[Path]) -> dict[str, bytes]:
+    """The members of a frame by channel."""
+    return {
+        path.parent.name.lower(): bytes(codecs.encode(_SWEEP_CODEC, path.read_bytes()))
+        if path.suffix == ".bin"
+        else path.read_bytes()
+        for path in paths
+    }
+
+
+def write_webdataset(files: Files, folder: Path) -> None:
+    """``webdataset.ShardWriter``."""
+    import webdataset
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        webdataset.ShardWriter(str(folder / "%06d.tar"), maxsize=SHARD_BYTES, verbose=0) as writer,
+    ):
+        for key, paths in files:
+            names = {p.parent.name.lower(): "bin.zst" if p.suffix == ".bin" else "jpg" for p in paths}
+            writer.write({"__key__": key, **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()}})
+
+
+def write_mds(files: Files, folder: Path) -> None:
+    """``streaming.MDSWriter`` with hashes, as its guide recommends."""
+    writer_type = importlib.import_module("streaming").MDSWriter
+    columns = {"key": "str", **{path.parent.name.lower(): "bytes" for path in files[0][1]}}
+    with writer_type(out=str(folder), columns=columns, hashes=["xxh3_64"], size_limit=SHARD_BYTES) as writer:
+        for key, paths in files:
+            writer.write({"key": key, **_sample(paths)})
+
+
+def lit_sample(frame: tuple[str, list[Path]]) -> dict[str, Any]:
+    """What ``litdata.optimize`` calls in its workers."""
+    key, paths = frame
+    return {"key": key, **_sample(paths)}
+
+
+def with_litdata(files: Files, num_workers: int, out: Path) -> None:
+    """``litdata.optimize`` with its own workers; its cache lies beside the output, on the same file system."""
+    lit = importlib.import_module("litdata")
+    with _fresh(out) as folder:
+        cache = {"DATA_OPTIMIZER_CACHE_FOLDER": "cache", "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data"}
+        before = {name: os.environ.get(name) for name in cache}
+        os.environ.update({name: str(folder / sub) for name, sub in cache.items()})
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                lit.optimize(
+                    fn=lit_sample, inputs=files, output_dir=str(folder / "out"), num_workers=num_workers,
+                    chunk_bytes=SHARD_BYTES, reorder_files=False, verbose=False, start_method="fork",
+                )  # fmt: skip
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None:
+    """One writer, in this process."""
+    with _fresh(out) as folder:
+        write(files, folder)
+
+
+def in_parts(write: Callable[[Files, Path], None], files: Files, num_writers: int, out: Path) -> None:
+    """Several writers, each in a forked process with its part of the frames and a folder of its own."""
+    context = multiprocessing.get_context("fork")
+    with _fresh(out) as folder:
+        workers = []
+        for number in range(num_writers):
+            part = folder / str(number)
+            part.mkdir()
+            own = files[len(files) * number // num_writers : len(files) * (number + 1) // num_writers]
+            workers.append(context.Process(target=write, args=(own, part)))
+            workers[-1].start()
+        for worker in workers:
+            worker.join()
+            if worker.exitcode:
+                raise RuntimeError(f"a writer ended with {worker.exitcode}")
+
+
+def candidates(
+    root: Path, files: Files, work: Path, num_cpus: int
+) -> tuple[dict[str, Callable[[], object]], list[str]]:
+    """All that are installed, GNU tar first; and the names of what is not."""
+    made: dict[str, Callable[[], object]] = {}
+    missing: list[str] = []
+    if shutil.which("tar"):
+        made["GNU tar"] = partial(with_gnu_tar, files, work / "tar")
+        made["GNU tar, then SHA-256"] = partial(with_gnu_tar_and_digest, files, work / "tar")
+    else:
+        missing.append("GNU tar")
+    made["tarfile"] = partial(with_tarfile, files, work / "tarfile")
+    for name, module, write in (
+        ("webdataset.ShardWriter", "webdataset", write_webdataset),
+        ("streaming.MDSWriter", "streaming", write_mds),
+    ):
+        if importlib.util.find_spec(module) is None:
+            missing.append(name)
+            continue
+        made[name] = partial(alone, write, files, work / module)
+        if num_cpus > 1:
+            made[f"{name}, {num_cpus} processes"] = partial(in_parts, write, files, num_cpus, work / module)
+    if importlib.util.find_spec("litdata"):
+        made[f"litdata.optimize, {num_cpus} workers"] = partial(with_litdata, files, num_cpus, work / "litdata")
+    else:
+        missing.append("litdata.optimize")
+    made["fuelrail, 1 worker"] = partial(with_fuelrail, root, 1, work / "fuelrail")
+    if num_cpus > 1:
+        made[f"fuelrail, {num_cpus} workers"] = partial(with_fuelrail, root, num_cpus, work / "fuelrail")
+    return made, missing
