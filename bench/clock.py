@@ -45,6 +45,15 @@ class MonotonicClock:
         return now_ns - deadline_ns
 
 
+def clock_jump_s() -> float:
+    """How far the wall clock is ahead of the monotonic one [s].
+
+    The difference between two calls is what somebody set the wall clock by in between, or how long the machine slept:
+    the monotonic clock of Linux stands still then. What was measured across a sleep is no measurement.
+    """
+    return time.time() - time.monotonic()
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean and percentiles of durations, in milliseconds. Percentiles interpolate linearly (numpy's default)."""
 

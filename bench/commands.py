@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench import diagnose_command, diff_command, loader_command, train_command
+from fuelrail.bench import compare_command, diagnose_command, diff_command, loader_command, train_command
 from fuelrail.pipeline.command import Command
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _WORDS = {
     "train": train_command,
     "loader": loader_command,
+    "compare": compare_command,
     "diagnose": diagnose_command,
     "diff": diff_command,
 }

@@ -36,13 +36,13 @@ class CpuWatch:
     """Counts from its making to :meth:`use`."""
 
     def __init__(self) -> None:
-        self._started_s, self._own_s, self._all_s = time.monotonic(), _own_s(), _all_s()
+        self._started_s, self._own_s, self._all_s = time.monotonic(), _own_s(), all_cpu_s()
 
     def use(self) -> CpuUse:
         """The use of the CPUs since the watch was made."""
         seconds = max(time.monotonic() - self._started_s, 1e-9)
         own = (_own_s() - self._own_s) / seconds
-        all_s = _all_s()
+        all_s = all_cpu_s()
         # In a container that may use some of the host's CPUs, the host's count says nothing about ours.
         whole_machine = usable_cpus() == os.cpu_count()
         others = None
@@ -58,8 +58,11 @@ def _own_s() -> float:
     )
 
 
-def _all_s() -> float | None:
-    """CPU seconds that all processes have used since the machine started: user, nice, system, irq, softirq, steal."""
+def all_cpu_s() -> float | None:
+    """CPU seconds that all processes have used since the machine started: user, nice, system, irq, softirq, steal.
+
+    None where there is no ``/proc/stat``.
+    """
     try:
         fields = _STAT.read_text(encoding="ascii").partition("\n")[0].split()
     except OSError:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import convert
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
+
+_R = TypeVar("_R", bound=msgspec.Struct)
 TRACE_JSON = "trace.json"
 
 
@@ -27,7 +30,7 @@ def prepare_folder(out: Path, *, html: bool) -> None:
         raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for name in (REPORT_JSON, REPORT_HTML):
+        for name in (REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN):
             (out / name).unlink(missing_ok=True)
         # A folder can be there and still not be writable.
         probe = out / f".{REPORT_JSON}.part"
@@ -61,3 +64,17 @@ def merge_traces(folder: Path, out: Path) -> int:
 def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
     """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done."""
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
+    """Read a report of one kind, checked against its schema; raises ConfigError for other files and other versions."""
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+    found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
+    if found != (schema, version):
+        raise ConfigError(
+            f"report '{path}' has schema {found[0]!r} version {found[1]!r}; known: {schema!r} version {version}"
+        )
+    return convert(raw, kind, str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,8 +12,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# Two-sided 97.5 % points of Student's t for 1 to 30 degrees of freedom (any table); beyond, the normal's 1.96 is near.
+_T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A median over repeats, and an interval that holds the true median with probability ``confidence``."""
+    """A middle over repeats (median, or geometric mean of ratios), and an interval that holds the true one with
+    probability ``confidence``.
+    """
 
     median: float
     low: float
@@ -53,4 +63,27 @@ def interval_of(values: Sequence[float]) -> Interval:
         high=max(values),
         confidence=1.0 - 2.0 ** (1 - len(values)),
         num_repeats=len(values),
+    )
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval:
+    """Geometric mean of ratios that were each taken within one round, with a 95 % interval: Student's t on the logs.
+
+    What disturbs a whole round cancels in its ratio; what is left multiplies, hence the logarithm. One ratio alone has
+    no interval: low and high are the value, with a confidence of 0.
+    """
+    assert ratios, "no ratios"
+    logs = np.log(np.asarray(ratios, dtype=np.float64))
+    count = len(logs)
+    half = 0.0
+    if count > 1:
+        t = _T_975[count - 2] if count - 2 < len(_T_975) else 1.96
+        half = t * float(logs.std(ddof=1)) / math.sqrt(count)
+    centre = float(logs.mean())
+    return Interval(
+        median=math.exp(centre),
+        low=math.exp(centre - half),
+        high=math.exp(centre + half),
+        confidence=0.95 if count > 1 else 0.0,
+        num_repeats=count,
     )

@@ -1,0 +1,283 @@
+"""``fuelrail bench compare``: the same samples and the same images through every loader that is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from fuelrail.bench.compare_report import CompareReport
+    from fuelrail.bench.compare_run import Measured, Workshop
+    from fuelrail.bench.peers.interface import Work
+    from fuelrail.bench.peers.registry import Contestant
+    from fuelrail.pipeline.dataset import Dataset
+
+HELP = "run the same samples through every other loader that is installed, as ratios with intervals"
+DESCRIPTION = (
+    "Writes the dataset's samples in each loader's own format, holds every loader's images against the definition, "
+    "then times them in turns, each in a process of its own on the same CPUs. A loader that is not installed, or whose "
+    "images differ, is left out and named. Prepare with --rounds 0, and add rounds later with --continue."
+)
+_INTERRUPTED = 130
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fuelrail bench compare``."""
+    add = parser.add_argument
+    add("source", metavar="DATASET_OR_SOURCE", help="folder of a Fuelrail dataset, or a source as `shard` takes it")
+    add("--version", metavar="FOLDER", help="of a nuscenes: source: the folder of its tables")
+    add("--only", action="append", default=[], metavar="NAME", help="a loader, or LOADER:RECIPE; may be repeated")
+    add("--batch-size", type=int, default=8, help="samples of a batch (default: %(default)s)")
+    add("--height", type=int, default=256, help="of the images delivered (default: %(default)s)")
+    add("--width", type=int, default=704, help="of the images delivered (default: %(default)s)")
+    add("--cpus", metavar="LIST", help="CPUs that every loader is pinned to, such as 0,1 or 0-3 (default: all usable)")
+    add("--rounds", type=int, default=5, help="runs of each, in turns; 0 prepares and checks (default: %(default)s)")
+    add("--seconds", type=float, default=4.0, help="length of a run behind its first batch (default: %(default)s)")
+    add("--psnr", type=float, default=36.0, help="likeness [dB] that images must have at worst (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the orders (default: %(default)s)")
+    add("--data", type=Path, help="folder for the loaders' formats, kept for the next time (default: data in --out)")
+    add("--continue", dest="go_on", action="store_true", help="add rounds to the report in --out")
+    add("--out", type=Path, default=Path("bench-compare"), help="folder for the report (default: %(default)s)")
+    add("--no-html", action="store_true", help="write no report.html; needs no matplotlib")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare, check, run the rounds; whatever was measured until an interruption is reported, as partial."""
+    from fuelrail.bench.compare_report import load_compare_report
+    from fuelrail.bench.compare_run import Workshop, affinity
+    from fuelrail.bench.peers.registry import contestants
+    from fuelrail.bench.peers.samples import describe_work
+
+    _check(arguments)
+    entrants = contestants(tuple(arguments.only))
+    cpus = affinity(arguments.cpus)
+    data: Path = arguments.data or arguments.out / "data"
+    dataset = _dataset(arguments, data)
+    work = describe_work(
+        dataset,
+        height=arguments.height,
+        width=arguments.width,
+        batch_size=arguments.batch_size,
+        num_workers=len(cpus),
+        seed=arguments.seed,
+    )
+    before = load_compare_report(arguments.out / REPORT_JSON) if arguments.go_on else None
+    session = _Session(arguments, dataset, work, cpus, before)
+    prepare_folder(arguments.out, html=not arguments.no_html)
+    workshop = Workshop(data, dataset, work, cpus, arguments.seconds)
+    interrupted = False
+    try:
+        session.prepare(workshop, entrants)
+        session.measure(workshop)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        # A failure of our own must not take the rounds before it along.
+        session.publish(cut_off="the run was interrupted" if interrupted else None)
+    print_compare_report(session.report(), Console(soft_wrap=True))
+    if interrupted:
+        sys.stderr.write("fuelrail: error: the report is partial: the run was interrupted\n")
+    return _INTERRUPTED if interrupted else 0
+
+
+class _Session:
+    """What is known of the contestants so far, and the report of it."""
+
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        dataset: Dataset,
+        work: Work,
+        cpus: tuple[int, ...],
+        before: CompareReport | None,
+    ) -> None:
+        from fuelrail.bench.dataset_facts import dataset_facts
+        from fuelrail.bench.machine import machine_facts
+
+        self._arguments, self._work = arguments, work
+        (split,) = dataset.manifest.splits
+        self._facts, self._machine = dataset_facts(dataset, split), machine_facts()
+        self._options: dict[str, Any] = {"seconds": arguments.seconds, "psnr_db": arguments.psnr, "cpus": list(cpus)}
+        self._packages = _versions()
+        self._rounds = before.num_rounds if before else 0
+        self._entries = {entry.name: entry for entry in before.contestants} if before else {}
+        self._cut_off: str | None = None
+        self._console = Console(stderr=True)
+        if before is not None:
+            self._refuse_other(before)
+
+    def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
+        """Data and images of every contestant; those that fail are noted and stay out."""
+        from fuelrail.bench.compare_report import Contestant as Entry
+        from fuelrail.bench.peers.registry import is_there
+
+        self._entrants = []
+        for number, contestant in enumerate(entrants):
+            name = contestant.name
+            with self._console.status(f"{name} ({number + 1} of {len(entrants)}): data") as status:
+                known = self._entries.get(name)
+                check, reason = (known.check, known.left_out) if known else (None, None)
+                if known is None or known.left_out is not None:
+                    reason = is_there(contestant.peer) or workshop.prepare(contestant)
+                    if reason is None:
+                        status.update(f"{name} ({number + 1} of {len(entrants)}): images")
+                        check, reason = workshop.check(contestant, self._arguments.psnr)
+                else:
+                    reason = workshop.prepare(contestant)
+            runs = known.runs if known else []
+            self._entries[name] = Entry(
+                name=name, peer=contestant.peer, recipe=contestant.recipe, check=check, left_out=reason, runs=runs,
+                figures=None,
+            )  # fmt: skip
+            if reason is not None:
+                self._console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
+            else:
+                self._entrants.append(contestant)
+        self.publish(cut_off="the run is under way" if self._arguments.rounds else None)
+
+    def measure(self, workshop: Workshop) -> None:
+        """The rounds; the report is written after each run, so that nothing measured is lost."""
+        for _ in range(self._arguments.rounds):
+            turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
+            for number, contestant in enumerate(turns):
+                where = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {contestant.name}"
+                with self._console.status(where):
+                    self._note(contestant, workshop.time(contestant))
+                self.publish(cut_off="the run is under way")
+            self._rounds += 1
+
+    def _note(self, contestant: Contestant, measured: Measured) -> None:
+        from fuelrail.bench.compare_report import make_run
+        from fuelrail.bench.peers.process import Timed
+
+        entry = self._entries[contestant.name]
+        answer = measured.answer
+        if not isinstance(answer, Timed):
+            why = getattr(answer, "message", "no answer")
+            self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=f"it failed while timed: {why}")
+            self._entrants = [other for other in self._entrants if other != contestant]
+            return
+        made = make_run(
+            self._rounds, answer, self._work.batch_size * len(self._work.cameras), measured.peak_memory_bytes
+        )
+        self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, made])
+
+    def report(self) -> CompareReport:
+        """The report as it stands."""
+        from fuelrail.bench.compare_report import build_compare_report
+
+        return build_compare_report(
+            machine=self._machine, packages=self._packages, dataset=self._facts, work=self._work,
+            options=self._options, num_rounds=self._rounds, contestants=list(self._entries.values()),
+            cut_off=self._cut_off,
+        )  # fmt: skip
+
+    def publish(self, cut_off: str | None) -> None:
+        """Write the report's files; the page only of what is finished."""
+        self._cut_off = cut_off
+        report, out = self.report(), self._arguments.out
+        publish_json(out / REPORT_JSON, report)
+        if cut_off == "the run is under way":
+            return
+        from fuelrail.bench.compare_markdown import render_compare_markdown
+
+        publish(out / REPORT_MARKDOWN, render_compare_markdown(report).encode())
+        if not self._arguments.no_html:
+            from fuelrail.bench.compare_page import render_compare_html  # matplotlib, only where a page is wanted
+
+            publish(out / REPORT_HTML, render_compare_html(report).encode())
+
+    def _refuse_other(self, before: CompareReport) -> None:
+        pairs = {
+            "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
+            "work": (before.work, self._work),
+            "options": (before.options, self._options),
+            "processor": (before.machine.cpu, self._machine.cpu),
+            "packages": ((before.packages, before.machine.packages), (self._packages, self._machine.packages)),
+        }
+        for name, (old, new) in pairs.items():
+            if old != new:
+                raise ConfigError(
+                    f"--continue: the report in '{self._arguments.out}' is of another {name}: {old} there, {new} here; "
+                    "use another --out"
+                )
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, least in (("batch_size", 1), ("height", 1), ("width", 1), ("rounds", 0), ("seed", 0)):
+        value = getattr(arguments, name)
+        if value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be {least} or more")
+    if not arguments.seconds > 0:
+        raise ConfigError(f"--seconds {arguments.seconds:g} must be more than 0")
+
+
+def _dataset(arguments: argparse.Namespace, data: Path) -> Dataset:
+    """The dataset, or the one that is made of a source in the data folder."""
+    from fuelrail.pipeline.dataset import open_dataset
+    from fuelrail.sharding.progress import make_progress
+    from fuelrail.sharding.recipe import make_recipe
+    from fuelrail.sharding.run import shard
+    from fuelrail.sharding.source import parse_source
+
+    kind, colon, _ = arguments.source.partition(":")
+    if not colon or "/" in kind or Path(arguments.source).is_dir():
+        return open_dataset(arguments.source)
+    options = {} if arguments.version is None else {"version": arguments.version}
+    out = data / "fuelrail"
+    with make_progress(as_json=False) as progress:
+        shard(parse_source(arguments.source, options), out, make_recipe(splits={"train": 1.0}), 1, progress)
+    return open_dataset(out)
+
+
+def _versions() -> dict[str, str]:
+    from fuelrail.bench.peers.registry import PEERS
+
+    versions = {}
+    for package in sorted({package for entry in PEERS.values() for package in entry.packages}):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def print_compare_report(report: CompareReport, console: Console) -> None:
+    """The figures as text."""
+    from fuelrail.bench.compare_report import REFERENCE, ranking
+
+    if report.cut_off:
+        console.print(f"[bold]PARTIAL:[/bold] {report.cut_off}", highlight=False)
+    timed = ranking(report)
+    if timed:
+        ratio = f"{REFERENCE} is ... times as fast"
+        table = Table("loader", "images/s", "range", ratio, "CPU-s/1000", "MB", "first s", box=None, pad_edge=False)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for entry in timed:
+            figures = entry.figures
+            assert figures is not None
+            rate, times = figures.images_per_s, figures.ours_times_as_fast
+            table.add_row(
+                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}",
+                "" if times is None else f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})",
+                f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
+                f"{figures.first_batch_s:.2f}",
+            )  # fmt: skip
+        console.print(table)
+    for entry in report.contestants:
+        if entry.left_out is not None:
+            console.print(f"left out: {entry.name}: {entry.left_out}", highlight=False, markup=False)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", highlight=False, markup=False)

@@ -1,0 +1,208 @@
+"""The report of ``fuelrail bench compare``: rounds to medians, and to ratios within a round with their intervals."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.files import load_report_of
+from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (likewise)
+from fuelrail.bench.peers.interface import Work  # noqa: TC001 (likewise)
+from fuelrail.bench.peers.process import Check, Timed  # noqa: TC001 (likewise)
+from fuelrail.bench.peers.registry import OURS
+from fuelrail.bench.steady import Interval, interval_of, ratio_interval, warm_up_length
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+SCHEMA = "fuelrail-bench-compare"
+VERSION = 1
+MIN_BATCHES = 8
+REFERENCE = f"{OURS}:turbo"
+# A gap so long between two batches is a machine that stood still, not a loader that is slow.
+_PAUSE_S = 1.0
+_PAUSE_FACTOR = 20
+_CLOCK_JUMP_S = 0.25
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one contestant in a round.
+
+    ``images_per_s`` is of the steady part; None where ``doubt`` says why the run does not count. CPU time is that of
+    the process and its children while batches came; ``peak_memory_bytes`` counts pages that processes share once;
+    ``others_cpus`` is what else kept CPUs busy on this machine, None where that cannot be known.
+    """
+
+    round: int
+    images_per_s: float | None
+    first_batch_s: float
+    num_batches: int
+    cpu_s_per_1000_images: float
+    peak_memory_bytes: int
+    others_cpus: float | None
+    doubt: str | None
+
+
+class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rounds say about a contestant.
+
+    ``ours_times_as_fast``: the reference's rate over this one's in the same round; geometric mean with a 95 % interval.
+    None without the reference, and without an interval after a single round.
+    """
+
+    images_per_s: Interval
+    cpu_s_per_1000_images: float
+    peak_memory_bytes: int
+    first_batch_s: float
+    ours_times_as_fast: Interval | None
+
+
+class Contestant(msgspec.Struct, frozen=True, kw_only=True):
+    """A loader with a way to decode. ``left_out`` says why it was not timed; None if it was."""
+
+    name: str
+    peer: str
+    recipe: str
+    check: Check | None
+    left_out: str | None
+    runs: list[Run]
+    figures: ContestantFigures | None
+
+
+class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report. ``cut_off`` says why it is partial; ``packages`` has the peers' versions."""
+
+    schema: str
+    version: int
+    created: str
+    cut_off: str | None
+    machine: MachineFacts
+    packages: dict[str, str]
+    dataset: DatasetFacts
+    work: Work
+    options: dict[str, Any]
+    num_rounds: int
+    contestants: list[Contestant]
+    warnings: list[str]
+
+
+def make_run(round_number: int, timed: Timed, images_per_batch: int, peak_memory_bytes: int) -> Run:
+    """Judge one run by the times at which its batches came.
+
+    The rate is the slope of the line through the arrivals after warm-up, by least squares: with several workers batches
+    come in bursts, and first-to-last would depend on where a burst is cut.
+    """
+    arrival_s, clock_jump_s = timed.arrival_s, timed.clock_jump_s
+    gaps = np.diff(arrival_s)
+    doubt = None
+    rate = None
+    warm_up = warm_up_length(gaps.tolist())
+    steady = np.asarray(arrival_s[warm_up:])
+    if abs(clock_jump_s) > _CLOCK_JUMP_S:
+        doubt = f"the wall clock jumped by {clock_jump_s:+.1f} s: it was set, or the machine slept"
+    elif len(gaps) and gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
+        doubt = f"nothing came for {gaps.max():.1f} s: something stopped the process"
+    elif len(steady) < MIN_BATCHES:
+        doubt = f"{len(steady)} batches after warm-up are too few: {MIN_BATCHES} are needed; give it more --seconds"
+    else:
+        rate = float(np.polyfit(steady, np.arange(len(steady)), 1)[0]) * images_per_batch
+    return Run(
+        round=round_number,
+        images_per_s=rate,
+        first_batch_s=arrival_s[0],
+        num_batches=len(arrival_s),
+        cpu_s_per_1000_images=1e3 * timed.cpu_s / (max(len(gaps), 1) * images_per_batch),
+        peak_memory_bytes=peak_memory_bytes,
+        others_cpus=timed.others_cpus,
+        doubt=doubt,
+    )
+
+
+def with_figures(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """The contestants with figures from their runs."""
+    reference = next((_rates(entry) for entry in contestants if entry.name == REFERENCE), {})
+    return [msgspec.structs.replace(entry, figures=_figures(entry, reference)) for entry in contestants]
+
+
+def _rates(contestant: Contestant) -> dict[int, float]:
+    return {run.round: run.images_per_s for run in contestant.runs if run.images_per_s is not None}
+
+
+def _figures(contestant: Contestant, reference: dict[int, float]) -> ContestantFigures | None:
+    good = [run for run in contestant.runs if run.images_per_s is not None]
+    if not good:
+        return None
+    rates = _rates(contestant)
+    ratios = [reference[number] / rate for number, rate in rates.items() if number in reference]
+    return ContestantFigures(
+        images_per_s=interval_of(list(rates.values())),
+        cpu_s_per_1000_images=float(np.median([run.cpu_s_per_1000_images for run in good])),
+        peak_memory_bytes=max(run.peak_memory_bytes for run in good),
+        first_batch_s=float(np.median([run.first_batch_s for run in good])),
+        ours_times_as_fast=ratio_interval(ratios) if ratios else None,
+    )
+
+
+def build_compare_report(
+    *,
+    machine: MachineFacts,
+    packages: dict[str, str],
+    dataset: DatasetFacts,
+    work: Work,
+    options: dict[str, Any],
+    num_rounds: int,
+    contestants: Sequence[Contestant],
+    cut_off: str | None,
+) -> CompareReport:
+    """Put the parts together."""
+    judged = with_figures(contestants)
+    return CompareReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        cut_off=cut_off,
+        machine=machine,
+        packages=packages,
+        dataset=dataset,
+        work=work,
+        options=options,
+        num_rounds=num_rounds,
+        contestants=judged,
+        warnings=_warnings(judged),
+    )
+
+
+def ranking(report: CompareReport) -> list[Contestant]:
+    """The contestants that have figures, the fastest first."""
+    timed = [entry for entry in report.contestants if entry.figures is not None]
+    return sorted(timed, key=lambda entry: -_median(entry))
+
+
+def _median(entry: Contestant) -> float:
+    return entry.figures.images_per_s.median if entry.figures is not None else -math.inf
+
+
+def _warnings(contestants: Sequence[Contestant]) -> list[str]:
+    warnings = []
+    runs = [(entry.name, run) for entry in contestants for run in entry.runs]
+    doubted = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
+    if doubted:
+        warnings.append(f"{len(doubted)} of {len(runs)} runs do not count: {'; '.join(doubted)}.")
+    others = [run.others_cpus for _, run in runs if run.others_cpus is not None and run.doubt is None]
+    if others and max(others) > 0.1:
+        warnings.append(
+            f"Other processes used up to {max(others):.1f} CPUs during a run (median {float(np.median(others)):.2f}): "
+            "rates are too low by about that share; ratios suffer less."
+        )
+    return warnings
+
+
+def load_compare_report(path: Path) -> CompareReport:
+    """Read a report; raises ConfigError for other files and other versions."""
+    return load_report_of(path, CompareReport, SCHEMA, VERSION)

@@ -1,0 +1,42 @@
+"""Building blocks of the reports' Markdown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from fuelrail.bench.dataset_facts import DatasetFacts
+    from fuelrail.bench.machine import MachineFacts
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table's lines; the first column is text, the others are figures. Bars in cells are escaped."""
+    lines = [_line(header), "|" + "|".join(["---", *["---:"] * (len(header) - 1)]) + "|"]
+    return lines + [_line(row) for row in rows]
+
+
+def facts(
+    machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, Any], packages: Mapping[str, str] | None = None
+) -> list[str]:
+    """Everything that the figures depend on, as a list."""
+    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
+    gpus = ", ".join(gpu.name for gpu in machine.gpus) or "none"
+    data = f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples, {len(dataset.cameras)} cameras"
+    versions = machine.packages if packages is None else packages
+    return [
+        "## Machine, dataset, options",
+        "",
+        f"- processor: {machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
+        f"- memory: {machine.memory_bytes / 2**30:.1f} GiB; GPUs: {gpus}",
+        f"- system: {machine.system}, Python {machine.python}",
+        f"- fuelrail {machine.fuelrail}, " + (f"commit {machine.commit}{changed}" if machine.commit else "installed"),
+        f"- packages: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        f"- dataset: {data}; fingerprint {dataset.fingerprint}",
+        f"- options: {', '.join(f'{name}={value}' for name, value in options.items())}",
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

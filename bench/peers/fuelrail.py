@@ -1,0 +1,49 @@
+"""Fuelrail's own DataLoader, as any training script makes it. Its batches hold matrices and boxes besides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.peers.interface import Batch
+from fuelrail.loaders import DataLoader, World
+from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.dataset import open_dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from fuelrail.bench.peers.interface import Sample, Work
+
+
+class Fuelrail:
+    """``turbo`` and ``pillow`` decode the dataset itself, ``restart`` its copy with restart markers."""
+
+    def write(self, _samples: Iterable[Sample], _folder: Path, _work: Work, /) -> None:
+        """The dataset is what the others are written from."""
+        raise AssertionError
+
+    def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
+        """Defaults, but for seed, size and threads."""
+        dataset = open_dataset(folder)
+        (split,) = dataset.manifest.splits
+        index = dataset.index
+        # A sample is numbered by its key: the copy with restart markers has an order of its own.
+        numbers = {key: number for number, key in enumerate(sorted(index.row(at).key for at in range(len(index))))}
+        loader = DataLoader(
+            dataset,
+            work.batch_size,
+            split=split,
+            image=ImageAugment(height=work.height, width=work.width),
+            seed=work.seed,
+            num_workers=work.num_workers,
+            decoder="pillow" if recipe == "pillow" else "turbo",
+            world=World(rank=0, size=1),
+        )
+        with loader:
+            while True:
+                for batch in loader:
+                    yield Batch([numbers[key] for key in batch["sample_key"]], batch["img"].numpy())
+
+
+PEER = Fuelrail()

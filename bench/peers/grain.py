@@ -1,0 +1,73 @@
+"""Grain with threads in this process, over ArrayRecord files."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.peers.interface import Batch
+from fuelrail.bench.peers.recipes import decode_sample, prepare_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from fuelrail.bench.peers.interface import Sample, Work
+
+
+_DECODER = msgspec.msgpack.Decoder(tuple[int, list[memoryview]])
+_BATCHES_AHEAD = 2
+
+
+class Grain:
+    """Records read at random; what its threads hand over are whole batches."""
+
+    def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
+        """ArrayRecord files with one record a group, which random reading wants."""
+        module = import_module("array_record.python.array_record_module")
+        writer = None
+        for count, sample in enumerate(samples):
+            if count % work.samples_per_shard == 0:
+                if writer is not None:
+                    writer.close()
+                path = folder / f"train-{count // work.samples_per_shard:06d}.array_record"
+                writer = module.ArrayRecordWriter(str(path), "group_size:1")
+            assert writer is not None
+            writer.write(msgspec.msgpack.encode(sample))
+        if writer is not None:
+            writer.close()
+
+    def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
+        """A MapDataset: seeded shuffle, batches, each decoded by one of as many threads as there are CPUs."""
+        grain = import_module("grain.python")
+        prepare_worker()
+        decoding = recipe.removeprefix("thr-")
+        source = grain.ArrayRecordDataSource(sorted(map(str, folder.glob("*.array_record"))))
+        dataset = (
+            grain.MapDataset.source(source)
+            .seed(work.seed)
+            .shuffle()
+            .repeat()
+            .batch(work.batch_size, drop_remainder=True, batch_fn=partial(_decode, work, decoding))
+        )
+        options = grain.ReadOptions(
+            num_threads=work.num_workers, prefetch_buffer_size=_BATCHES_AHEAD * work.num_workers
+        )
+        return iter(dataset.to_iter_dataset(options))
+
+
+def _decode(work: Work, recipe: str, records: Sequence[bytes]) -> Batch:
+    images = np.empty((len(records), *work.sample_shape), np.uint8)
+    numbers = []
+    for record, planes in zip(records, images, strict=True):
+        number, encoded = _DECODER.decode(record)
+        decode_sample(encoded, recipe, planes)
+        numbers.append(number)
+    return Batch(numbers, images)
+
+
+PEER = Grain()

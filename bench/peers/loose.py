@@ -1,0 +1,57 @@
+"""torch's DataLoader over loose JPEG files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fuelrail.bench.peers.recipes import new_sample
+from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.bench.peers.interface import Batch, Sample, Work
+
+
+class Loose:
+    """One file an image, named by sample and camera."""
+
+    def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
+        """The files."""
+        for sample in samples:
+            for camera, image in zip(work.cameras, sample.images, strict=True):
+                (folder / f"{sample.number:06d}.{camera}.jpg").write_bytes(image)
+
+    def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
+        """A sample is one item of a map-style dataset."""
+        loader = torch.utils.data.DataLoader(
+            _Files(folder, work, recipe),
+            work.batch_size,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(work.seed),
+            drop_last=True,
+            collate_fn=stack,
+            **worker_options(work.num_workers),
+        )
+        return endless(loader)
+
+
+class _Files(torch.utils.data.Dataset[tuple[int, "NDArray[np.uint8]"]]):
+    def __init__(self, folder: Path, work: Work, recipe: str) -> None:
+        self._folder, self._work, self._recipe = folder, work, recipe
+
+    def __len__(self) -> int:
+        return self._work.num_samples
+
+    def __getitem__(self, number: int) -> tuple[int, NDArray[np.uint8]]:
+        images = [(self._folder / f"{number:06d}.{camera}.jpg").read_bytes() for camera in self._work.cameras]
+        return number, new_sample(images, self._recipe, self._work)
+
+
+PEER = Loose()

@@ -1,0 +1,62 @@
+"""MosaicML Streaming over MDS shards."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuelrail.bench.peers.recipes import new_sample
+from fuelrail.bench.peers.torch_workers import endless, stack, worker_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.bench.peers.interface import Batch, Sample, Work
+
+
+class Mds:
+    """MDS shards of the default size."""
+
+    def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
+        """Shards by the library's own writer, the JPEGs as they are."""
+        columns = {"number": "int", **dict.fromkeys(work.cameras, "bytes")}
+        with import_module("streaming").MDSWriter(out=str(folder), columns=columns, exist_ok=True) as writer:
+            for sample in samples:
+                writer.write({"number": sample.number, **dict(zip(work.cameras, sample.images, strict=True))})
+
+    def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
+        """Its dataset with its default shuffle; decoding where its examples put it, in ``__getitem__``."""
+        import_module("streaming.base.util").clean_stale_shared_memory()
+        dataset = _dataset_class()(folder, work, recipe)
+        loader = torch.utils.data.DataLoader(
+            dataset, work.batch_size, drop_last=True, collate_fn=stack, **worker_options(work.num_workers)
+        )
+        return endless(loader)
+
+
+def _dataset_class() -> Any:  # noqa: ANN401 - a class whose base is imported here
+    streaming = import_module("streaming")
+
+    class Samples(streaming.StreamingDataset):  # type: ignore[name-defined, misc]
+        def __init__(self, folder: Path, work: Work, recipe: str) -> None:
+            super().__init__(local=str(folder), shuffle=True, shuffle_seed=work.seed, batch_size=work.batch_size)
+            self._work, self._recipe = work, recipe
+
+        def __getitem__(self, at: int) -> tuple[int, NDArray[np.uint8]]:
+            stored = super().__getitem__(at)
+            images = [stored[camera] for camera in self._work.cameras]
+            return int(stored["number"]), new_sample(images, self._recipe, self._work)
+
+    # Workers find a class by its name in its module.
+    globals()["Samples"] = Samples
+    Samples.__qualname__ = "Samples"
+    return Samples
+
+
+PEER = Mds()

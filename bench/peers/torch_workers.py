@@ -1,0 +1,53 @@
+"""What the peers on torch's DataLoader share: worker processes that build whole batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fuelrail.bench.peers.interface import Batch
+from fuelrail.bench.peers.recipes import prepare_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+
+def start_worker(_worker: int) -> None:
+    """Of each worker process: no threads within it."""
+    prepare_worker()
+    torch.set_num_threads(1)
+
+
+def worker_options(num_workers: int) -> dict[str, Any]:
+    """Arguments of torch's DataLoader: workers that outlive the epoch, two batches ahead."""
+    return {
+        "num_workers": num_workers,
+        "prefetch_factor": 2,
+        "persistent_workers": True,
+        "worker_init_fn": start_worker,
+    }
+
+
+def stack(samples: Sequence[tuple[int, NDArray[np.uint8]]]) -> tuple[list[int], torch.Tensor]:
+    """Collate: in a worker straight into shared memory, as torch's own does."""
+    numbers = [number for number, _ in samples]
+    tensors = [torch.from_numpy(images) for _, images in samples]
+    out = None
+    if torch.utils.data.get_worker_info() is not None:
+        shape = (len(tensors), *tensors[0].shape)
+        # torch's default_collate: a copy within the worker is saved.
+        storage_type: Any = torch.UntypedStorage
+        out = torch.empty(0, dtype=torch.uint8)
+        out.set_(storage_type._new_shared(int(np.prod(shape)), device="cpu"), 0, shape)  # noqa: SLF001
+    return numbers, torch.stack(tensors, out=out)
+
+
+def endless(loader: Iterable[tuple[list[int], torch.Tensor]]) -> Iterator[Batch]:
+    """A loader's batches, epoch after epoch."""
+    while True:
+        for numbers, images in loader:
+            yield Batch(numbers, images.numpy())
