@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.command import Command
+from fuelrail.pipeline.command import Command, counted
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+
+
+_FLAGS: Final = {
+    "compression_level": "zstd-level",
+    "dictionary_bytes": "dictionary",
+    "shard_size_bytes": "shard-size",
+}
+"""Flags that are not called as their field of the recipe."""
 
 
 def _configure_synth(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +37,7 @@ def _run_synth(args: argparse.Namespace) -> int:
 
 def _configure_shard(parser: argparse.ArgumentParser) -> None:
     from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
+    from fuelrail.sharding.engines import ENGINES
     from fuelrail.sharding.recipe import DEFAULT_SHARD_BYTES, JPEGS, LAYOUTS, ORDERS
     from fuelrail.sharding.transcode import FORM
 
@@ -66,10 +77,17 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=LAYOUTS,
         default=LAYOUTS[0],
-        help="member: compress metadata and points, each by itself; none: compress nothing (default %(default)s)",
+        help="member: compress metadata and points, each by itself; frame: compress each sample as a whole, in "
+        ".tar.zst; none: compress nothing (default %(default)s)",
     )
     parser.add_argument(
-        "--compression", metavar="LEVEL", type=int, default=DEFAULT_ZSTD_LEVEL, help="zstd level (default %(default)s)"
+        "--zstd-level", metavar="N", type=int, default=DEFAULT_ZSTD_LEVEL, help="1 to 19 (default %(default)s)"
+    )
+    parser.add_argument(
+        "--dictionary",
+        metavar="SIZE",
+        help="train a zstd dictionary of this size (64KiB) for metadata, geometry and boxes; for layout member, and "
+        "worth it where there are no images beside them (default: none)",
     )
     parser.add_argument(
         "--jpeg",
@@ -81,6 +99,15 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the dataset's name (default: from the source)")
     parser.add_argument("--license", help="the data's license, noted in the manifest and in every sample")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="where shards are made: in threads or processes here, or by a Ray cluster; the bytes are the same "
+        "(default: threads for a few workers, processes for more)",
+    )
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="existing cluster: auto, or HOST:PORT (default: one of this run's own)"
+    )
     parser.add_argument("--json", action="store_true", help="report progress and result as JSON lines on stdout")
     of_source = parser.add_argument_group("options of the source")
     of_source.add_argument("--version", metavar="FOLDER", help="nuscenes: folder of the tables, such as v1.0-mini")
@@ -99,6 +126,7 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_shard(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.engines import make_engine
     from fuelrail.sharding.progress import JsonLines, make_progress
     from fuelrail.sharding.recipe import make_recipe, parse_size, parse_splits
     from fuelrail.sharding.run import shard
@@ -113,7 +141,7 @@ def _run_shard(args: argparse.Namespace) -> int:
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     spec = parse_source(args.source, options)
-    recipe = make_recipe(
+    values: dict[str, Any] = dict(
         name=args.name,
         license=args.license,
         seed=args.seed,
@@ -122,16 +150,27 @@ def _run_shard(args: argparse.Namespace) -> int:
         order=args.order,
         splits=None if args.splits is None else parse_splits(args.splits),
         split_seed=args.split_seed,
-        shard_size_bytes=parse_size(args.shard_size),
+        shard_size_bytes=parse_size(args.shard_size, "--shard-size"),
         images=None if args.images is None else parse_images(args.images),
         layout=args.layout,
-        compression_level=args.compression,
+        compression_level=args.zstd_level,
+        dictionary_bytes=None if args.dictionary is None else parse_size(args.dictionary, "--dictionary"),
         jpeg=args.jpeg,
     )
+    try:
+        recipe = make_recipe(**values)
+    except ConfigError as error:
+        raise ConfigError(_named_by_flag(str(error), values)) from error
+    if args.ray_address is not None and args.engine != "ray":
+        raise ConfigError("--ray-address belongs to --engine ray")
+    if args.workers < 0:
+        raise ConfigError(f"--workers {args.workers} is too few: 1 at least")
+    engine = make_engine(args.engine, args.workers, args.ray_address)
     begun = time.monotonic()
     with make_progress(as_json=args.json) as progress:
         try:
-            outcome = shard(spec, args.out, recipe, args.workers or len(os.sched_getaffinity(0)), progress)
+            num_workers = args.workers or len(os.sched_getaffinity(0))
+            outcome = shard(spec, args.out, recipe, num_workers, progress, engine)
         except KeyboardInterrupt:
             sys.stderr.write("fuelrail: finished shards are kept; run the same command to go on\n")
             raise
@@ -153,10 +192,19 @@ def _run_shard(args: argparse.Namespace) -> int:
     splits = ", ".join(f"{name} {entry.num_samples:,}" for name, entry in manifest.splits.items())
     kept = f" ({outcome.num_kept} were there already)" if outcome.num_kept else ""
     sys.stdout.write(
-        f"{manifest.num_samples:,} samples ({splits}) of {manifest.num_clips:,} clips in {len(manifest.shards):,} "
-        f"shards{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {args.out}\n"
+        f"{counted(manifest.num_samples, 'sample')} ({splits}) of {counted(manifest.num_clips, 'clip')} in "
+        f"{counted(len(manifest.shards), 'shard')}{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {args.out}\n"
     )
     return 0
+
+
+def _named_by_flag(text: str, values: dict[str, Any]) -> str:
+    """An error of the recipe about one field, with the flag and the value that the field came from."""
+    match = re.fullmatch(r"options: at '(\w+)[^']*': (.*)", text, re.DOTALL)
+    if match is None:
+        return text
+    field, said = match.groups()
+    return f"--{_FLAGS.get(field, field.replace('_', '-'))} {values[field]}: {said}"
 
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +219,8 @@ def _run_verify(args: argparse.Namespace) -> int:
     from fuelrail.sharding.progress import checking
     from fuelrail.sharding.verify import verify
 
+    if args.workers < 0:
+        raise ConfigError(f"--workers {args.workers} is too few: 1 at least")
     num_threads = args.workers or len(os.sched_getaffinity(0))
     with checking() as checked:
         report = verify(args.dataset, deep=args.deep, num_threads=num_threads, checked=checked)

@@ -13,7 +13,7 @@ import numpy as np
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
 from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
 from fuelrail.pipeline.settings import convert
-from fuelrail.sharding.engines.local import make_shards
+from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.finish import finish
 from fuelrail.sharding.output import check_out, manifest_in, open_output
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
@@ -28,6 +28,7 @@ from fuelrail.sharding.workspace import Workspace
 from fuelrail.sharding.writer import ShardDone, WriteJob
 
 if TYPE_CHECKING:
+    from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.output import Output
     from fuelrail.sharding.plan import Plan
 
@@ -57,16 +58,21 @@ class Outcome(NamedTuple):
 
 
 def shard(
-    spec: SourceSpec, out: str | os.PathLike[str], recipe: Recipe, num_workers: int, progress: Progress
+    spec: SourceSpec,
+    out: str | os.PathLike[str],
+    recipe: Recipe,
+    num_workers: int,
+    progress: Progress,
+    engine: Engine | None = None,
 ) -> Outcome:
     """Make a dataset from a source, or go on with one that was begun by the same recipe.
 
-    A dataset that is finished already is checked, and what is damaged in it is made again. Raises SourceError for the
-    source's faults, DatasetExistsError where OUT holds another dataset or other work, DatasetError where it can't be
-    written or another run is at it.
+    ``out`` is a folder or a URL that fsspec can write; ``engine`` None makes the shards in ``num_workers`` threads or
+    processes here. A dataset that is finished already is checked, and what is damaged in it is made again. Raises
+    SourceError for the source's faults, DatasetExistsError where OUT holds another dataset or other work, DatasetError
+    where it can't be written or another run is at it.
     """
-    if num_workers < 1:
-        raise ConfigError(f"{num_workers} workers are too few: 1 at least")
+    engine = engine or LocalEngine(num_workers)
     if not os.fspath(out):
         raise ConfigError("the output folder has no name")  # abspath would make it the current one
     output = open_output(out)
@@ -119,7 +125,7 @@ def shard(
             output.remove(MANIFEST_FILE)
         wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(output, manifest, num_workers)
         num_kept = len(plan.shards) - len(wanted)
-        for done in make_shards(job, wanted, num_workers, progress.advanced):
+        for done in engine.make_shards(job, wanted, progress.advanced):
             work.check()
             num_kept += done.kept
             progress.shard_done(done)

@@ -116,6 +116,11 @@ class UrlOutput:
             self.fs.rm(self.path(WORK_FOLDER), recursive=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
+    def fetch(self, name: str, file: Path) -> None:
+        """Bring an object into a local file."""
+        with self._reading():
+            self.fs.get_file(self.path(name), str(file))
+
     def abort_uploads(self) -> None:
         """Abort uploads under this prefix that nobody will complete; to be called under the lock."""
         if not hasattr(self.fs, "call_s3"):

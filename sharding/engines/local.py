@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.sharding.engines import threads
 from fuelrail.sharding.processes import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
@@ -22,23 +22,26 @@ _POLL_S: Final = 0.1
 _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
 
 
-def make_shards(
-    job: WriteJob, numbers: Sequence[int], num_workers: int, advance: Callable[[int], None]
-) -> Iterator[ShardDone]:
-    """Make these shards of the plan; yields them as they are done, in any order.
+class LocalEngine:
+    """So many workers on this machine; ``kind`` ``threads`` or ``processes``, None for what suits their number."""
 
-    ``advance`` gets the bytes written since it was last called. Raises what a worker raised first; the others are
-    stopped between two samples.
-    """
-    num_workers = min(num_workers, len(numbers))
-    if num_workers <= 1:
-        writer = ShardWriter(job)
-        for number in numbers:
-            yield writer.make(number, advance)
-    elif num_workers <= threads.MAX_THREADS:
-        yield from threads.make_shards(job, numbers, num_workers, advance)
-    else:
-        yield from _in_processes(job, iter(numbers), num_workers, advance)
+    def __init__(self, num_workers: int, kind: str | None = None) -> None:
+        self._num_workers = num_workers
+        if num_workers < 1:
+            raise ConfigError(f"{num_workers} workers are too few: 1 at least")
+        self._kind = kind or ("threads" if self._num_workers <= threads.MAX_THREADS else "processes")
+
+    def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
+        """Make these shards of the plan."""
+        num_workers = min(self._num_workers, len(numbers))
+        if self._kind == "processes" and num_workers:
+            yield from _in_processes(job, iter(numbers), num_workers, advance)
+        elif num_workers > 1:
+            yield from threads.make_shards(job, numbers, num_workers, advance)
+        elif num_workers == 1:
+            writer = ShardWriter(job)
+            for number in numbers:
+                yield writer.make(number, advance)
 
 
 def _in_processes(

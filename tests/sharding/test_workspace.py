@@ -13,8 +13,7 @@ from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.sharding.output import WORK_FOLDER, FolderOutput, check_out
 from fuelrail.sharding.plan import PlannedShard
 from fuelrail.sharding.recipe import make_recipe
-from fuelrail.sharding.workspace import Begun
-from fuelrail.sharding.workspace import Workspace
+from fuelrail.sharding.workspace import Begun, Workspace
 
 BEGUN = Begun(
     recipe=make_recipe(), num_samples=3, num_clips=1, samples_sha256="ab", shards=[PlannedShard("train", 0, 0, 3)]

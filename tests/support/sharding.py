@@ -13,15 +13,25 @@ from fuelrail.sharding.source import SourceSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fuelrail.sharding.engines import Engine
+
 
 _OF_SOURCE = ("version", "missing_camera", "points", "sweeps")
 
 
-def shard_nuscenes(root: Path, out: Path, *, num_workers: int = 1, progress: Quiet | None = None, **values) -> Outcome:
+def shard_nuscenes(
+    root: Path,
+    out: Path | str,
+    *,
+    num_workers: int = 1,
+    progress: Quiet | None = None,
+    engine: Engine | None = None,
+    **values,
+) -> Outcome:
     """Shard a nuScenes dataroot; ``values`` are those of the recipe, and of the source what `_OF_SOURCE` names."""
     options = {name: values.pop(name) for name in _OF_SOURCE if name in values}
     recipe = make_recipe(**{"seed": 7, **values})
-    return shard(SourceSpec("nuscenes", str(root), options), out, recipe, num_workers, progress or Quiet())
+    return shard(SourceSpec("nuscenes", str(root), options), out, recipe, num_workers, progress or Quiet(), engine)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -1,0 +1,174 @@
+"""Shards made by a Ray cluster: an existing one, or one of this run's own on this machine.
+
+A task makes one shard and writes it to OUT itself; what goes through Ray is the job (small), a shard's number, and a
+line of result. So nothing of a dataset's size enters the object store, and nothing is ever spilled from it. A task that
+dies with its node, or is killed for want of memory, is tried again elsewhere: it is a pure function, and a half-written
+shard has no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import socket
+import uuid
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError
+from fuelrail.sharding.engines.inputs import forget_inputs, inputs_here, share_inputs
+from fuelrail.sharding.writer import ShardDone, ShardWriter, WriteJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+TASK_MEMORY_BYTES: Final = 512 << 20
+"""What a task asks the scheduler for: a sample's bytes, the rows of one shard's record, and the interpreter."""
+_MAX_RETRIES: Final = 10
+_POLL_S: Final = 0.5
+_STOP_S: Final = 30.0
+_PROBE_S: Final = 10.0
+_TASKS_AHEAD: Final = 2  # submitted for each CPU of the cluster, so that none waits for the next one
+
+
+class RayEngine:
+    """A cluster. ``num_workers`` bounds how many shards are made at once; 0 for as many as there are CPUs."""
+
+    def __init__(self, address: str | None, num_workers: int) -> None:
+        """Raises ConfigError where Ray is not installed."""
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(f"--engine ray needs Ray: pip install 'fuelrail[ray]' ({error})") from error
+        self._ray: Any = ray
+        self._address, self._num_workers = address, num_workers
+
+    def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
+        """Make these shards of the plan, each in a task."""
+        if not len(numbers):
+            return
+        with self._connected():
+            run = uuid.uuid4().hex
+            share_inputs(job, run)
+            try:
+                yield from self._run_tasks(job, run, numbers, advance)
+            finally:
+                self._forget(job)
+
+    def _run_tasks(
+        self, job: WriteJob, run: str, numbers: Sequence[int], advance: Callable[[int], None]
+    ) -> Iterator[ShardDone]:
+        ray = self._ray
+        task = ray.remote(_make).options(
+            num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=_MAX_RETRIES, scheduling_strategy="SPREAD"
+        )
+        shared = ray.put(job)
+        waiting = iter(numbers)
+        pending: list[Any] = []
+        try:
+            while True:
+                wanted = self._num_workers or int(ray.cluster_resources().get("CPU", 1)) * _TASKS_AHEAD
+                pending += [task.remote(shared, run, n) for n in itertools.islice(waiting, wanted - len(pending))]
+                if not pending:
+                    return
+                done, pending = ray.wait(pending, timeout=_POLL_S)
+                advance(0)
+                for reference in done:
+                    result = self._result(reference)
+                    advance(result.num_bytes)
+                    yield result
+        finally:
+            self._stop(pending)
+
+    def _result(self, reference: Any) -> ShardDone:  # noqa: ANN401 - Ray's, which has no types for it
+        ray = self._ray
+        try:
+            result: ShardDone | FuelrailError = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.RayError as error:
+            raise FuelrailError(
+                f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
+                f"({' '.join(str(error).split())[:300]}); the same command goes on with what is not finished"
+            ) from error
+        if isinstance(result, FuelrailError):
+            raise result
+        return result
+
+    def _stop(self, pending: list[Any]) -> None:
+        """Tell tasks to end, and wait until they have."""
+        for reference in pending:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.cancel(reference)
+        if pending:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
+
+    def _forget(self, job: WriteJob) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if "://" not in job.out:
+            return
+        ray = self._ray
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        tidy = [
+            ray.remote(forget_inputs)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+            .remote(job.out)
+            for node in nodes
+        ]
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait(tidy, num_returns=len(tidy), timeout=_STOP_S)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        ray = self._ray
+        if ray.is_initialized():
+            yield
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if self._address is None:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own calls nobody
+            cores = self._num_workers or len(os.sched_getaffinity(0))
+            quiet |= {"address": "local", "num_cpus": cores, "include_dashboard": False}
+        else:
+            quiet["address"] = self._address
+        try:
+            if match := re.fullmatch(r"([^:/]+):([0-9]{1,5})", self._address or ""):
+                # Ray itself would wait for minutes.
+                socket.create_connection((match[1], int(match[2])), _PROBE_S).close()
+            ray.init(**quiet)
+        except (OSError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"no Ray cluster answers at {self._address or 'this machine'!r} ({text}); start one with "
+                "`ray start --head`, or leave --ray-address out for a cluster of this run's own"
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+_writer: tuple[str, ShardWriter] | None = None
+
+
+def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
+    """The task. What went wrong for good is returned; what Ray is to try again is raised."""
+    global _writer
+    import ray
+
+    node = ray.util.get_node_ip_address()
+    try:
+        if _writer is None or _writer[0] != run:
+            _writer = (run, ShardWriter(inputs_here(job, run, node)))
+        return _writer[1].make(number, _no_pulse)
+    except SourceError as error:
+        return SourceError(f"{error} (on node {node})")
+    except FuelrailError as error:
+        return error
+
+
+def _no_pulse(num_bytes: int) -> None:
+    """Nobody counts bytes before a shard is done; a task that is to end is interrupted by Ray."""

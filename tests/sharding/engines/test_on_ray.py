@@ -1,0 +1,107 @@
+"""A real Ray cluster of several nodes on this machine: the same bytes, whatever dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.engines.on_ray import RayEngine
+from fuelrail.sharding.output import WORK_FOLDER
+from fuelrail.sharding.progress import Quiet
+from support.nuscenes_tables import build_nuscenes
+from support.ray_cluster import ray_cluster
+from support.sharding import digests, shard_nuscenes
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")
+
+CLIPS = {"a": 6, "b": 6, "c": 6, "d": 6}
+OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, of its dependencies
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return build_nuscenes(tmp_path_factory.mktemp("source"), CLIPS)
+
+
+@pytest.fixture(scope="module")
+def expected(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("expected") / "out"
+    shard_nuscenes(source.root, out, **OPTIONS)
+    return digests(out)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster(3) as made:
+        yield made
+
+
+def test_three_nodes_give_the_same_bytes(source, expected, cluster, tmp_path):
+    outcome = shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
+    assert digests(tmp_path / "out") == expected
+    assert outcome.num_written == len(outcome.manifest.shards) > 6
+
+
+def test_a_node_that_dies_in_the_middle_costs_time_only(source, expected, cluster, tmp_path):
+    class Killer(Quiet):
+        killed = False
+
+        def shard_done(self, shard):
+            if not self.killed:
+                self.killed = True
+                cluster.tell("kill")
+
+    killer = Killer()
+    shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), progress=killer, **OPTIONS)
+    cluster.tell("add")
+    assert killer.killed
+    assert digests(tmp_path / "out") == expected
+
+
+def test_a_driver_that_is_killed_goes_on_with_the_same_command(source, expected, cluster, tmp_path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{source.root}", str(out), "--seed", "7", "--shard-size",
+        "30000", "--splits", "train=0.75,val=0.25", "--engine", "ray", "--ray-address", cluster.address,
+    ]  # fmt: skip
+    run = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(out.glob("*.tar"))) < 2 and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    run.send_signal(signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    there = {path.name: path.stat().st_ino for path in out.glob("*.tar")}
+    assert len(there) >= 2
+    subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+    assert digests(out) == expected
+    # Workers of the run that was killed may have finished a shard more; none that was there is another file now.
+    assert all((out / name).stat().st_ino == inode for name, inode in there.items())
+
+
+def test_what_is_wrong_with_the_source_is_said_once_and_with_the_node(source, cluster, tmp_path):
+    root, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source.root, root)
+    victim = sorted((root / "samples" / "CAM_BACK").iterdir())[5]
+    victim.write_bytes(victim.read_bytes()[:-9])
+    with pytest.raises(SourceError, match=rf"{victim.name}.*truncated JPEG.*\(on node [0-9.]+\)"):
+        shard_nuscenes(root, out, engine=RayEngine(cluster.address, 0), **OPTIONS)
+    assert not (out / "dataset.json").exists()
+    assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
+
+
+def test_a_cluster_that_is_not_there(source, tmp_path):
+    with pytest.raises(ConfigError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine("127.0.0.1:1", 0), **OPTIONS)
