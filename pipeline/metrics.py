@@ -15,6 +15,22 @@ fuelrail_stage_seconds_total          counter thread-seconds by ``stage`` and ``
 fuelrail_stage_threads                gauge   threads of a stage
 fuelrail_stage_queue                  gauge   results that wait behind a stage
 fuelrail_stage_queue_capacity         gauge   how many may
+fuelrail_storage_spans_total          counter samples that storage handed out
+fuelrail_storage_bytes_total          counter bytes of them
+fuelrail_storage_requests_total       counter requests to remote storage that were answered
+fuelrail_storage_request_bytes_total  counter bytes that these brought, gaps and hedges included
+fuelrail_storage_retries_total        counter requests or reads made again after a failure
+fuelrail_storage_hedges_total         counter second requests, made because the first was slow
+fuelrail_storage_hedges_won_total     counter those that were answered first
+fuelrail_storage_refetched_total      counter samples read again because they came short or with a wrong checksum
+fuelrail_storage_concurrency          gauge   requests that may be in flight
+fuelrail_cache_hits_total             counter samples found in the cache
+fuelrail_cache_misses_total           counter samples that were not
+fuelrail_cache_hit_bytes_total        counter bytes of those found
+fuelrail_cache_evictions_total        counter samples that made room for others
+fuelrail_cache_damaged_total          counter cache files that were missing, cut or corrupt
+fuelrail_cache_bytes                  gauge   bytes in the cache, of all processes that share it
+fuelrail_bad_samples_total            counter distinct bad samples that were substituted
 ===================================== ======= =====================================================================
 
 Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) / rate(fuelrail_uptime_seconds_total)``.
@@ -39,7 +55,26 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-HELP: Final = {
+_STORAGE: Final = {
+    "spans": ("fuelrail_storage_spans_total", "samples that storage handed out"),
+    "span_bytes": ("fuelrail_storage_bytes_total", "bytes of the samples that storage handed out"),
+    "requests": ("fuelrail_storage_requests_total", "requests to remote storage that were answered"),
+    "request_bytes": ("fuelrail_storage_request_bytes_total", "bytes that requests brought, gaps and hedges included"),
+    "retries": ("fuelrail_storage_retries_total", "requests or reads made again after a failure"),
+    "hedges": ("fuelrail_storage_hedges_total", "second requests, made because the first was slow"),
+    "hedges_won": ("fuelrail_storage_hedges_won_total", "second requests that were answered first"),
+    "refetched": ("fuelrail_storage_refetched_total", "samples read again: they came short or with a wrong checksum"),
+    "concurrency": ("fuelrail_storage_concurrency", "requests that may be in flight"),
+    "cache_hits": ("fuelrail_cache_hits_total", "samples found in the cache"),
+    "cache_misses": ("fuelrail_cache_misses_total", "samples looked for in the cache in vain"),
+    "cache_hit_bytes": ("fuelrail_cache_hit_bytes_total", "bytes of the samples found in the cache"),
+    "cache_evictions": ("fuelrail_cache_evictions_total", "samples that made room for others in the cache"),
+    "cache_damaged": ("fuelrail_cache_damaged_total", "cache files that were missing, cut or corrupt"),
+    "cache_bytes": ("fuelrail_cache_bytes", "bytes in the cache, of all processes that share it"),
+}
+"""Fields of `fuelrail.loaders.storage.StorageStats`, and what they are here."""
+
+HELP: Final = dict(_STORAGE.values()) | {
     "fuelrail_batches_total": "batches handed to the trainer",
     "fuelrail_samples_total": "samples handed to the trainer",
     "fuelrail_images_total": "images handed to the trainer",
@@ -50,7 +85,15 @@ HELP: Final = {
     "fuelrail_stage_threads": "threads of a stage",
     "fuelrail_stage_queue": "results that wait behind a stage",
     "fuelrail_stage_queue_capacity": "results that may wait behind a stage",
+    "fuelrail_bad_samples_total": "distinct bad samples that were substituted",
 }
+
+
+class StorageCounters(Protocol):
+    """What a storage backend counts; the fields of ``_STORAGE`` besides."""
+
+    @property
+    def backend(self) -> str: ...  # noqa: D102
 
 
 class LoaderCounters(Protocol):
@@ -68,6 +111,10 @@ class LoaderCounters(Protocol):
     def waited_s(self) -> float: ...  # noqa: D102
     @property
     def elapsed_s(self) -> float: ...  # noqa: D102
+    @property
+    def storage(self) -> StorageCounters: ...  # noqa: D102
+    @property
+    def bad_samples(self) -> int: ...  # noqa: D102
 
 
 class Metric(NamedTuple):
@@ -86,6 +133,7 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
         Metric("fuelrail_images_total", labels, stats.images),
         Metric("fuelrail_wait_seconds_total", labels, stats.waited_s),
         Metric("fuelrail_uptime_seconds_total", labels, stats.elapsed_s),
+        Metric("fuelrail_bad_samples_total", labels, stats.bad_samples),
     ]
     for clock in stats.stages:
         own = {**labels, "stage": clock.name}
@@ -98,7 +146,8 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
             Metric("fuelrail_stage_queue", own, clock.waiting),
             Metric("fuelrail_stage_queue_capacity", own, clock.capacity),
         ]
-    return metrics
+    own = {**labels, "backend": stats.storage.backend}
+    return metrics + [Metric(name, own, getattr(stats.storage, field)) for field, (name, _) in _STORAGE.items()]
 
 
 def render(metrics: Iterable[Metric]) -> str:

@@ -70,6 +70,7 @@ class TestMetrics:
         assert values["fuelrail_images_total", None, None] == 6 * count
         assert values["fuelrail_stage_items_total", "decode", None] >= 3 * count
         assert values["fuelrail_stage_seconds_total", "decode", "busy"] > 0
+        assert values["fuelrail_storage_spans_total", None, None] >= 3 * count
         assert found[0].labels == {"dataset": "tiny", "rank": "1", "world_size": "2"}
 
     def test_it_does_not_keep_the_loader_alive(self, tiny):

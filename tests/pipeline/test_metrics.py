@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import urllib.error
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.loaders.storage import StorageStats
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.metrics import HELP, Metric, MetricsServer, loader_metrics, parse, render
 from fuelrail.pipeline.stages import StageClock
@@ -24,6 +26,8 @@ class Stats(NamedTuple):
     images: int = 72
     waited_s: float = 0.75
     elapsed_s: float = 3.0
+    storage: StorageStats = StorageStats("obstore", *range(100, 100 + len(StorageStats._fields) - 1))
+    bad_samples: int = 2
 
 
 def test_the_text_is_what_prometheus_reads():
@@ -32,6 +36,10 @@ def test_the_text_is_what_prometheus_reads():
     assert '# TYPE fuelrail_batches_total counter\nfuelrail_batches_total{rank="1"} 4\n' in text
     assert 'fuelrail_stage_seconds_total{rank="1",stage="decode",state="starved"} 0.25\n' in text
     assert '# TYPE fuelrail_stage_queue gauge\nfuelrail_stage_queue{rank="1",stage="decode"} 3\n' in text
+    for number, field in enumerate(StorageStats._fields[1:], 100):
+        name = f"fuelrail_{field}" if field.startswith("cache_") else f"fuelrail_storage_{field.removeprefix('span_')}"
+        value = rf'^{name}(_total)?{{rank="1",backend="obstore"}} {number}$'
+        assert re.search(value, text, re.MULTILINE), f"every count of storage is told: {field}"
     for name in HELP:
         assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, "one group a name"
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from fuelrail.__main__ import main
+from fuelrail.loaders.storage import StorageStats
 from fuelrail.pipeline import top
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.metrics import MetricsServer, loader_metrics
@@ -24,6 +25,8 @@ class Stats(NamedTuple):
     images: int
     waited_s: float
     elapsed_s: float
+    storage: StorageStats = StorageStats("mapped")
+    bad_samples: int = 0
 
 
 def at(second, waiting):
