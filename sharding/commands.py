@@ -141,22 +141,22 @@ def _run_shard(args: argparse.Namespace) -> int:
     }
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     spec = parse_source(args.source, options)
-    values: dict[str, Any] = dict(
-        name=args.name,
-        license=args.license,
-        seed=args.seed,
-        select=args.select,
-        limit=args.limit,
-        order=args.order,
-        splits=None if args.splits is None else parse_splits(args.splits),
-        split_seed=args.split_seed,
-        shard_size_bytes=parse_size(args.shard_size, "--shard-size"),
-        images=None if args.images is None else parse_images(args.images),
-        layout=args.layout,
-        compression_level=args.zstd_level,
-        dictionary_bytes=None if args.dictionary is None else parse_size(args.dictionary, "--dictionary"),
-        jpeg=args.jpeg,
-    )
+    values: dict[str, Any] = {
+        "name": args.name,
+        "license": args.license,
+        "seed": args.seed,
+        "select": args.select,
+        "limit": args.limit,
+        "order": args.order,
+        "splits": None if args.splits is None else parse_splits(args.splits),
+        "split_seed": args.split_seed,
+        "shard_size_bytes": parse_size(args.shard_size, "--shard-size"),
+        "images": None if args.images is None else parse_images(args.images),
+        "layout": args.layout,
+        "compression_level": args.zstd_level,
+        "dictionary_bytes": None if args.dictionary is None else parse_size(args.dictionary, "--dictionary"),
+        "jpeg": args.jpeg,
+    }
     try:
         recipe = make_recipe(**values)
     except ConfigError as error:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.index import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.manifest import (
@@ -73,10 +74,15 @@ def finish(
                     sha256=record.sha256,
                 )
             )
-            listings.append(FileEntry(name=f"{planned.stem}.idx", bytes=record.idx_bytes, sha256=record.idx_sha256))
+            if record.idx_bytes:
+                listings.append(FileEntry(name=f"{planned.stem}.idx", bytes=record.idx_bytes, sha256=record.idx_sha256))
     attributes = work.temporary / ATTRIBUTES_FILE
     _write_attributes(attributes, plan, table, info, dealt)
-    files = [_entry(index), _entry(attributes), *listings]
+    files = [_entry(index), _entry(attributes)]
+    if job.dictionary is not None:
+        data = job.dictionary.data
+        files.append(FileEntry(name=DICTIONARY_FILE, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    files += listings
     for path in (index, attributes):
         work.out.publish_file(path.name, path)
     manifest = Manifest(
@@ -114,10 +120,10 @@ def finish(
             "num_clips_in_no_split": len(info.clips) - sum(map(len, dealt.values())),
         },
     )
-    data = encode_manifest(manifest)
+    encoded = encode_manifest(manifest)
     with work.out.publish(MANIFEST_FILE) as file:
-        file.write(data)
-    return decode_manifest(data, f"{work.out.shown}/{MANIFEST_FILE}")
+        file.write(encoded)
+    return decode_manifest(encoded, f"{work.out.shown}/{MANIFEST_FILE}")
 
 
 def _splits(plan: Plan, dealt: Mapping[str, Sequence[int]]) -> dict[str, SplitEntry]:

@@ -9,8 +9,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from fuelrail.pipeline.command import counted
 from fuelrail.pipeline.dataset import Dataset, check_span, open_dataset, read_members
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from fuelrail.pipeline.frames import is_framed, span_bytes
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow
 from fuelrail.pipeline.schema import Sample, decode_sample
 
@@ -32,8 +34,9 @@ def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
     recipe = manifest.provenance.get("recipe", {})
     head = [
         ("dataset", f"{manifest.name} ({dataset.root})"),
-        ("samples", f"{manifest.num_samples:,} of {manifest.num_clips:,} clips"),
+        ("samples", f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}"),
         ("shards", f"{len(manifest.shards):,}, {num_bytes / 1e6:,.1f} MB"),
+        ("layout", _layout(dataset)),
         ("order", f"{manifest.order_unit}, seed {manifest.seed}"),
         ("source", f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}"),
         ("license", manifest.license or "not stated"),
@@ -75,6 +78,7 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
     row = dataset.index.row(at)
     sample = _read(dataset, row)
     shard = dataset.manifest.shards[row.shard].name
+    framed = is_framed(shard)
     if as_json:
         return _json(
             {
@@ -83,6 +87,7 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
                 "offset": row.offset,
                 "length": row.length,
                 "xxh3": f"{row.xxh3:016x}",
+                "frame_bytes": span_bytes(row) if framed else None,
                 "members": [member._asdict() for member in row.members],
                 "meta": msgspec.to_builtins(sample.meta),
             }
@@ -91,6 +96,7 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
     head = [
         ("sample", f"{key} (position {at} of {len(dataset.index):,}, split {meta.split})"),
         ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
+        *([("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it")] if framed else []),
         ("clip", f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}"),
         ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
         ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
@@ -99,9 +105,8 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
         ("ego", _vector(geometry.ego2global[:3, 3], "m")),
         ("boxes", _boxes(sample, dataset.manifest.classes)),
     ]
-    members = [
-        (m.name, m.codec, str(row.offset + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members
-    ]
+    base = 0 if framed else row.offset
+    members = [(m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
     cameras = []
     for number, camera in enumerate(dataset.manifest.cameras):
         k = geometry.intrinsics[number]
@@ -128,6 +133,20 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
         "",
     ]
     return "\n\n".join(parts).removesuffix("\n")
+
+
+def _layout(dataset: Dataset) -> str:
+    """How shards store samples; by their names, for the manifest's word on it is for people."""
+    compression = dataset.manifest.compression
+    framed = sum(is_framed(shard.name) for shard in dataset.manifest.shards)
+    words = [str(compression.get("layout", "not stated"))]
+    if framed:
+        words.append("one zstd frame a sample" if framed == len(dataset.manifest.shards) else f"{framed} shards framed")
+    if "level" in compression and compression.get("layout") != "none":
+        words.append(f"zstd level {compression['level']}")
+    if dataset.dictionary is not None:
+        words.append(f"dictionary {dataset.dictionary.id} of {len(dataset.dictionary.data):,} bytes")
+    return ", ".join(words)
 
 
 def _read(dataset: Dataset, row: IndexRow) -> Sample:

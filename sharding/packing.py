@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import xxhash
 
 from fuelrail.pipeline import codecs
+from fuelrail.pipeline.errors import MemberTooLargeError
+from fuelrail.pipeline.frames import encode_frame, encode_seek_table
 from fuelrail.pipeline.index import IndexRow, MemberEntry
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 from fuelrail.sharding.dali import IndexText
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.dictionary import Dictionary
+    from fuelrail.pipeline.shardfile import PackedSpan
 
 _MOST_PIECES: Final = os.sysconf("SC_IOV_MAX")
 
@@ -35,7 +39,7 @@ class RawMember(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A closed shard: size, SHA-256, its rows of the index, its DALI index."""
+    """A closed shard: size, SHA-256, its rows of the index, its DALI index (empty where it has none)."""
 
     num_bytes: int
     sha256: str
@@ -44,13 +48,13 @@ class Packed(NamedTuple):
 
 
 class ShardPacker:
-    """Writes samples to ``file`` as shard number ``number``; close it in the end.
+    """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
 
     A sample's bytes go from where they were read to the file and into the digests, and are not copied in between.
     """
 
-    def __init__(self, file: BinaryIO, number: int, level: int) -> None:
-        self._file, self._number, self._level = file, number, level
+    def __init__(self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None = None) -> None:
+        self._file, self._number, self._level, self._dictionary = file, number, level, dictionary
         self._rows: list[IndexRow] = []
         self._listing = IndexText()
         self._digest = hashlib.sha256()
@@ -58,37 +62,78 @@ class ShardPacker:
 
     def add(self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]) -> int:
         """Encode and write the next sample; returns the length of its span [bytes]."""
-        stored = [
-            StoredMember(_stored_name(name, codec), codecs.encode(codec, data, level=self._level))
-            for name, codec, data in members
-        ]
+        stored = [StoredMember(_stored_name(name, codec), self._encode(codec, data)) for name, codec, data in members]
         packed = pack_sample(key, stored)
+        pieces, length = self._stored_span(key, stored, packed)
         digest = xxhash.xxh3_64()
-        for piece in packed.pieces:
+        for piece in pieces:
             digest.update(piece)
-        self._write(packed.pieces, packed.length)
-        self._listing.add(key, self._offset, stored, packed.offsets)
+        self._write(pieces, length)
         entries = tuple(
             MemberEntry(name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec)
             for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
         )
         row = IndexRow(
-            key, clip_id, frame, timestamp_ns, self._number, self._offset, packed.length, digest.intdigest(), entries
+            key, clip_id, frame, timestamp_ns, self._number, self._offset, length, digest.intdigest(), entries
         )
         self._rows.append(row)
-        self._offset += packed.length
-        return packed.length
+        self._offset += length
+        return length
 
     def close(self) -> Packed:
         """Write the end of the archive."""
-        self._write([END_OF_ARCHIVE], len(END_OF_ARCHIVE))
-        num_bytes = self._offset + len(END_OF_ARCHIVE)
-        return Packed(num_bytes, self._digest.hexdigest(), self._rows, self._listing.encode())
+        end = self._end()
+        self._write([end], len(end))
+        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, self._dali_index())
+
+    def _encode(self, codec: str, data: Buffer) -> Buffer:
+        return codecs.encode(codec, data, level=self._level, dictionary=self._dictionary)
+
+    def _stored_span(
+        self, key: str, stored: Sequence[StoredMember], packed: PackedSpan
+    ) -> tuple[Sequence[Buffer], int]:
+        """A sample's span as the file takes it, in pieces, and its length."""
+        self._listing.add(key, self._offset, stored, packed.offsets)
+        return packed.pieces, packed.length
+
+    def _end(self) -> bytes:
+        return END_OF_ARCHIVE
+
+    def _dali_index(self) -> bytes:
+        return self._listing.encode()
 
     def _write(self, pieces: Sequence[Buffer], num_bytes: int) -> None:
         for piece in pieces:
             self._digest.update(piece)
         write_pieces(self._file, pieces, num_bytes)
+
+
+class FramedPacker(ShardPacker):
+    """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
+
+    def __init__(self, file: BinaryIO, number: int, level: int) -> None:
+        super().__init__(file, number, level)
+        self._sizes: list[tuple[int, int]] = []
+
+    def _stored_span(
+        self,
+        key: str,
+        stored: Sequence[StoredMember],  # noqa: ARG002 - what a DALI index would list
+        packed: PackedSpan,
+    ) -> tuple[Sequence[Buffer], int]:
+        try:
+            frame = encode_frame(b"".join(packed.pieces), self._level)
+        except MemberTooLargeError as error:
+            raise MemberTooLargeError(error.message, key=key) from error
+        self._sizes.append((len(frame), packed.length))
+        return [frame], len(frame)
+
+    def _end(self) -> bytes:
+        end = encode_frame(END_OF_ARCHIVE, self._level)
+        return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
+
+    def _dali_index(self) -> bytes:
+        return b""
 
 
 def write_pieces(file: BinaryIO, pieces: Sequence[Buffer], num_bytes: int) -> None:

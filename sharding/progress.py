@@ -8,6 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from fuelrail.pipeline.command import counted
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
@@ -68,7 +70,7 @@ class JsonLines(Quiet):
 
     def shard_done(self, shard: ShardDone) -> None:
         """Name and size of a shard."""
-        self.emit("shard", name=f"{shard.stem}.tar", bytes=shard.num_bytes, kept=shard.kept)
+        self.emit("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
 
     @staticmethod
     def emit(event: str, **values: Any) -> None:  # noqa: ANN401 - whatever JSON takes
@@ -93,8 +95,8 @@ class Bar(Quiet):
     def scanned(self, info: ScanInfo) -> None:
         """Say what was found."""
         self._bar.console.print(
-            f"scanned {info.num_samples:,} samples in {len(info.clips):,} clips, {len(info.cameras)} cameras, "
-            f"{len(info.lidars)} lidars",
+            f"scanned {counted(info.num_samples, 'sample')} in {counted(len(info.clips), 'clip')}, "
+            f"{counted(len(info.cameras), 'camera')}, {counted(len(info.lidars), 'lidar')}",
             highlight=False,
         )
 
@@ -110,7 +112,7 @@ class Bar(Quiet):
     def shard_done(self, shard: ShardDone) -> None:
         """Count the shard."""
         self._num_done += 1
-        text = f"{self._num_done}/{self._num_shards} shards, {'kept' if shard.kept else 'wrote'} {shard.stem}"
+        text = f"{self._num_done}/{self._num_shards} shards, {'kept' if shard.kept else 'wrote'} {shard.name}"
         self._bar.update(self._task, description=text)
 
     def __enter__(self) -> Self:

@@ -16,7 +16,8 @@ import yaml
 import zstandard
 
 from fuelrail import __version__
-from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL, RAW, ZSTD, planes
+from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL, RAW, ZSTD, ZSTD_DICT, planes
+from fuelrail.pipeline.dictionary import MAX_DICTIONARY_BYTES, MIN_DICTIONARY_BYTES
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD_BYTES: Final = 256 << 20
 MIN_SHARD_BYTES: Final = 1 << 10
-LAYOUTS: Final = ("member", "none")
+LAYOUTS: Final = ("member", "frame", "none")
 JPEGS: Final = ("keep", "restart")
 ORDERS: Final = "frame, clip, window:N"
+SMALL_MEMBERS: Final = (META, GEOMETRY, BOXES)
 
-_LABELS: Final = {"scan_sha256": "the source's content (SHA-256 of its scan)", "shard_size_bytes": "shard size"}
+_LABELS: Final = {
+    "scan_sha256": "the source's content (SHA-256 of its scan)",
+    "shard_size_bytes": "shard size",
+    "dictionary_bytes": "dictionary size",
+}
 _POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
 _UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}\Z")
@@ -46,8 +52,9 @@ class Recipe(Settings, frozen=True):
     ``select``: an expression over the attributes, ``limit``: the first so many samples of those, in the source's order.
     ``order``: what stays together when samples are shuffled into shards: ``frame``, ``clip`` or ``window:N``.
     ``splits``: None for the source's own. ``images``: None for the source's own bytes. ``layout``: ``member`` (compress
-    what shrinks) or ``none``. ``scan_sha256`` is the digest of the scan table: which samples there are, their metadata,
-    and the names and sizes of their files.
+    what shrinks), ``frame`` (each sample as a whole, in ``.tar.zst``) or ``none``. ``dictionary_bytes``: size of a zstd
+    dictionary for the small members of layout ``member``, None for none. ``scan_sha256`` is the digest of the scan
+    table: which samples there are, their metadata, and the names and sizes of their files.
     ``jpeg``: ``keep`` their bytes, or ``restart``: rewrite them losslessly so that rows can be cut out
     (:mod:`fuelrail.sharding.restart`), by the ``jpegtran`` of that version.
     """
@@ -65,8 +72,9 @@ class Recipe(Settings, frozen=True):
     split_seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     images: ImageRecipe | None = None
     shard_size_bytes: Annotated[int, msgspec.Meta(ge=MIN_SHARD_BYTES)] = DEFAULT_SHARD_BYTES
-    layout: Literal["member", "none"] = "member"
+    layout: Literal["member", "frame", "none"] = "member"
     compression_level: Annotated[int, msgspec.Meta(ge=1, le=19)] = DEFAULT_ZSTD_LEVEL
+    dictionary_bytes: Annotated[int, msgspec.Meta(ge=MIN_DICTIONARY_BYTES, le=MAX_DICTIONARY_BYTES)] | None = None
     jpeg: Literal["keep", "restart"] = "keep"
     jpegtran: str = ""
     tool: str = f"fuelrail {__version__}"
@@ -78,6 +86,8 @@ def make_recipe(**values: Any) -> Recipe:  # noqa: ANN401 - checked by the conve
     recipe = convert(values, Recipe, "options")
     unit_frames(recipe.order)
     _check_splits(recipe.splits)
+    if recipe.dictionary_bytes is not None and recipe.layout != "member":
+        raise ConfigError(f"a dictionary goes with layout member only, not with layout {recipe.layout}")
     return recipe
 
 
@@ -99,10 +109,10 @@ def _short(value: object) -> str:
 
 def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...]) -> str:
     """The codec that a member of this field name is stored with: what shrinks is compressed, media stay raw."""
-    if recipe.layout == "none":
+    if recipe.layout != "member":
         return RAW
-    if field in (META, GEOMETRY, BOXES):
-        return ZSTD
+    if field in SMALL_MEMBERS:
+        return ZSTD if recipe.dictionary_bytes is None else ZSTD_DICT
     if field.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)):
         channel = lidar_channel(field)
         num_columns = next((len(lidar.columns) for lidar in lidars if lidar.channel == channel), 0)
@@ -120,14 +130,14 @@ def unit_frames(order: str) -> int:
     return int(match.group(1))
 
 
-def parse_size(text: str) -> int:
-    """Bytes from ``256MB``, ``1.5 GiB`` or a plain number; raises ConfigError."""
+def parse_size(text: str, option: str = "size") -> int:
+    """Bytes from ``256MB``, ``1.5 GiB`` or a plain number; raises ConfigError, with the option's name."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match.group(2).upper() not in _UNITS:
-        raise ConfigError(f"size {text!r} is not a number with one of the units B, kB, MB, GB, KiB, MiB, GiB")
+        raise ConfigError(f"{option} {text!r} is not a number with one of the units B, kB, MB, GB, KiB, MiB, GiB")
     size = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
     if size < MIN_SHARD_BYTES:
-        raise ConfigError(f"size {text!r} is under {MIN_SHARD_BYTES} bytes")
+        raise ConfigError(f"{option} {text!r} is under {MIN_SHARD_BYTES} bytes")
     return size
 
 

@@ -20,6 +20,7 @@ _RECORDS: Final = f"{WORK_FOLDER}/records"
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
 
+    ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
     ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`).
     """
 
@@ -81,7 +82,7 @@ def store_seal(out: Output, record: ShardRecord) -> None:
 
 def is_whole(out: Output, record: ShardRecord) -> bool:
     """Whether shard and DALI index are in OUT as the record says: by seal where there is one, else by reading them."""
-    if not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
+    if record.idx_bytes and not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
         return False
     seal = out.read(f"{_RECORDS}/{record.stem}.seal") if out.seals else None
     if seal is not None and seal.decode(errors="replace") == out.seal(record.name):

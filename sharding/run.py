@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.frames import is_framed, shard_stem
 from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
 from fuelrail.pipeline.settings import convert
+from fuelrail.sharding.dictionaries import settle_dictionary
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.finish import finish
 from fuelrail.sharding.output import check_out, manifest_in, open_output
@@ -117,6 +118,7 @@ def shard(
             license=recipe.license or info.license,
             lidars=tuple(info.lidars),
             clip_ids=tuple(clip.clip_id for clip in info.clips),
+            dictionary=settle_dictionary(output, recipe, finished, table, plan.rows),
         )
 
         manifest = _if_whole(output, finished)
@@ -173,8 +175,8 @@ def _recipe_of(shown: str, manifest: Manifest) -> Recipe:
 
 
 def _listings(manifest: Manifest) -> dict[str, str]:
-    """Shard name to the name of its DALI index."""
-    return {shard.name: Path(shard.name).with_suffix(".idx").name for shard in manifest.shards}
+    """Shard name to the name of its DALI index, for those that have one."""
+    return {shard.name: f"{shard_stem(shard.name)}.idx" for shard in manifest.shards if not is_framed(shard.name)}
 
 
 def _if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
@@ -191,8 +193,10 @@ def _damaged_shards(out: Output, manifest: Manifest, num_threads: int) -> list[i
     files, listings = {entry.name: entry for entry in manifest.files}, _listings(manifest)
 
     def is_whole(shard: ShardEntry) -> bool:
-        idx = files[listings[shard.name]]
-        return out.holds(shard.name, shard.bytes, shard.sha256) and out.holds(idx.name, idx.bytes, idx.sha256)
+        idx = files[listings[shard.name]] if shard.name in listings else None
+        return out.holds(shard.name, shard.bytes, shard.sha256) and (
+            idx is None or out.holds(idx.name, idx.bytes, idx.sha256)
+        )
 
     checked = in_threads(is_whole, manifest.shards, num_threads)
     return [number for number, whole in enumerate(checked) if not whole]

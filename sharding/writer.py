@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
+from fuelrail.pipeline.frames import FRAMED_SUFFIX, SHARD_SUFFIX
 from fuelrail.pipeline.schema import (
     BOXES,
     GEOMETRY,
@@ -28,7 +29,7 @@ from fuelrail.pipeline.schema import (
 )
 from fuelrail.sharding.images import image_size
 from fuelrail.sharding.output import open_output
-from fuelrail.sharding.packing import RawMember, ShardPacker
+from fuelrail.sharding.packing import FramedPacker, RawMember, ShardPacker
 from fuelrail.sharding.reading import ReadBuffer
 from fuelrail.sharding.recipe import Recipe, codec_of
 from fuelrail.sharding.records import ShardRecord, SourceDigest, is_whole, load_record, store_record, store_seal
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.dictionary import Dictionary
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.sharding.plan import PlannedShard
 
@@ -59,7 +61,7 @@ class ShardDone(NamedTuple):
     """What a finished shard tells the run: its number, name, size, and whether it was there already."""
 
     number: int
-    stem: str
+    name: str
     num_bytes: int
     kept: bool
 
@@ -79,6 +81,7 @@ class WriteJob:
     license: str | None
     lidars: tuple[LidarEntry, ...]
     clip_ids: tuple[str, ...]
+    dictionary: Dictionary | None
 
 
 class ShardWriter:
@@ -108,18 +111,19 @@ class ShardWriter:
                 and is_whole(self._out, record)
             ):
                 pulse(record.bytes)
-                return ShardDone(number, shard.stem, record.bytes, kept=True)
+                return ShardDone(number, record.name, record.bytes, kept=True)
             record = self._write(number, shard, pulse)
             store_seal(self._out, record)
-        return ShardDone(number, shard.stem, record.bytes, kept=False)
+        return ShardDone(number, record.name, record.bytes, kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = self._digest_of(shard)
-        name = f"{shard.stem}.tar"
+        framed, level = job.recipe.layout == "frame", job.recipe.compression_level
+        name = shard.stem + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
         with self._out.publish(name) as file:
-            packer = ShardPacker(file, number, job.recipe.compression_level)
+            packer = FramedPacker(file, number, level) if framed else ShardPacker(file, number, level, job.dictionary)
             for row in self._rows_of(shard):
                 scanned = self._table.row(row)
                 digest.add(scanned)
@@ -128,8 +132,9 @@ class ShardWriter:
                 clip_id = job.clip_ids[scanned.clip]
                 pulse(packer.add(scanned.key, clip_id, scanned.frame, scanned.timestamp_ns, members))
             packed = packer.close()
-            with self._out.publish(f"{shard.stem}.idx") as idx:
-                idx.write(packed.listing)
+            if packed.listing:
+                with self._out.publish(f"{shard.stem}.idx") as idx:
+                    idx.write(packed.listing)
             record = ShardRecord(
                 stem=shard.stem,
                 name=name,
@@ -150,7 +155,10 @@ class ShardWriter:
 
     def _digest_of(self, shard: PlannedShard) -> SourceDigest:
         job = self._job
-        return SourceDigest(job.dataset, job.license, shard.split, *(tuple(lidar.columns) for lidar in job.lidars))
+        dictionary = b"" if job.dictionary is None else job.dictionary.data
+        return SourceDigest(
+            job.dataset, job.license, shard.split, dictionary, *(tuple(lidar.columns) for lidar in job.lidars)
+        )
 
     def _source_digest(self, shard: PlannedShard) -> str:
         digest = self._digest_of(shard)

@@ -110,7 +110,7 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
     os.close(main_end)
     said = process.communicate()[0]
     assert process.returncode == 0
-    assert b"scanned 6 samples in 2 clips, 2 cameras, 1 lidars" in shown
+    assert b"scanned 6 samples in 2 clips, 2 cameras, 1 lidar" in shown
     assert b"1/1 shards, wrote train-000000" in shown
     assert said.startswith(b"6 samples")
 
@@ -137,11 +137,11 @@ def test_unknown_options(run, source, tmp_path):
     assert "invalid int value: 'x'" in run("shard", "nuscenes:x", "out", "--seed", "x")[2]
     assert "known kinds: nuscenes, fuelrail" in refused(run("shard", "kitti:/data", tmp_path / "out"))
     assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
-    assert "compression_level" in refused(shard(run, source.root, tmp_path / "out", "--compression", "99"))
+    assert "--zstd-level 99: Expected" in refused(shard(run, source.root, tmp_path / "out", "--zstd-level", "99"))
     assert "size '1' is under 1024 bytes" in refused(shard(run, source.root, tmp_path / "out", "--shard-size", "1"))
     assert "--splits is empty" in refused(shard(run, source.root, tmp_path / "out", "--splits", ""))
     assert "output folder has no name" in refused(shard(run, source.root, ""))
-    assert "-1 workers are too few" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
+    assert "--workers -1 is too few" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
     assert not (tmp_path / "out").exists()
 
 
