@@ -111,12 +111,16 @@ class NuScenesSource:
             scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
             clip_id = ids[scene_row]
             out.begin_clip(clip_id, scene.name, scene.token)
+            geometries = keyframes.geometries(samples)
             for frame, sample in enumerate(samples.tolist()):
                 members, num_missing = self._members(keyframes, sample)
                 num_masked += num_missing
+                geometry = next(geometries)
+                if num_missing:
+                    present = {member.name.partition(".")[0] for member in members}
+                    geometry.cam_valid[:] = [name.lower() in present for name in keyframes.cameras]
                 if sweeps is not None:
                     members += self._earlier(keyframes, sweeps, sample)
-                geometry = keyframes.geometry(sample, {member.name.partition(".")[0] for member in members})
                 boxes = keyframes.boxes(sample)
                 meta = sample_meta(keyframes, scene_row, clip_id, sample, frame, len(samples), members, boxes)
                 attributes = sample_attributes(scene, log, int(geometry.cam_valid.sum()), boxes)

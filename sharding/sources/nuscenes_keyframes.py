@@ -12,12 +12,14 @@ import re
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import pyarrow as pa
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import NUM_DIST, Geometry, rigid
 from fuelrail.sharding.sources.nuscenes_boxes import Annotations
 from fuelrail.sharding.sources.nuscenes_tables import (
     CalibratedSensor,
+    Column,
     EgoPose,
     Log,
     Record,
@@ -27,16 +29,17 @@ from fuelrail.sharding.sources.nuscenes_tables import (
     Sensor,
     Tokens,
     check_finite,
+    join_columns,
     read_all,
+    read_columns,
     read_table,
     strings,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.schema import Boxes
@@ -45,6 +48,7 @@ RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
 
 NS_PER_US: Final = 1000
+_POSES_AT_ONCE: Final = 1 << 16
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 
 
@@ -55,11 +59,11 @@ class Keyframes:
         self.log = read_all(folder, "log", Log)
         self.scene = read_all(folder, "scene", Scene)
         read_all(folder, "map", Record)
-        samples = read_all(folder, "sample", SampleRecord)
-        if not samples:
+        samples = read_columns(folder, "sample", SampleRecord, _sample_columns)
+        if not len(samples["token"]):
             raise SourceError(f"table '{folder / 'sample.json'}' has no rows: nothing to shard")
-        self.sample_tokens = Tokens.of("sample", samples)
-        self.timestamp_us = np.array([record.timestamp for record in samples], np.int64)
+        self.sample_tokens = Tokens("sample", samples["token"])
+        self.timestamp_us: NDArray[np.int64] = samples["timestamp_us"]
         scene_tokens = Tokens.of("scene", self.scene)
         self.scene_log = Tokens.of("log", self.log).need(
             strings(record.log_token for record in self.scene),
@@ -68,24 +72,17 @@ class Keyframes:
             owners=scene_tokens.array,
         )
         self._sample_scene = scene_tokens.need(
-            strings(record.scene_token for record in samples),
-            table="sample",
-            column="scene_token",
-            owners=self.sample_tokens.array,
+            samples["scene_token"], table="sample", column="scene_token", owners=self.sample_tokens.array
         )
-        self._next = self._links(samples)
-        self._read_sensors(folder)
-        self.annotations = Annotations(folder, self.sample_tokens, self.timestamp_us)
-
-    def _links(self, samples: list[SampleRecord]) -> NDArray[np.int64]:
-        tokens = self.sample_tokens
         linked = {
-            name: tokens.resolve(
-                strings(getattr(record, name) for record in samples), table="sample", column=name, owners=tokens.array
+            name: self.sample_tokens.resolve(
+                samples[name], table="sample", column=name, owners=self.sample_tokens.array
             )
             for name in ("prev", "next")
         }
-        return linked["next"]
+        self._next = linked["next"]
+        self._read_sensors(folder)
+        self.annotations = Annotations(folder, self.sample_tokens, self.timestamp_us)
 
     def scenes(self) -> list[tuple[int, NDArray[np.int64]]]:
         """Scene row and its samples in time order, scenes in table order; those without samples left out.
@@ -132,23 +129,29 @@ class Keyframes:
             for record, sensor in zip(calibrated, sensor_of, strict=True)
             if sensors[sensor].modality not in ("camera", "lidar")
         }
-        rows = [
-            record
-            for piece in read_table(folder, "sample_data", SampleData)
-            for record in piece
-            if record.is_key_frame and record.calibrated_sensor_token not in others
-        ]
-        own = strings(record.token for record in rows)
-        calibrated_of = calibrated_tokens.need(
-            strings(record.calibrated_sensor_token for record in rows),
-            table="sample_data",
-            column="calibrated_sensor_token",
-            owners=own,
-        )
-        sample_of = self.sample_tokens.need(
-            strings(record.sample_token for record in rows), table="sample_data", column="sample_token", owners=own
-        )
-        used = set(sensor_of[calibrated_of].tolist())
+
+        def columns_of(piece: list[SampleData]) -> dict[str, Column]:
+            rows = [r for r in piece if r.is_key_frame and r.calibrated_sensor_token not in others]
+            own = strings(r.token for r in rows)
+            of = {"table": "sample_data", "owners": own}
+            calibrated = strings(r.calibrated_sensor_token for r in rows)
+            return {
+                "token": own,
+                "calibrated": calibrated_tokens.need(calibrated, column="calibrated_sensor_token", **of),
+                "sample": self.sample_tokens.need(strings(r.sample_token for r in rows), column="sample_token", **of),
+                "pose_token": strings(r.ego_pose_token for r in rows),
+                "filename": strings(r.filename for r in rows),
+                "timestamp_us": np.array([r.timestamp for r in rows], np.int64),
+                "image_wh": np.array([(r.width or 0, r.height or 0) for r in rows], np.int32).reshape(-1, 2),
+            }
+
+        rows = read_columns(folder, "sample_data", SampleData, columns_of)
+        self.data_tokens, self.filenames = rows["token"], rows["filename"]
+        self.data_timestamp_us: NDArray[np.int64] = rows["timestamp_us"]
+        self.image_wh: NDArray[np.int32] = rows["image_wh"]
+        self._calibrated_of: NDArray[np.int64] = rows["calibrated"]
+        sensor_of_row = sensor_of[self._calibrated_of]
+        used = set(np.unique(sensor_of_row).tolist())
         by_kind = {
             kind: {sensors[i].channel: i for i in used if sensors[i].modality == kind} for kind in ("camera", "lidar")
         }
@@ -157,29 +160,27 @@ class Keyframes:
         if not self.cameras:
             raise SourceError(f"table '{folder / 'sample_data.json'}' has no keyframes of cameras")
         _check_channels([*self.cameras, *self.lidars])
-        columns = {
-            sensor: column
-            for column, sensor in enumerate(
-                [*(by_kind["camera"][n] for n in self.cameras), *(by_kind["lidar"][n] for n in self.lidars)]
-            )
-        }
-        self.sensor_rows = np.full((len(self.sample_tokens), len(columns)), -1, np.int64)
-        for row, (sample, sensor) in enumerate(zip(sample_of, sensor_of[calibrated_of], strict=True)):
-            if (column := columns.get(int(sensor))) is None:
-                continue
-            if self.sensor_rows[sample, column] >= 0:
-                raise SourceError(
-                    f"table 'sample_data': row '{own[row]}' is a second keyframe of {sensors[sensor].channel} "
-                    f"for sample '{self.sample_tokens.array[int(sample)]}'"
-                )
-            self.sensor_rows[sample, column] = row
-        self.data_tokens = own
-        self.filenames = strings(record.filename for record in rows)
-        self.data_timestamp_us = np.array([record.timestamp for record in rows], np.int64)
-        self.image_wh = np.array([(record.width or 0, record.height or 0) for record in rows], np.int32).reshape(-1, 2)
-        self._calibrated_of = calibrated_of
+        placed = [*(by_kind["camera"][n] for n in self.cameras), *(by_kind["lidar"][n] for n in self.lidars)]
+        column_of = np.full(len(sensors), -1, np.int64)
+        column_of[placed] = np.arange(len(placed))
+        self._place(rows["sample"], column_of[sensor_of_row], len(placed))
         self._calibrate(calibrated, calibrated_tokens, set(by_kind["camera"].values()), sensor_of)
-        self._read_poses(folder, rows, own)
+        self._read_poses(folder, rows["pose_token"])
+
+    def _place(self, sample: NDArray[np.int64], column: NDArray[np.int64], num_columns: int) -> None:
+        """Set ``sensor_rows`` from each row's sample and column (-1: none); two rows in one place are a SourceError."""
+        rows = np.flatnonzero(column >= 0)
+        place = sample[rows] * num_columns + column[rows]
+        taken, first = np.unique(place, return_index=True)
+        if len(taken) < len(rows):
+            again = int(np.delete(rows, first).min())
+            name = (*self.cameras, *self.lidars)[column[again]]
+            raise SourceError(
+                f"table 'sample_data': row '{self.data_tokens[again]}' is a second keyframe of {name} "
+                f"for sample '{self.sample_tokens.array[int(sample[again])]}'"
+            )
+        self.sensor_rows = np.full((len(self.sample_tokens), num_columns), -1, np.int64)
+        self.sensor_rows.flat[place] = rows
 
     def _calibrate(
         self, records: list[CalibratedSensor], tokens: Tokens, cameras: set[int], sensor_of: NDArray[np.int64]
@@ -196,21 +197,34 @@ class Keyframes:
             elif int(sensor_of[row]) in cameras:
                 raise SourceError(f"table 'calibrated_sensor': camera row '{record.token}' has no 3 x 3 intrinsics")
 
-    def _read_poses(self, folder: Path, rows: list[SampleData], own: pa.Array) -> None:
+    def _read_poses(self, folder: Path, wanted_tokens: pa.Array) -> None:
         """Ego poses of the keyframe rows only: nuScenes has one pose for each of its 2.6 million sensor rows."""
-        wanted_tokens = strings(record.ego_pose_token for record in rows)
         wanted = Tokens("ego_pose", wanted_tokens.unique())
-        kept: list[EgoPose] = []
+        kept: list[dict[str, Column]] = []
+        pending: list[dict[str, Column]] = []
+
+        def keep() -> None:
+            poses = join_columns(pending)
+            at = np.flatnonzero(wanted.find(poses["token"]) >= 0)
+            kept.append(
+                {name: values.take(pa.array(at)) if name == "token" else values[at] for name, values in poses.items()}
+            )
+            pending.clear()
+
         for piece in read_table(folder, "ego_pose", EgoPose):
-            found = wanted.find(strings(record.token for record in piece))
-            kept += [piece[int(at)] for at in np.flatnonzero(found >= 0)]
-        poses = Tokens.of("ego_pose", kept)
-        self._pose_of = poses.need(wanted_tokens, table="sample_data", column="ego_pose_token", owners=own)
-        self._ego_xyz = np.array([record.translation for record in kept]).reshape(-1, 3)
-        self._ego_wxyz = np.array([record.rotation for record in kept]).reshape(-1, 4)
+            pending.append(_pose_columns(piece))
+            # Each look-up begins by hashing all wanted tokens, so it is for many rows.
+            if sum(len(columns["token"]) for columns in pending) >= _POSES_AT_ONCE:
+                keep()
+        if pending or not kept:
+            keep()
+        found = join_columns(kept)
+        poses = Tokens("ego_pose", found["token"])
+        self._pose_of = poses.need(wanted_tokens, table="sample_data", column="ego_pose_token", owners=self.data_tokens)
+        self._ego_xyz: NDArray[np.float64] = found["translation"]
+        self._ego_wxyz: NDArray[np.float64] = found["rotation"]
         for name, values in (("translation", self._ego_xyz), ("rotation", self._ego_wxyz)):
             check_finite(values, poses.array, table="ego_pose", column=name)
-        self._ego2global = rigid(self._ego_wxyz, self._ego_xyz)
 
     def _reference_pose(self, sample: int) -> int:
         """Pose row that stands for the sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
@@ -223,32 +237,41 @@ class Keyframes:
         nearest = rows[np.argmin(np.abs(self.data_timestamp_us[rows] - self.timestamp_us[sample]))]
         return int(self._pose_of[nearest])
 
-    def geometry(self, sample: int, present: set[str]) -> Geometry:
-        """The sample's geometry; sensors without a row are NaN, -1 and invalid."""
-        rows = self.sensor_rows[sample]
+    def geometries(self, samples: NDArray[np.int64]) -> Iterator[Geometry]:
+        """The geometry of each of some samples, one scene's, all cameras valid that have a row.
+
+        Sensors without a row are NaN, -1 and invalid.
+        """
+        rows = self.sensor_rows[samples]
         has = rows >= 0
         calibrated, poses = self._calibrated_of[rows], self._pose_of[rows]
+        reference = np.array([self._reference_pose(sample) for sample in samples.tolist()])
         split = len(self.cameras)
         timestamp_ns = np.where(has, self.data_timestamp_us[rows] * NS_PER_US, -1)
-        sensor2ego = np.where(has[:, None, None], self._sensor2ego[calibrated], np.nan)
-        ego2global = np.where(has[:, None, None], self._ego2global[poses], np.nan)
-        cameras = slice(0, split)
-        return Geometry(
-            cam_valid=np.array([name.lower() in present for name in self.cameras], np.uint8),
-            cam_timestamp_ns=timestamp_ns[cameras],
-            img_wh=np.where(has[cameras, None], self.image_wh[rows[cameras]], -1).astype(np.int32),
-            intrinsics=np.where(has[cameras, None, None], self._intrinsics[calibrated[cameras]], np.nan),
-            dist=np.full((split, NUM_DIST), np.nan),
-            cam2ego=sensor2ego[cameras],
-            cam_ego2global=ego2global[cameras],
-            ego2global=self._ego2global[self._reference_pose(sample)],
-            lidar2ego=sensor2ego[split:],
-            lidar_ego2global=ego2global[split:],
-            lidar_timestamp_ns=timestamp_ns[split:],
-            ego_velocity=np.full(3, np.nan),
-            ego_accel=np.full(3, np.nan),
-            ego_rates=np.full(3, np.nan),
-        )
+        sensor2ego = np.where(has[..., None, None], self._sensor2ego[calibrated], np.nan)
+        own_pose = rigid(self._ego_wxyz[poses.ravel()], self._ego_xyz[poses.ravel()]).reshape(*poses.shape, 4, 4)
+        ego2global = np.where(has[..., None, None], own_pose, np.nan)
+        reference_pose = rigid(self._ego_wxyz[reference], self._ego_xyz[reference])
+        img_wh = np.where(has[:, :split, None], self.image_wh[rows[:, :split]], -1).astype(np.int32)
+        intrinsics = np.where(has[:, :split, None, None], self._intrinsics[calibrated[:, :split]], np.nan)
+        dist, unknown = np.full((split, NUM_DIST), np.nan), np.full(3, np.nan)
+        for at in range(len(samples)):
+            yield Geometry(
+                cam_valid=has[at, :split].astype(np.uint8),
+                cam_timestamp_ns=timestamp_ns[at, :split],
+                img_wh=img_wh[at],
+                intrinsics=intrinsics[at],
+                dist=dist,
+                cam2ego=sensor2ego[at, :split],
+                cam_ego2global=ego2global[at, :split],
+                ego2global=reference_pose[at],
+                lidar2ego=sensor2ego[at, split:],
+                lidar_ego2global=ego2global[at, split:],
+                lidar_timestamp_ns=timestamp_ns[at, split:],
+                ego_velocity=unknown,
+                ego_accel=unknown,
+                ego_rates=unknown,
+            )
 
     def boxes(self, sample: int) -> Boxes | None:
         """The sample's boxes; None where the whole dataroot has no annotations (a test split)."""
@@ -256,6 +279,24 @@ class Keyframes:
             return None
         pose = self._reference_pose(sample)
         return self.annotations.of_sample(sample, self._ego_wxyz[pose], self._ego_xyz[pose])
+
+
+def _sample_columns(piece: list[SampleRecord]) -> dict[str, Column]:
+    return {
+        "token": strings(r.token for r in piece),
+        "scene_token": strings(r.scene_token for r in piece),
+        "prev": strings(r.prev for r in piece),
+        "next": strings(r.next for r in piece),
+        "timestamp_us": np.array([r.timestamp for r in piece], np.int64),
+    }
+
+
+def _pose_columns(piece: list[EgoPose]) -> dict[str, Column]:
+    return {
+        "token": strings(r.token for r in piece),
+        "translation": np.array([r.translation for r in piece], np.float64).reshape(-1, 3),
+        "rotation": np.array([r.rotation for r in piece], np.float64).reshape(-1, 4),
+    }
 
 
 def _check_channels(names: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """nuScenes' thirteen JSON tables, read strictly and into columns.
 
-A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces of a few megabytes, checked against
-its record type, and only its columns stay (rows that nobody needs never do). Links between tables are resolved to row
+A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces of two megabytes, checked against its
+record type, and only its columns stay (rows that nobody needs never do). Links between tables are resolved to row
 numbers; a token that leads nowhere is a SourceError naming table, row and token.
 
 Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
@@ -9,7 +9,7 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.images import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -30,7 +30,7 @@ TABLES: Final = (
     "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
     "sample_data", "scene", "sensor", "visibility",
 )  # fmt: skip
-_PIECE_BYTES: Final = 8 << 20
+_PIECE_BYTES: Final = 2 << 20
 
 Vector3 = tuple[float, float, float]
 Vector4 = tuple[float, float, float, float]
@@ -140,6 +140,8 @@ class Annotation(Record, frozen=True, gc=False):
 
 
 R = TypeVar("R", bound=Record)
+Column = Any
+"""Arrow array or numpy array; Arrow has no types."""
 
 
 def check_tables(folder: Path) -> None:
@@ -176,6 +178,24 @@ def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
 def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
     """All records of a small table."""
     return [record for piece in read_table(folder, table, of) for record in piece]
+
+
+def read_columns(
+    folder: Path, table: str, of: type[R], columns: Callable[[list[R]], dict[str, Column]]
+) -> dict[str, Any]:
+    """A table's columns, each as ``columns`` makes it of a piece's records, joined; the records do not stay."""
+    pieces = [columns(records) for records in read_table(folder, table, of)]
+    return join_columns(pieces)
+
+
+def join_columns(pieces: Sequence[Mapping[str, Column]]) -> dict[str, Any]:
+    """Columns of pieces, of one piece at least, one after the other."""
+    return {
+        name: pa.concat_arrays([piece[name] for piece in pieces])
+        if isinstance(first, pa.Array)
+        else np.concatenate([piece[name] for piece in pieces])
+        for name, first in pieces[0].items()
+    }
 
 
 def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
