@@ -89,8 +89,8 @@ class _Recorder(DataLoader):
 
     recorded: list[tuple[Stage, list[Any]]]
 
-    def _stages(self) -> list[Stage]:
-        stages = super()._stages()
+    def stages(self) -> list[Stage]:
+        stages = super().stages()
         self.recorded = [(stage, []) for stage in stages]
         lock = threading.Lock()
 

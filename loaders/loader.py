@@ -285,7 +285,7 @@ class DataLoader:
         if self._pipeline is None or not self._pipeline.is_running or self._ahead != self._start:
             self.close()
             tasks = work.tasks(self._ask_ahead(), self._supply.sources, self._buffers, self._window)
-            self._pipeline = Pipeline(tasks, self._stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
+            self._pipeline = Pipeline(tasks, self.stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
             if self._tuner is not None:
                 self._tuner.restart()
             if self._begun_s is None:
@@ -421,7 +421,7 @@ class DataLoader:
         tuning = tuner.update(now_s, pipeline.waited_s, pipeline.clocks())
         if tuning is not None:
             self.num_workers, self.prefetch_factor = tuning
-            for stage in self._stages():
+            for stage in self.stages():
                 pipeline.set_num_threads(stage.name, stage.num_threads)
                 pipeline.set_capacity(stage.name, stage.capacity)
 
@@ -440,7 +440,11 @@ class DataLoader:
         coming = work.coming(self._supply.where, self._start, self._batching, self._share)
         return look_ahead(coming, self._shelves, self._look_ahead_bytes)
 
-    def _stages(self) -> list[Stage]:
+    def stages(self) -> list[Stage]:
+        """The stages that samples go through to become batches, unstarted.
+
+        A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
+        """
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
 
 

@@ -92,9 +92,9 @@ class _ExperimentLoader(DataLoader):
             self._supply = self._supply._replace(sources=(empty,))
         return self
 
-    def _stages(self) -> list[Stage]:
+    def stages(self) -> list[Stage]:
         settings = self._settings_of_run
-        stages = delayed_stages(super()._stages(), settings.inject)
+        stages = delayed_stages(super().stages(), settings.inject)
         empty: dict[str, Callable[[Stage], Callable[[Any], Any]]] = {}
         if "storage" in settings.leave_out:
             empty["fetch"] = lambda _: _from(self._kept)
