@@ -127,6 +127,7 @@ def _configure_shard(parser: argparse.ArgumentParser) -> None:
 
 def _run_shard(args: argparse.Namespace) -> int:
     from fuelrail.sharding.engines import make_engine
+    from fuelrail.sharding.processes import sigterm_is_ctrl_c
     from fuelrail.sharding.progress import JsonLines, make_progress
     from fuelrail.sharding.recipe import make_recipe, parse_size, parse_splits
     from fuelrail.sharding.run import shard
@@ -167,7 +168,7 @@ def _run_shard(args: argparse.Namespace) -> int:
         raise ConfigError(f"--workers {args.workers} is too few: 1 at least")
     engine = make_engine(args.engine, args.workers, args.ray_address)
     begun = time.monotonic()
-    with make_progress(as_json=args.json) as progress:
+    with sigterm_is_ctrl_c(), make_progress(as_json=args.json) as progress:
         try:
             num_workers = args.workers or len(os.sched_getaffinity(0))
             outcome = shard(spec, args.out, recipe, num_workers, progress, engine)

@@ -76,10 +76,10 @@ class ObjectLock:
         try:
             self._out.fs.pipe_file(self._path, msgspec.json.encode(self._mine), mode="create")
             return
-        except OSError as error:
+        except OSError:
             held = self._read()
             if held is None:
-                raise DatasetError(f"the lock of '{self._out.shown}' cannot be taken: {error}") from error
+                raise  # it was no lock that was in the way
         if held.place != self._mine.place:
             self._wait_until_stale(held)
         self._write(self._mine)

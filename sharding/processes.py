@@ -7,40 +7,75 @@ import multiprocessing
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
+
+GRACE_S: Final = 3.0
+
+
+@contextlib.contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM, which batch systems and Kubernetes send before they kill, end a run as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
     """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone.
 
-    A Ctrl-C meanwhile comes at the end, so that no child is left with half of what its parent had to tell it.
+    A Ctrl-C meanwhile comes at the end, so that no child is left with half of what its parent had to tell it; so does
+    SIGTERM where it has a handler.
     """
     held: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     # The mask is this thread's and its children's. Another thread may get the signal all the same, and then its handler
-    # runs on the main thread: so that waits too.
-    replaced = handler is not None and threading.current_thread() is threading.main_thread()
-    if replaced:
-        signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    # runs on the main thread: so that waits too. SIGTERM is not masked, because children must die of it.
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    for number in handlers:
+        signal.signal(number, lambda number, _: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if replaced:
-            signal.signal(signal.SIGINT, handler)
-        if held and callable(handler):
-            handler(signal.SIGINT, None)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if held:
+            handler = handlers[signal.Signals(held[0])]
+            assert callable(handler)
+            handler(held[0], None)
 
 
 def set_up_worker() -> None:
-    """To be called first in a worker process: it ignores Ctrl-C, and ends when its parent does, however that ends."""
+    """To be called first in a worker process: it ignores Ctrl-C, and ends when its parent does, however that ends.
+
+    A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two samples.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_soon)
     threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _end_soon(_: int, __: FrameType | None) -> None:
+    timer = threading.Timer(GRACE_S, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
 
 
 def _follow_parent() -> None:

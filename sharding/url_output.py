@@ -37,6 +37,7 @@ class UrlOutput:
         self.location = url.rstrip("/")
         self.shown = shown_url(self.location)
         self.fs, self._root = filesystem(self.location)
+        self._is_s3 = hasattr(self.fs, "call_s3")  # its files are put or completed when they are closed
         self.work = default_cache_folder() / "sharding" / hashlib.sha256(self.location.encode()).hexdigest()[:16]
 
     def path(self, name: str) -> str:
@@ -65,12 +66,13 @@ class UrlOutput:
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:
-        """A multipart upload, completed at the end."""
-        file = self.fs.open(self.path(name), "wb", autocommit=False, block_size=PART_BYTES)
+        """A multipart upload, completed at the end; a single put for what fits into one part."""
+        file = self.fs.open(self.path(name), "wb", autocommit=self._is_s3, block_size=PART_BYTES)
         try:
             yield file
             file.close()
-            file.commit()
+            if not self._is_s3:
+                file.commit()
         except BaseException:
             # close() would upload what is left of a file that nobody wants any more.
             with contextlib.suppress(Exception):
@@ -123,7 +125,7 @@ class UrlOutput:
 
     def abort_uploads(self) -> None:
         """Abort uploads under this prefix that nobody will complete; to be called under the lock."""
-        if not hasattr(self.fs, "call_s3"):
+        if not self._is_s3:
             return  # other stores forget them by themselves
         bucket, _, prefix = self._root.partition("/")
         wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/"}

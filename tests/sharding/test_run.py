@@ -297,8 +297,19 @@ def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path
     assert digests(out) == digests(expected)
 
 
+def to_all(process, number):
+    os.killpg(process.pid, number)  # as a terminal does
+
+
+def to_the_first(process, number):
+    process.send_signal(number)  # as Kubernetes does
+
+
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_ctrl_c_ends_cleanly(tmp_path, num_workers):
+@pytest.mark.parametrize(
+    ("number", "send"), [(signal.SIGINT, to_all), (signal.SIGTERM, to_all), (signal.SIGTERM, to_the_first)]
+)
+def test_ctrl_c_and_sigterm_end_cleanly(tmp_path, num_workers, number, send):
     image = encode_image(1, 48, 32)
     made = build_nuscenes(tmp_path / "source", {"a": 300}, images=[image], cameras=("CAM_FRONT",), num_tracks=0)
     out = tmp_path / "out"
@@ -309,7 +320,7 @@ def test_ctrl_c_ends_cleanly(tmp_path, num_workers):
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while process.poll() is None and not list(out.glob("*.tar")):
         time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the processes
+    send(process, number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said == "fuelrail: finished shards are kept; run the same command to go on\nfuelrail: interrupted\n"
