@@ -1,0 +1,185 @@
+"""Layouts and the dictionary from the source to shards and from shards to shards: the same members, the same bytes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE
+from fuelrail.pipeline.errors import ConfigError, DatasetExistsError
+from fuelrail.pipeline.schema import META, decode_meta
+from fuelrail.sharding.inspection import describe_dataset, describe_sample
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import repair, shard
+from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.verify import verify
+from support.nuscenes_tables import build_nuscenes
+from support.sharding import digests, shard_nuscenes
+
+LAYOUTS = {
+    "member": {"layout": "member"},
+    "frame": {"layout": "frame"},
+    "none": {"layout": "none"},
+    "dictionary": {"layout": "member", "dictionary_bytes": 1024},
+}
+SHARD_BYTES = 40_000
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    root = tmp_path_factory.mktemp("layouts") / "source"
+    build_nuscenes(root, {"a": 14, "b": 12, "c": 10}, num_points=61)
+    return root
+
+
+@pytest.fixture(scope="module")
+def outs(source, tmp_path_factory):
+    base = tmp_path_factory.mktemp("layouts-out")
+    for name, options in LAYOUTS.items():
+        shard_nuscenes(source, base / name, shard_size_bytes=SHARD_BYTES, **options)
+    return base
+
+
+def members_of(root):
+    """Raw members of every sample by key, metadata parsed (the dataset's name in it apart)."""
+    dataset = open_dataset(root)
+    found = {}
+    for at in range(len(dataset.index)):
+        row = dataset.index.row(at)
+        path = dataset.shard_path(row)
+        span = path.read_bytes()[row.offset : row.offset + row.length]
+        check_span(row, span, path.name)
+        members = read_members(row, span, path.name, dictionary=dataset.dictionary)
+        found[row.key] = {name: bytes(data) if name != META else decode_meta(data) for name, data in members.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_every_layout_holds_the_same_and_is_whole(outs, name):
+    report = verify(outs / name, deep=True, num_threads=2)
+    assert report.faults == []
+    assert report.num_images == 36 * 6
+    assert members_of(outs / name) == members_of(outs / "member")
+    suffix = ".tar.zst" if name == "frame" else ".tar"
+    manifest = open_dataset(outs / name).manifest
+    assert len(manifest.shards) > 3
+    assert all(entry.name.endswith(suffix) for entry in manifest.shards)
+    assert manifest.compression["layout"] == LAYOUTS[name]["layout"]
+    listed = {entry.name for entry in manifest.files}
+    assert (DICTIONARY_FILE in listed) is (name == "dictionary")
+    assert any(file.endswith(".idx") for file in listed) is (name != "frame")
+    assert {path.name for path in (outs / name).iterdir()} == {
+        "dataset.json", *listed, *(entry.name for entry in manifest.shards)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["frame", "dictionary"])
+def test_the_same_bytes_from_any_number_of_workers_and_after_a_stop(source, outs, tmp_path, name):
+    class Stop(Quiet):
+        def __init__(self, after):
+            self.left = after
+
+        def shard_done(self, shard):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+    options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS[name]}
+    shard_nuscenes(source, tmp_path / "two", num_workers=2, **options)
+    assert digests(tmp_path / "two") == digests(outs / name)
+    with pytest.raises(KeyboardInterrupt):
+        shard_nuscenes(source, tmp_path / "stopped", progress=Stop(2), **options)
+    assert not (tmp_path / "stopped" / "dataset.json").exists()
+    outcome = shard_nuscenes(source, tmp_path / "stopped", **options)
+    assert outcome.num_kept >= 2
+    assert digests(tmp_path / "stopped") == digests(outs / name)
+
+
+@pytest.mark.parametrize("there", list(LAYOUTS))
+@pytest.mark.parametrize("here", ["member", "frame"])
+def test_shards_to_shards(outs, tmp_path, there, here):
+    recipe = make_recipe(seed=7, shard_size_bytes=SHARD_BYTES, **LAYOUTS[here])
+    shard(SourceSpec("fuelrail", str(outs / there), {}), tmp_path / "again", recipe, 1, Quiet())
+    expected = members_of(outs / "member")
+    assert members_of(tmp_path / "again") == expected
+    assert verify(tmp_path / "again", deep=False, num_threads=2).faults == []
+
+
+def test_repair_of_a_frame_shard(source, outs, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(outs / "frame", out)
+    path = out / "train-000001.tar.zst"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert {fault.file for fault in verify(out, deep=False, num_threads=1).faults} == {path.name}
+    outcome = repair(out, f"nuscenes:{source}", 1, Quiet())
+    assert outcome.num_written == 1
+    assert digests(out) == digests(outs / "frame")
+
+
+def test_repair_of_the_dictionary_costs_no_shard(source, outs, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(outs / "dictionary", out)
+    (out / DICTIONARY_FILE).write_bytes(b"not a dictionary")
+    outcome = repair(out, f"nuscenes:{source}", 1, Quiet())
+    assert outcome.num_written == 0
+    assert digests(out) == digests(outs / "dictionary")
+
+
+def test_a_dictionary_that_cannot_be_made_again_is_said(source, outs, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(outs / "dictionary", out)
+    (out / DICTIONARY_FILE).unlink()
+    monkeypatch.setattr("fuelrail.sharding.dictionaries._TIMES_ITS_SIZE", 30)
+    with pytest.raises(DatasetExistsError, match=r"zstd\.dict of .* is damaged and cannot be made again"):
+        repair(out, f"nuscenes:{source}", 1, Quiet())
+
+
+def test_shards_of_another_dictionary_are_written_again(source, outs, tmp_path):
+    class Stop(Quiet):
+        def shard_done(self, shard):
+            raise KeyboardInterrupt
+
+    out, options = tmp_path / "out", {"shard_size_bytes": SHARD_BYTES, **LAYOUTS["dictionary"]}
+    with pytest.raises(KeyboardInterrupt):
+        shard_nuscenes(source, out, progress=Stop(), **options)
+    (out / DICTIONARY_FILE).write_bytes(b"damaged")
+    shard_nuscenes(source, out, **options)
+    assert digests(out) == digests(outs / "dictionary")
+
+
+def test_options_that_do_not_go_together(source, tmp_path):
+    for layout in ("frame", "none"):
+        with pytest.raises(ConfigError, match=f"a dictionary goes with layout member only, not with layout {layout}"):
+            make_recipe(layout=layout, dictionary_bytes=4096)
+    with pytest.raises(ConfigError, match="dictionary_bytes"):
+        make_recipe(dictionary_bytes=2 << 20)
+    with pytest.raises(ConfigError, match="are too little to train a dictionary of 1048576 bytes on"):
+        shard_nuscenes(source, tmp_path / "out", limit=1, dictionary_bytes=1 << 20)
+
+
+def test_inspect_says_how_samples_are_stored(outs):
+    assert "frame, one zstd frame a sample, zstd level 3" in describe_dataset(outs / "frame", as_json=False)
+    assert "layout       none\n" in describe_dataset(outs / "none", as_json=False)
+    text = describe_dataset(outs / "dictionary", as_json=False)
+    dataset = open_dataset(outs / "dictionary")
+    assert f"member, zstd level 3, dictionary {dataset.dictionary.id} of " in text
+    assert "meta.json             zstd-dict" in text
+    row = open_dataset(outs / "frame").index.row(3)
+    sample = describe_sample(outs / "frame", row.key, as_json=False)
+    assert f"frame         {row.length:,} bytes of " in sample
+    assert "meta.json             raw    512" in sample
+    assert '"frame_bytes": null' in describe_sample(outs / "none", row.key, as_json=True)
+
+
+def test_gnu_tar_reads_frame_shards(outs):
+    path = outs / "frame" / "train-000000.tar.zst"
+    said = subprocess.run(["tar", "--zstd", "-tf", path], check=True, capture_output=True, text=True).stdout.split()
+    dataset = open_dataset(outs / "frame")
+    rows = [dataset.index.row(at) for at in range(dataset.manifest.shards[0].num_samples)]
+    assert said == [f"{row.key}.{member.name}" for row in rows for member in row.members]
