@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.loaders.work import Share
     from fuelrail.pipeline.world import Batching, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)
@@ -141,10 +142,12 @@ def foresee(
     whole: Batching,
     per_position: int = 1,
     only: Range | None = None,
+    share: Share | None = None,
 ) -> tuple[Foresight, int]:
     """What this host's ranks will use from ``start`` on, and how much in each step; see :func:`coming_rows`.
 
     With ``only`` it sees one dataset's rows among those of several, by its own numbers, at the times that they come.
+    ``share`` is this process's among those that take turns at the rank's steps: it sees what all of them use.
     """
     ranks = ranks_on_host(whole.world)
     coming, uses_per_step = coming_rows(rows_of, start, whole, ranks, per_position)
@@ -152,7 +155,8 @@ def foresee(
     own_per_step = whole.rank_batch * per_position
 
     def time_of(k: int) -> int:
-        step, at = divmod(k if only is None else only.number_of(k), own_per_step)
+        own_step, at = divmod(k if only is None else only.number_of(k), own_per_step)
+        step = own_step if share is None else share.step(own_step, start, whole)
         return step * uses_per_step + begin + at
 
     def own_rows(first: int, count: int, /) -> NDArray[np.int64]:

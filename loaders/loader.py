@@ -435,8 +435,7 @@ class DataLoader:
 
     def _ask_ahead(self) -> Iterator[Ahead]:
         """The samples from where the run stands, asked for ahead of their turn."""
-        # Worker processes that take turns each see a part of the future only.
-        self._shelves = self._supply.shelves(self._start, self._batching, sees_all=self._share.of == 1)
+        self._shelves = self._supply.shelves(self._start, self._batching, self._share)
         coming = work.coming(self._supply.where, self._start, self._batching, self._share)
         return look_ahead(coming, self._shelves, self._look_ahead_bytes)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.sources import Source
     from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.work import Share
     from fuelrail.pipeline.compiled_order import AnyOrder
     from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.dataset_mix import DatasetMixOrder
@@ -53,23 +54,18 @@ class Supply(NamedTuple):
     where: PlaceMap
     identity: Identity
 
-    def shelves(self, start: Cursor, batching: Batching, *, sees_all: bool) -> list[Shelf]:
-        """Begin a session with each storage, to be asked for what comes from ``start`` on.
+    def shelves(self, start: Cursor, batching: Batching, share: Share) -> list[Shelf]:
+        """Begin a session with each storage, to be asked for what comes for this share from ``start`` on."""
+        return [self._shelf(source, start, batching, share) for source in self.sources]
 
-        ``sees_all``: everything is asked for, so that caches may look ahead.
-        """
-        return [self._shelf(source, start, batching, sees_all=sees_all) for source in self.sources]
-
-    def _shelf(self, source: Source, start: Cursor, batching: Batching, *, sees_all: bool) -> Shelf:
+    def _shelf(self, source: Source, start: Cursor, batching: Batching, share: Share) -> Shelf:
         index, storage = source.dataset.index, source.storage
-        if not sees_all:
-            return Shelf(index, storage.session())
         numbers = only = None
         if len(self.sources) > 1:
             numbers = RequestNumbers()
             only = Range(source.base, len(index), numbers)
         where = self.where
-        foresight, uses_per_step = foresee(where.numbers, start, batching, where.frames, only)
+        foresight, uses_per_step = foresee(where.numbers, start, batching, where.frames, only, share)
         return Shelf(index, storage.session(foresight, uses_per_step), numbers)
 
 

@@ -65,6 +65,16 @@ class Share(NamedTuple):
         """The steps of these batches that are its own."""
         return range(self.first, batching.num_steps, self.of)
 
+    def step(self, number: int, start: Cursor, whole: Batching) -> int:
+        """Which step, counted from ``start`` on over the ends of epochs, is its own one of this number."""
+        rest = start.rest(whole)
+        own = self.steps(rest)
+        if number < len(own):
+            return own[number]
+        own_in_epoch = self.steps(whole)
+        epochs, at = divmod(number - len(own), len(own_in_epoch))
+        return rest.num_steps + epochs * whole.num_steps + own_in_epoch[at]
+
 
 class FrameTask(NamedTuple):
     """One frame of a sample to load: its row in its dataset's index."""

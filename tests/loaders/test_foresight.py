@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.bench.micro.storage_cache import lru_misses
-from fuelrail.loaders.foresight import NEVER, FarthestFirst, Foresight, coming_rows
+from fuelrail.loaders.foresight import NEVER, FarthestFirst, Foresight, coming_rows, foresee
+from fuelrail.loaders.work import Share
 from fuelrail.pipeline.order import Layout, Order, OrderSpec
 from fuelrail.pipeline.world import Batching, Cursor, World
 
@@ -150,3 +152,21 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
     assert coming(0, len(expected)).tolist() == expected
     first = data.draw(st.integers(0, max(0, len(expected) - 1)))
     assert coming(first, 7).tolist()[: len(expected) - first] == expected[first : first + 7]
+
+
+@pytest.mark.parametrize(("first", "of"), [(0, 1), (0, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize("consumed", [0, 8, 20])
+def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
+    whole, start = Batching(26, 4, World(0, 1), drop_last=True), Cursor(3, consumed)
+    order = Order(OrderSpec(kind="shuffled", seed=1), Layout((26,)), 0)
+    share = Share(first, of)
+    foresight, uses = foresee(lambda epoch, positions: order(positions) + 100 * epoch, start, whole, share=share)
+    assert uses == 4
+    own = []  # as `work.coming` walks
+    for epoch in range(3, 7):
+        rest = (start if epoch == 3 else Cursor(epoch)).rest(whole)
+        own += [order(rest.positions(step)) + 100 * epoch for step in share.steps(rest)]
+    rows = np.concatenate(own)
+    for k, row in enumerate(rows.tolist()):
+        now = foresight.time_of(k)
+        assert foresight.used(now, now + 1).tolist() == [row]

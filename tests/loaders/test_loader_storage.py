@@ -142,6 +142,27 @@ class TestSameBatches:
         assert stats.cache_bytes <= budget
         assert stats.cache_hits >= 5 * 21 * 0.27  # a third, less what a sample's grain and the look-ahead take
 
+    def test_so_do_processes_that_take_turns(self, tiny, tmp_path):
+        budget = sum(open_dataset(tiny).index.column("length").tolist()) // 3
+        options = {"cache_dir": tmp_path, "cache_size": budget, "look_ahead_bytes": 30_000}
+        workers = [make(tiny, 1, **options) for _ in range(2)]
+        for number, worker in enumerate(workers):
+            worker.take_share(number, 2)
+        alone = keys(make(tiny, 1), 6)
+        shares = [_forever(worker) for worker in workers]
+        assert [next(shares[step % 21 % 2]) for step in range(6 * 21)] == alone
+        for worker in workers:
+            worker.close()
+        stats = [worker.stats().storage for worker in workers]
+        # LRU would find a tenth of these.
+        assert sum(one.cache_hits for one in stats) >= 5 * 21 * 0.2
+
+
+def _forever(loader):
+    while True:
+        for batch in loader:
+            yield from batch["sample_key"]
+
 
 class TestBounds:
     def test_no_more_is_asked_for_than_the_look_ahead(self, tiny):
