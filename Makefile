@@ -60,6 +60,7 @@ bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.decode
 	$(BIN)/python -m fuelrail.bench.micro.metadata
 	$(BIN)/python -m fuelrail.bench.micro.storage
+	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
 
 gpu-check: setup
 	$(BIN)/python -m fuelrail.bench.gpu_check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import webdataset
 from webdataset.autodecode import DecodingError
 
 from fuelrail.loaders.integrations.webdataset import decode_member
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.dictionary import train_dictionary
 from fuelrail.pipeline.errors import CodecError
 from fuelrail.pipeline.schema import decode_sample
 from support.datasets import build_dataset
@@ -48,6 +51,30 @@ def test_every_member_of_every_sample_decodes_to_the_source_values(tiny):
             sample["lidar_top.npy.p20.zst"], np.load(io.BytesIO(members["lidar_top.npy"])), strict=True
         )
         assert sample["cam_front.jpg"] == members["cam_front.jpg"]
+
+
+def test_frame_shards_come_through_a_pipe(tmp_path):
+    root = tmp_path / "tiny"
+    raw = build_dataset(root, {"train": (3, 2)}, layout="frame")
+    urls = [f"pipe:zstd -dcq {path}" for path in sorted(root.glob("*.tar.zst"))]
+    dataset = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=None, empty_check=False)
+    samples = list(dataset.decode(decode_member))
+    assert [sample["__key__"] for sample in samples] == list(raw)
+    for sample in samples:
+        members = raw[sample["__key__"]]
+        assert sample["cam_front.jpg"] == members["cam_front.jpg"]
+        assert sample["meta.json"]["key"] == sample["__key__"]
+        np.testing.assert_array_equal(
+            sample["lidar_top.npy"], np.load(io.BytesIO(members["lidar_top.npy"])), strict=True
+        )
+
+
+def test_members_stored_with_a_dictionary(tmp_path):
+    small = [b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)]
+    raw = build_dataset(tmp_path / "tiny", {"train": (3,)}, dictionary=train_dictionary(small, 1024, 3))
+    dictionary = open_dataset(tmp_path / "tiny").dictionary
+    samples = list(open_shards(tmp_path / "tiny").decode(partial(decode_member, dictionary=dictionary)))
+    assert [sample["meta.json.dict.zst"]["key"] for sample in samples] == list(raw)
 
 
 def test_images_are_left_to_webdatasets_own_handlers(tiny):
