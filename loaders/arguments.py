@@ -39,10 +39,10 @@ def _is_int(value: object) -> bool:
 
 
 def _whole(least: int, *others: object) -> _Rule:
-    also = "".join(f" or {other!r}" for other in others)
+    *some, last = (f"a whole number of {least} or more", *map(repr, others))
     return _Rule(
         lambda value: any(value is other or value == other for other in others) or (_is_int(value) and value >= least),
-        f"a whole number of {least} or more{also}",
+        f"{', '.join(some)} or {last}" if some else last,
     )
 
 

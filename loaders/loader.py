@@ -189,6 +189,7 @@ class DataLoader:
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         check_arguments(self._arguments)
+        batch_size, seed = int(batch_size), int(seed)  # numpy's are integers too, but no JSON
         self.datasets = open_all(dataset, storage_options, cache_dir)
         if (mix is None) != (not isinstance(dataset, Mapping)):
             raise ConfigError(

@@ -21,6 +21,7 @@ from fuelrail.pipeline.windows import WindowLookup
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.sources import Source
     from fuelrail.loaders.storage import Storage
     from fuelrail.loaders.work import Share
@@ -60,13 +61,16 @@ class Supply(NamedTuple):
 
     def _shelf(self, source: Source, start: Cursor, batching: Batching, share: Share) -> Shelf:
         index, storage = source.dataset.index, source.storage
-        numbers = only = None
-        if len(self.sources) > 1:
-            numbers = RequestNumbers()
-            only = Range(source.base, len(index), numbers)
-        where = self.where
-        foresight, uses_per_step = foresee(where.numbers, start, batching, where.frames, only, share)
+        numbers = RequestNumbers() if len(self.sources) > 1 else None
+        foresight, uses_per_step = self._foresee(source, start, batching, share, numbers)
         return Shelf(index, storage.session(foresight, uses_per_step), numbers)
+
+    def _foresee(
+        self, source: Source, start: Cursor, batching: Batching, share: Share, numbers: RequestNumbers | None
+    ) -> tuple[Foresight, int]:
+        """What will be used of one dataset; its requests' ``numbers`` among all are needed where there are several."""
+        only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
+        return foresee(self.where.numbers, start, batching, self.where.frames, only, share)
 
 
 def make_supply(

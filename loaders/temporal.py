@@ -12,6 +12,7 @@ name                     shape, dtype                 meaning
 ``img``                  [B, T, N, 3, H, W] uint8     RGB, planes; zeros where ``cam_valid`` is 0
 ``cam_valid``            [B, T, N] bool               the camera's image exists and is shown
 ``intrinsics``           [B, T, N, 3, 3] float32      K of the output image
+``dist``                 [B, T, N, 14] float32        lens distortion of the stored image
 ``ida_mat``              [B, T, N, 4, 4] float32      stored pixels to output pixels
 ``cam2ego``              [B, T, N, 4, 4] float32      static extrinsic
 ``cam2keyego``           [B, T, N, 4, 4] float32      camera at its exposure to ego at the key frame's time

@@ -30,7 +30,7 @@ def make_transfer(
     """
     try:
         target = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r} is no device that torch knows: use 'cpu', 'cuda' or 'cuda:N'") from error
     if target.type == "cpu":
         return None

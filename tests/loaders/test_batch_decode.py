@@ -84,10 +84,12 @@ def assert_same(first: list[dict], second: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool) -> None:
-    options = {"batch_size": 5, "drop_last": drop_last}
+@pytest.mark.parametrize("window", [{}, {"frames": [-1, 0, 2], "padding": "mask"}])
+def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool, window) -> None:
+    options = {"batch_size": 5, "drop_last": drop_last, **window}
     assert_same(load(dataset, "turbo", **options), load(dataset, "batched", **options))
-    assert Batched.sizes[:2] == [10, 10]  # all cameras of a batch in one call
+    frames = len(window.get("frames", [0]))
+    assert Batched.sizes[:2] == [10 * frames, 10 * frames]  # all frames and cameras of a batch in one call
 
 
 def test_transform_and_collate_get_single_samples(dataset) -> None:

@@ -215,6 +215,11 @@ def test_bad_layouts_are_refused(shards, text):
         Layout(shards)
 
 
+def test_an_epoch_length_without_weights_or_a_mix_is_refused():
+    with pytest.raises(OrderError, match="epoch_length=5 means something with weights or a mix"):
+        Order(OrderSpec(epoch_length=5), Layout((10,)), 0)
+
+
 NEED_A_DATASET = [
     {"kind": "lanes"},
     {"filter": "night"},
