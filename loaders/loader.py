@@ -18,6 +18,7 @@ from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make
 from fuelrail.loaders.batch_decode import check_pixels
 from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
 from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.image_facts import image_facts
 from fuelrail.loaders.lookahead import look_ahead
 from fuelrail.loaders.mesh import detect_world, resolve_world
 from fuelrail.loaders.points import choose_points
@@ -225,7 +226,7 @@ class DataLoader:
         self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)
         cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
         self._num_images = where.frames * len(cameras)
-        image_decoder = make_decoder(decoder, device)
+        image_decoder = make_decoder(decoder, device, lambda: image_facts(sources))
         check_pixels(image_decoder, pixels)
         self._transfer = make_transfer(device, normalize)
         self._make = Production(

@@ -10,7 +10,11 @@ from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, Image
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+    from fuelrail.loaders.image_facts import ImageFacts
 
 __all__ = [
     "BACKENDS",
@@ -33,10 +37,13 @@ BACKENDS = {
 _ON_DEVICES = frozenset({"dali"})
 
 
-def make_decoder(name: str = "auto", device: torch.device | str | None = None) -> ImageDecoder:
+def make_decoder(
+    name: str = "auto", device: torch.device | str | None = None, facts: Callable[[], ImageFacts] | None = None
+) -> ImageDecoder:
     """Return the decode backend of that name; ``"auto"`` picks the fastest that is always installed, ``"turbo"``.
 
-    ``device`` is for those that know devices, which are `BatchDecoder` too ("dali"); None is the CPU.
+    ``device`` is for those that know devices, which are `BatchDecoder` too ("dali"); None is the CPU. ``facts`` is
+    called where the images' sizes and coding help: for a GPU.
 
     Raises ConfigError for an unknown name, or with what to install for a backend whose package is missing.
     """
@@ -45,4 +52,8 @@ def make_decoder(name: str = "auto", device: torch.device | str | None = None) -
         raise ConfigError(f"decoder={name!r} must be one of auto, {', '.join(BACKENDS)}")
     module, _, attribute = target.partition(":")
     backend = getattr(import_module(module), attribute)
-    return cast("ImageDecoder", backend() if device is None or name not in _ON_DEVICES else backend(device))
+    if device is None or name not in _ON_DEVICES:
+        return cast("ImageDecoder", backend())
+    if facts is None or str(device) == "cpu":
+        return cast("ImageDecoder", backend(device))
+    return cast("ImageDecoder", backend(device, facts=facts()))

@@ -13,15 +13,16 @@ turbo backend, which decodes them or says what is wrong. So what becomes of an i
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fuelrail.loaders.decode.probe import ImageInfo, check_jpeg_end, check_png, probe
+from fuelrail.loaders.decode.dali_jobs import Job, make_job
+from fuelrail.loaders.decode.probe import probe
 from fuelrail.loaders.decode.protocol import INTERPOLATIONS, Interpolation, check_output, check_source
 from fuelrail.loaders.decode.turbo import TurboDecoder
-from fuelrail.loaders.decode.two_step import two_steps
+from fuelrail.loaders.image_facts import UNKNOWN, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, ImageError
 
 try:
@@ -42,20 +43,9 @@ if TYPE_CHECKING:
 MAX_BATCH = 64
 """Images of one run; larger batches are several runs."""
 
-_REACH_PX = 3.0
-"""Output pixels about the region of a transform: more than the filters read."""
 
-
-class _Job(NamedTuple):
-    """One image of a run: its place in the caller's batch, and the graph's parameters."""
-
-    at: int
-    encoded: NDArray[np.uint8]
-    window: NDArray[np.int32]
-    roi: NDArray[np.float32]
-    size: NDArray[np.float32]
-    matrix: NDArray[np.float32]
-    is_aligned: bool
+HARDWARE_SHARE = 0.9
+"""DALI's own default: the rest keeps the CUDA cores' decoder from idling."""
 
 
 class DaliDecoder:
@@ -66,8 +56,8 @@ class DaliDecoder:
     Args:
         device: ``"cpu"``, or the CUDA device that batches are decoded on and for.
         num_threads: of each pipeline, for what is decoded on the host.
-        largest_wh: width and height in pixels of the largest image to expect, for memory allocated once (GPU only).
-        hw_decoder_load: share of the images given to the hardware decoder (GPU only).
+        facts: of the images to come, where that is a GPU: memory for the largest is allocated once, and the hardware
+            decoder gets `HARDWARE_SHARE` of those that it can take.
 
     """
 
@@ -78,13 +68,12 @@ class DaliDecoder:
         device: torch.device | str = "cpu",
         *,
         num_threads: int = 2,
-        largest_wh: tuple[int, int] = (0, 0),
-        hw_decoder_load: float = 0.9,
+        facts: ImageFacts = UNKNOWN,
     ) -> None:
         self.device = torch.device(device)
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self._num_threads, self._largest_wh, self._hw_decoder_load = num_threads, largest_wh, hw_decoder_load
+        self._num_threads, self._facts = num_threads, facts
         self._local = _Pipelines()
         self._turbo = TurboDecoder()
 
@@ -134,7 +123,7 @@ class DaliDecoder:
         interpolation: Interpolation,
     ) -> list[ImageError | None]:
         errors: list[ImageError | None] = [None] * len(encoded)
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         by_turbo: list[int] = []
         for at, (data, image_map) in enumerate(zip(encoded, image_maps, strict=True)):
             if data is None:
@@ -146,7 +135,7 @@ class DaliDecoder:
                 if image_map.lens is not None:  # DALI's remap exists on the GPU only, and takes maps, not lenses
                     by_turbo.append(at)
                     continue
-                job = _job(at, data, info, image_map)
+                job = make_job(at, data, info, image_map)
             except ImageError as error:
                 errors[at] = error
                 continue
@@ -182,7 +171,7 @@ class DaliDecoder:
             )
 
     def _run_or_split(
-        self, jobs: Sequence[_Job], image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str
+        self, jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str
     ) -> list[int]:
         """Decode the jobs; return the places of those that DALI cannot decode. Each is judged alone in the end."""
         if self._run(jobs, out, interpolation):
@@ -198,7 +187,7 @@ class DaliDecoder:
             for place in self._run_or_split(some, image_maps, out, interpolation)
         ]
 
-    def _run(self, jobs: Sequence[_Job], out: torch.Tensor, interpolation: str) -> bool:
+    def _run(self, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> bool:
         """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
         key = (interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]))
         pipeline = self._local.pipelines.get(key)
@@ -219,7 +208,7 @@ class DaliDecoder:
         return True
 
     def _build(self, interpolation: str, is_aligned: bool, out_width: int, out_height: int) -> Pipeline:
-        """Return a built pipeline: inputs as in `_Job`, output uint8 (3, height, width) on the device."""
+        """Return a built pipeline: inputs as in `Job`, output uint8 (3, height, width) on the device."""
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
         on_gpu = self.device.type == "cuda"
         pipeline = Pipeline(
@@ -234,9 +223,9 @@ class DaliDecoder:
         if on_gpu:
             options = {
                 "device": "mixed",
-                "hw_decoder_load": self._hw_decoder_load,
-                "preallocate_width_hint": self._largest_wh[0],
-                "preallocate_height_hint": self._largest_wh[1],
+                "hw_decoder_load": HARDWARE_SHARE * self._facts.baseline_share,
+                "preallocate_width_hint": self._facts.largest_wh[0],
+                "preallocate_height_hint": self._facts.largest_wh[1],
             }
         with pipeline:
             encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
@@ -289,38 +278,3 @@ def _black_out_unseen(places: Sequence[int], image_maps: Sequence[ImageMap], out
     seen = (x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None])
     at = [place for place, _ in limited]
     out[at] = out[at] * seen[:, None]
-
-
-def _job(at: int, data: Buffer, info: ImageInfo, image_map: ImageMap) -> _Job | None:
-    """Return the parameters of one image; None if its map sees nothing of it."""
-    check_png(data) if info.format == "png" else check_jpeg_end(data)
-    width, height = image_map.source_wh
-    out_width, out_height = image_map.out_wh
-    is_aligned = image_map.is_axis_aligned and image_map.covered_output() == (0, 0, out_width, out_height)
-    if is_aligned:
-        a, _, tx, _, d, ty = image_map.inverse_coefficients()
-        x0, x1, y0, y1 = tx, a * out_width + tx, ty, d * out_height + ty
-        # A map may end within half an output pixel outside of the image; a box of DALI's may not.
-        is_aligned = min(x0, x1, y0, y1) >= -1e-6 and max(x0, x1) <= width + 1e-6 and max(y0, y1) <= height + 1e-6
-    matrix = np.zeros((2, 3), np.float32)
-    if is_aligned:
-        left, top, right, bottom = image_map.source_roi(_REACH_PX / min(1.0, image_map.max_scale))
-        size = (out_height, out_width)
-    else:
-        steps = two_steps(image_map, _REACH_PX)
-        if steps is None:
-            return None
-        x0, y0, x1, y1 = steps.box
-        left, top = int(x0), int(y0)
-        right, bottom = min(width, int(np.ceil(x1))), min(height, int(np.ceil(y1)))
-        size = steps.size_wh[::-1]
-        matrix[:] = np.array(steps.to_resized).reshape(2, 3)
-    return _Job(
-        at,
-        np.frombuffer(data, np.uint8),
-        np.array((top, left, bottom, right), np.int32),
-        np.array((y0 - top, x0 - left, y1 - top, x1 - left), np.float32),
-        np.array(size, np.float32),
-        matrix,
-        is_aligned,
-    )

@@ -49,19 +49,21 @@ class UnusualSamplingError(ImageError):
     """A valid JPEG whose sampling factors libjpeg-turbo's own API has no name for."""
 
 
-def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch) -> Picture:
+def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch, lead: int = 0) -> Picture:
     """Return the picture, decoded at 1/factor: (h, w, 4) RGBX in the thread's scratch, or RGB (h, w, 3) of CMYK.
 
-    Raises ImageError.
+    ``lead`` rows without meaning come first, for who needs the picture to begin at a certain row. Not for CMYK. Raises
+    ImageError.
     """
     width, height = scaled_size(info.width, 1, factor), scaled_size(info.height, 1, factor)
+    room = scratch.take("decoded", lead + height, width, 4)
     try:
         image: Picture = simplejpeg.decode_jpeg(
             encoded,
             "CMYK" if info.is_cmyk else "RGBX",
             min_height=height,
             min_width=width,
-            buffer=scratch.take("decoded", height, width, 4),
+            buffer=room[lead:],
         )
     except ValueError as error:
         if "subsampling" in str(error):
@@ -72,7 +74,7 @@ def decode_jpeg(encoded: Buffer, info: ImageInfo, factor: int, scratch: Scratch)
         raise ImageError(f"JPEG cannot be decoded: {error}") from error
     if image.shape != (height, width, 4):
         raise ImageError(f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}")
-    if info.is_cmyk:
-        # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 is no ink.
-        image = ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
-    return image
+    if not info.is_cmyk:
+        return room
+    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 is no ink.
+    return ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)

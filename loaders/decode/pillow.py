@@ -69,7 +69,7 @@ class PillowDecoder:
         if info.restart_interval:
             reach = (_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale)
             _, top, _, bottom = image_map.source_roi(reach)
-            spliced = splice_rows(encoded, info, top, bottom)
+            spliced = splice_rows(encoded, info, top, bottom, scratch=self._scratch)
             if spliced is not None:
                 encoded, info = spliced.encoded, info._replace(height=spliced.height)
                 image_map = image_map.of_rows(spliced.top, spliced.height)

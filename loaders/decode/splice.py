@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.decode.jpeg import Scratch
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
 
@@ -30,7 +33,7 @@ _MCU_WH = {
 _MIN_SAVED_ROWS = 3
 """Rows of MCUs below which looking for the markers and copying costs as much as decoding them."""
 
-_END_OF_IMAGE = b"\xff\xd9"
+_END_OF_IMAGE = (0xFF, 0xD9)
 
 
 class SplicedRows(NamedTuple):
@@ -41,10 +44,13 @@ class SplicedRows(NamedTuple):
     height: int
 
 
-def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor: int = 1) -> SplicedRows | None:
+def splice_rows(
+    encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor: int = 1, scratch: Scratch | None = None
+) -> SplicedRows | None:
     """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
 
-    ``factor`` is the divisor of the DCT-scaled decoding that is to follow.
+    ``factor`` is the divisor of the DCT-scaled decoding that is to follow. With ``scratch`` the result lies there, and
+    is valid until its thread's next call.
 
     None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
     where cutting would save nothing. Damage in rows that are left out is not seen.
@@ -68,24 +74,28 @@ def splice_rows(encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor:
         or encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components
     ):
         return None
-    if bytes(encoded[-16:]).find(_END_OF_IMAGE) < 0:  # cut, or something follows: the decoder shall see all of it
-        return None
-    start = info.scan_at if first == 0 else markers[first - 1] + 2
-    end = markers[last - 1] if last < num_rows else len(encoded)
+    if bytes(_END_OF_IMAGE) not in bytes(encoded[-16:]):
+        return None  # cut, or something follows: the decoder shall see all of it
+    start = info.scan_at if first == 0 else int(markers[first - 1]) + 2
+    end = int(markers[last - 1]) if last < num_rows else len(encoded)
     height = min(info.height, last * mcu[1]) - first * mcu[1]
-    spliced = bytearray(encoded[: info.scan_at])
-    spliced += encoded[start:end]
+    num_bytes = info.scan_at + end - start
+    spliced = np.empty(num_bytes + 2, np.uint8) if scratch is None else scratch.take("spliced", 1, num_bytes + 2, 1)
+    spliced = spliced.ravel()
+    whole = np.frombuffer(encoded, np.uint8)
+    spliced[: info.scan_at] = whole[: info.scan_at]
+    spliced[info.scan_at : num_bytes] = whole[start:end]
     if last < num_rows:
-        spliced += _END_OF_IMAGE
-    spliced[info.frame_at + 5 : info.frame_at + 7] = height.to_bytes(2, "big")
+        spliced[num_bytes:] = _END_OF_IMAGE
+        num_bytes += 2
+    spliced[info.frame_at + 5 : info.frame_at + 7] = divmod(height, 256)
     if first % 8:
-        move = info.scan_at - start
-        for number, at in enumerate(markers[first : last - 1]):
-            spliced[at + move + 1] = 0xD0 + number % 8
-    return SplicedRows(spliced, first * mcu[1], height)
+        within = markers[first : last - 1] + (info.scan_at - start + 1)
+        spliced[within] = 0xD0 + (np.arange(len(within)) & 7)
+    return SplicedRows(spliced[:num_bytes].data, first * mcu[1], height)
 
 
-def _restart_markers(encoded: Buffer, scan_at: int) -> list[int] | None:
+def _restart_markers(encoded: Buffer, scan_at: int) -> NDArray[np.int64] | None:
     """Return the places of all restart markers of the scan; None if they do not count D0, D1, ... D7, D0, ..."""
     scan = np.frombuffer(encoded, np.uint8)[scan_at:]
     places = np.flatnonzero(scan[:-1] == 0xFF)
@@ -94,5 +104,5 @@ def _restart_markers(encoded: Buffer, scan_at: int) -> list[int] | None:
     places, kinds = places[is_restart], kinds[is_restart]
     if not np.array_equal(kinds & 7, np.arange(len(kinds)) & 7):
         return None
-    found: list[int] = (places + scan_at).tolist()
+    found: NDArray[np.int64] = places + scan_at
     return found

@@ -83,16 +83,20 @@ class TurboDecoder:
             image_map = image_map.of_scaled(factor)
         grid = _resize_grid(image_map, interpolation)
         if info.format == "jpeg":
-            top = 0
+            top = lead = 0
             if info.restart_interval:
                 reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
-                rows = grid.rows[:2] if grid is not None else image_map.source_roi(reach)[1::2]
-                spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor, factor)
+                rows = grid.rows.needed if grid is not None else image_map.source_roi(reach)[1::2]
+                spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor, factor, self._scratch)
                 if spliced is not None:
                     encoded, info = spliced.encoded, info._replace(height=spliced.height)
                     top = spliced.top // factor  # rows of MCUs are whole in every DCT scaling
                     image_map = image_map.of_rows(top, scaled_size(spliced.height, 1, factor))
-            image = decode_jpeg(encoded, info, factor, self._scratch)
+                    if grid is not None:
+                        # Resizing may begin before the rows that are there: what it makes of them is dropped.
+                        lead = max(0, top - grid.rows.start)
+                        top -= lead
+            image = decode_jpeg(encoded, info, factor, self._scratch, lead)
         else:
             image, top = _decode_png(encoded, info), 0
             out = out[::-1]  # OpenCV decodes to BGR
@@ -193,12 +197,21 @@ def _dct_factor(info: ImageInfo, max_scale: float) -> int:
 
 
 class _Span(NamedTuple):
-    """Source lines [start, stop) to resize on one axis, the lines that makes, and how many of them to drop first."""
+    """Source lines [start, stop) to resize on one axis, the lines that makes, and how many of them to drop first.
+
+    Lines before ``first_needed`` are read for lines that are dropped.
+    """
 
     start: int
     stop: int
     num_lines: int
     skip: int
+    first_needed: int
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """Source lines that lines which are kept are made of."""
+        return self.first_needed, self.stop
 
 
 class _ResizeGrid(NamedTuple):
@@ -211,7 +224,7 @@ class _ResizeGrid(NamedTuple):
     flip: int | None
 
 
-_NOTHING = _Span(0, 0, 0, 0)
+_NOTHING = _Span(0, 0, 0, 0, 0)
 
 
 def _resize_grid(image_map: ImageMap, interpolation: str) -> _ResizeGrid | None:
@@ -266,7 +279,7 @@ def _aligned_span(scale: float, offset: float, first: int, last: int, size: int,
     num_lines = round((stop - best) * scale)  # to even at ties, as OpenCV rounds
     if origin > first or origin + num_lines < last:
         return None
-    return _Span(best, stop, num_lines, first - origin)
+    return _Span(best, stop, num_lines, first - origin, needed)
 
 
 def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:

@@ -140,6 +140,31 @@ def test_a_bad_image_is_replaced_as_with_other_decoders(broken, tmp_path) -> Non
     assert 2 in Batched.sizes  # the replacement alone was decoded again
 
 
+@pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
+@pytest.mark.parametrize("harm", ["cut", "huffman"])
+def test_dali_survives_a_bad_image_of_which_it_names_nothing(tmp_path, harm: str) -> None:
+    """``cut`` is found before DALI sees it; ``huffman`` makes the run of its whole batch fail."""
+    raw = build_dataset(tmp_path / "dataset", {"train": (12,)})
+    key = sorted(raw)[5]
+    image = raw[key]["cam_back.jpg"]
+    bad = bytearray(damaged(image) if harm == "cut" else image)
+    if harm == "huffman":
+        bad[bad.index(b"\xff\xc4") + 5] = 0xFF  # a table with more codes than fit
+    shard = tmp_path / "dataset" / "train-000000.tar"
+    shard.write_bytes(shard.read_bytes().replace(image, bytes(bad)))
+    notes = tmp_path / "bad.jsonl"
+    options = {"verify": False, "on_error": "substitute", "quarantine": notes, "pixels": PixelAugment()}
+    with_dali, with_turbo = (load(tmp_path / "dataset", decoder, **options) for decoder in ("dali", "turbo"))
+    for ours, expected in zip(with_dali, with_turbo, strict=True):
+        assert ours["sample_key"] == expected["sample_key"]
+        assert key not in ours["sample_key"]
+        assert float((ours["img"].float() - expected["img"].float()).abs().mean()) < 8.0  # textures of noise
+    assert [json.loads(line)["key"] for line in notes.read_text().splitlines()] == [key, key]
+    with pytest.raises((ImageError, StageError)) as caught:
+        load(tmp_path / "dataset", "dali", verify=False, pixels=PixelAugment())
+    assert f"{key}.cam_back" in str(caught.value) + str(caught.value.__cause__)
+
+
 def test_pixels_on_a_device_are_refused() -> None:
     assert isinstance(Batched("meta"), BatchDecoder)
     assert not isinstance(make_decoder("turbo"), BatchDecoder)

@@ -10,13 +10,14 @@ import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders.decode import make_decoder, probe, turbo
+from fuelrail.loaders.decode import dali_jobs, make_decoder, probe, turbo
+from fuelrail.loaders.decode.dali_jobs import make_job
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap
 from support.decoder_suite import ALL_MAPS, NUSCENES_WH
-from support.pictures import encode, natural, open_with_pillow
+from support.pictures import encode, natural, open_with_pillow, psnr_db
 from support.shared_data import shared_data
 
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0", "4:4:0", "4:1:1", "gray")
@@ -100,9 +101,8 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
     (image_map,) = ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=0)
     out = np.empty((3, 256, 704), np.uint8)
     make_decoder("turbo").decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)
-    # Seen: rows 318 to 900. The output's grid meets the half-size picture's in row 150, 300 of the stored one, and
-    # that is in row 18 of MCUs.
-    assert heights == [(900 - 18 * 16) // 2]
+    # Seen: rows 318 to 900; 316 is in row 19 of MCUs.
+    assert heights == [(900 - 19 * 16) // 2]
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])
@@ -169,3 +169,21 @@ def test_real_pictures_prepared_by_jpegtran() -> None:
         decoder.decode_into(plain, image_map, first)
         decoder.decode_into(prepared, image_map, second)
         assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["eval", "bevdet", "streampetr", "padded"])
+def test_dali_is_fed_only_what_a_crop_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, image_map = with_restarts(*NUSCENES_WH, quality=90), ALL_MAPS[name]
+    job = make_job(0, encoded, probe(encoded), image_map)
+    assert job is not None
+    rows = probe(job.encoded.tobytes()).height
+    assert (rows < 800) == (name != "padded")
+    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
+    pictures = []
+    for splice in (splice_rows, lambda *arguments: None):
+        monkeypatch.setattr(dali_jobs, "splice_rows", splice)
+        pictures.append(np.empty((3, image_map.out_wh[1], image_map.out_wh[0]), np.uint8))
+        make_decoder("dali").decode_into(encoded, image_map, pictures[-1])
+    # The same pixels go in; DALI's resampling of another height may round another way.
+    assert psnr_db(*pictures) > 55.0
+    assert np.abs(pictures[0].astype(int) - pictures[1]).max() <= 3
