@@ -20,11 +20,12 @@ from support.sharding import shard_nuscenes
 DTYPES = {"U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
+@pytest.fixture(scope="module", params=["member", "frame", "dictionary"])
+def out(request, tmp_path_factory):
+    how = {"dictionary_bytes": 1024} if request.param == "dictionary" else {"layout": request.param}
     base = tmp_path_factory.mktemp("format")
     build_nuscenes(base / "source", {"a": 3, "bé": 2, "c": 1}, num_points=61)
-    options = {"shard_size_bytes": 25_000, "splits": {"train": 0.7, "val": 0.3}, "license": "öffentlich"}
+    options = {"shard_size_bytes": 25_000, "splits": {"train": 0.7, "val": 0.3}, "license": "öffentlich", **how}
     shard_nuscenes(base / "source", base / "out", **options)
     return base / "out"
 
@@ -67,12 +68,13 @@ def read_index(out):
     return table.to_pylist(), json.loads(metadata[b"fuelrail.members"]), json.loads(metadata[b"fuelrail.codecs"])
 
 
-def decode(codec, stored, raw_bytes):
+def decode(codec, stored, raw_bytes, out):
     if codec == "raw":
         return stored
-    raw = zstandard.ZstdDecompressor().decompress(stored)
+    dictionary = zstandard.ZstdCompressionDict((out / "zstd.dict").read_bytes()) if codec == "zstd-dict" else None
+    raw = zstandard.ZstdDecompressor(dict_data=dictionary).decompress(stored)
     assert len(raw) == raw_bytes
-    if codec == "zstd":
+    if codec in ("zstd", "zstd-dict"):
         return raw
     row = int(codec.removeprefix("zstd-p"))
     head, count = len(raw) % row, len(raw) // row
@@ -84,13 +86,18 @@ def read_samples(out):
     manifest = json.loads((out / "dataset.json").read_text("utf-8"))
     rows, names, codecs = read_index(out)
     for row in rows:
-        shard = (out / manifest["shards"][row["shard"]]["name"]).read_bytes()
+        name = manifest["shards"][row["shard"]]["name"]
+        shard = (out / name).read_bytes()
         span = shard[row["offset"] : row["offset"] + row["length"]]
         assert xxhash.xxh3_64(span).intdigest() == row["xxh3"]
+        if name.endswith(".tar.zst"):
+            span = zstandard.ZstdDecompressor().decompress(span)
+            last = row["members"][-1]
+            assert len(span) == -(-(last["offset"] + last["stored_bytes"]) // 512) * 512
         members = {}
         for entry in row["members"]:
             stored = span[entry["offset"] : entry["offset"] + entry["stored_bytes"]]
-            members[names[entry["name"]]] = decode(codecs[entry["codec"]], stored, entry["raw_bytes"])
+            members[names[entry["name"]]] = decode(codecs[entry["codec"]], stored, entry["raw_bytes"], out)
         yield row, members
 
 
@@ -137,15 +144,41 @@ def read_points(data):
 # Section 4.
 
 
+def test_seek_table(out):
+    manifest = json.loads((out / "dataset.json").read_text("utf-8"))
+    rows = read_index(out)[0]
+    for number, shard in enumerate(manifest["shards"]):
+        if not shard["name"].endswith(".tar.zst"):
+            continue
+        data = (out / shard["name"]).read_bytes()
+        count, descriptor, magic = struct.unpack("<IBI", data[-9:])
+        assert (count, descriptor, magic) == (shard["num_samples"] + 1, 0, 0x8F92EAB1)
+        table = data[-9 - 8 * count - 8 :]
+        assert struct.unpack("<II", table[:8]) == (0x184D2A5E, len(table) - 8)
+        at = 0
+        for row, (stored, raw) in zip(
+            [*(row for row in rows if row["shard"] == number), None],
+            struct.iter_unpack("<II", table[8:-9]),
+            strict=True,
+        ):
+            assert row is None or (row["offset"], row["length"]) == (at, stored)
+            frame = zstandard.get_frame_parameters(data[at : at + stored])
+            assert (frame.content_size, frame.has_checksum, frame.dict_id) == (raw, True, 0)
+            at += stored
+        assert data[at:] == table
+
+
 def test_tar_blocks(out):
     rows, names, codecs = read_index(out)
-    suffixes = {"raw": "", "zstd": ".zst", "zstd-p20": ".p20.zst"}
+    suffixes = {"raw": "", "zstd": ".zst", "zstd-dict": ".dict.zst", "zstd-p20": ".p20.zst"}
     expected = [
         [f"{row['key']}.{names[m['name']]}{suffixes[codecs[m['codec']]]}" for m in row["members"]] for row in rows
     ]
     found = []
     for shard in json.loads((out / "dataset.json").read_text("utf-8"))["shards"]:
         data, at = (out / shard["name"]).read_bytes(), 0
+        if shard["name"].endswith(".tar.zst"):
+            data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
         while data[at : at + 512] != bytes(512):
             header = data[at : at + 512]
             name = header[:100].rstrip(b"\0").decode()
