@@ -25,7 +25,7 @@ from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras, write_large
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -62,14 +62,14 @@ class _Candidate(NamedTuple):
     num_samples: int
 
 
-def fuelrail_start(folder: str) -> Callable[[], Any]:
-    """Everything imported; the call makes the loader and its first batch."""
+def fuelrail_start(folder: str) -> Callable[[], Iterator[Any]]:
+    """Everything imported; the call makes the loader and begins to iterate."""
     from fuelrail.loaders import DataLoader
 
-    return lambda: next(iter(DataLoader(folder, BATCH_SIZE, seed=0, num_workers=NUM_WORKERS)))
+    return lambda: iter(DataLoader(folder, BATCH_SIZE, seed=0, num_workers=NUM_WORKERS))
 
 
-def webdataset_start(folder: str, recipe: str) -> Callable[[], Any]:
+def webdataset_start(folder: str, recipe: str) -> Callable[[], Iterator[Any]]:
     """The same for torch's loader over webdataset's pipeline."""
     import torch
     import webdataset
@@ -78,11 +78,11 @@ def webdataset_start(folder: str, recipe: str) -> Callable[[], Any]:
         images = [decode_image(entry[name], recipe) for name in entry if name.endswith(".jpg")]
         return torch.from_numpy(np.stack(images))
 
-    def start() -> Any:  # noqa: ANN401
+    def start() -> Iterator[Any]:
         shards = sorted(str(path) for path in Path(folder).glob("train-*.tar"))
         dataset = webdataset.WebDataset(shards, shardshuffle=len(shards), seed=0, nodesplitter=None)
         dataset = dataset.shuffle(16).map(sample).batched(BATCH_SIZE, collation_fn=torch.stack)
-        return next(iter(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=NUM_WORKERS)))
+        return iter(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=NUM_WORKERS))
 
     return start
 
@@ -112,14 +112,18 @@ def decode_image(encoded: bytes, recipe: str) -> NDArray[np.uint8]:
 def _child(kind: str, folder: str) -> int:
     start = fuelrail_start(folder) if kind == "fuelrail" else webdataset_start(folder, kind)
     cpu_s, begun_s = _cpu_s(), time.perf_counter()
-    batch = start()
+    batches = start()  # kept: to end the threads or processes behind it is no part of a first batch
+    batch = next(batches)
     took_s = time.perf_counter() - begun_s
     cpu_s = _cpu_s() - cpu_s
     images = batch["img"] if kind == "fuelrail" else batch
     assert tuple(images.shape) == (BATCH_SIZE, 6, 3, *reversed(OUT_WH)), images.shape
     sys.stdout.write(f"{took_s} {cpu_s}\n")
     sys.stdout.flush()
-    os._exit(0)  # the workers' end is not what is measured
+    for worker in multiprocessing.active_children():  # left alone they would decode into the next candidate's time
+        worker.kill()
+        worker.join()
+    os._exit(0)  # the workers' orderly end is not what is measured
 
 
 def _cpu_s() -> float:
