@@ -19,6 +19,7 @@ import xxhash
 from fuelrail.bench.rates import Rate, measure_rate
 from fuelrail.loaders.decode.probe import probe
 from fuelrail.pipeline import codecs
+from fuelrail.pipeline.frames import is_framed, open_span
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.work import Fetched, Parsed
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.dataset import Dataset
 
 _JPEG_SCALES = (1, 2, 4, 8)
 
@@ -70,14 +72,19 @@ def measure_limits(
     output_bytes: int,
     num_threads: int,
     seconds: float,
+    dataset: Dataset | None = None,
 ) -> list[Rate]:
     """Measure each limit for ``seconds`` with ``num_threads`` threads, on samples that are in memory already.
 
-    ``skipped`` names channels whose members the loader leaves as they are.
+    ``skipped`` names channels whose members the loader leaves as they are. ``dataset`` is needed where it has frame
+    shards or a dictionary.
     """
     count = len(fetched)
     stored = [entry.stored[entry.task.current] for entry in fetched]
     spans = [frame.span for frame in stored]
+    shards = () if dataset is None else dataset.manifest.shards
+    dictionary = None if dataset is None else dataset.dictionary
+    framed = [bool(shards) and is_framed(shards[frame.row.shard].name) for frame in stored]
     compressed = [
         [
             (member.codec, span[member.offset : member.offset + member.stored_bytes], member.raw_bytes)
@@ -99,8 +106,11 @@ def measure_limits(
         xxhash.xxh3_64_intdigest(spans[number % count])
 
     def decompress(number: int) -> None:
+        if framed[number % count]:
+            row = stored[number % count].row
+            open_span(row, spans[number % count], shards[row.shard].name)
         for codec, data, raw_bytes in compressed[number % count]:
-            codecs.decode(codec, data, raw_bytes)
+            codecs.decode(codec, data, raw_bytes, dictionary=dictionary)
 
     def copy(number: int) -> None:  # noqa: ARG001 - each copies the same
         np.copyto(scratch.take(picture.shape), picture)
@@ -114,7 +124,7 @@ def measure_limits(
         measure_rate("read from the page cache", read, num_threads, seconds),
         measure_rate("xxh3 digest", digest, num_threads, seconds),
     ]
-    if any(compressed):
+    if any(compressed) or any(framed):
         rates.append(measure_rate("zstd", decompress, num_threads, seconds))
     if factor is not None:
         for divisor in sorted({1, factor}, reverse=True):

@@ -8,6 +8,8 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.limits import jpeg_limit, measure_limits, sample_sizes
 from fuelrail.bench.loader_report import LoaderReport
+from fuelrail.bench.loader_run import run_loader
+from fuelrail.bench.memory import peak_memory_bytes
 from fuelrail.bench.stages import LoaderChoice, measure_stages, record_stages
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.dataset import open_dataset
@@ -47,6 +49,14 @@ def test_more_batches_than_an_epoch_are_recorded_over_epochs(dataset):
     assert [len(entry.items) for entry in recorded] == [12, 12, 12, 6]
 
 
+def test_limits_of_frame_shards(tmp_path):
+    build_dataset(tmp_path / "tiny", {"train": (8,)}, layout="frame")
+    opened = open_dataset(tmp_path / "tiny")
+    items = {entry.stage.name: entry.items for entry in record_stages(opened, IMAGE, CHOICE, 2)}
+    limits = measure_limits(items["parse"], items["decode"], {"lidar_top"}, 2 * 3 * 32 * 48, 1, 0.0, opened)
+    assert "zstd" in [rate.name for rate in limits]
+
+
 def test_limits_are_of_what_the_loader_reads(dataset):
     opened = open_dataset(dataset)
     items = {entry.stage.name: entry.items for entry in record_stages(opened, IMAGE, CHOICE, 2)}
@@ -66,24 +76,29 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     assert bench(dataset, out, *options) == 0
     text = (out / "report.json").read_text()
     report = msgspec.json.decode(text, type=LoaderReport)
-    assert (report.schema, report.version) == ("fuelrail-bench-loader", 1)
+    assert (report.schema, report.version) == ("fuelrail-bench-loader", 2)
     assert len(report.runs) == 2
     figures = report.figures
     assert figures.samples_per_s.low <= figures.samples_per_s.median <= figures.samples_per_s.high
     assert figures.images_per_s.median == pytest.approx(2 * figures.samples_per_s.median)
     assert figures.cpu_s_per_1000_images == pytest.approx(figures.cpu_ms_per_sample.median / 2)
-    assert [step.name.split()[0] for step in figures.waterfall] == ["libjpeg-turbo", "decode", "whole"]
+    assert [step.name.split()[0] for step in figures.waterfall] == ["libjpeg-turbo", "decode", "fetch", "whole"]
+    assert [rate.name for rate in report.stacked] == ["fetch", "fetch + parse", "fetch + parse + decode"]
+    assert [len(depths.waiting) for depths in report.runs[0].queues[:1]] == [len(report.runs[0].stages)]
+    # Less than this process has now, as a parent's peak would not be: nothing was freed that large.
+    assert 2**20 < figures.peak_rss_bytes <= peak_memory_bytes()
+    assert "## Machine, dataset, options" in (out / "report.md").read_text()
     assert str(dataset) not in text
     assert "How fast can this dataset be loaded here?" in (out / "report.html").read_text()
     printed = capsys.readouterr().out
-    for word in ("samples/s", "per 1,000 images", "first batch after", "stage alone", "xxh3 digest", "bound:"):
+    for word in ("samples/s", "per 1,000 images", "first batch after", "stage alone", "stage upon stage", "xxh3 digest", "bound:"):
         assert word in printed
 
 
 def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
     out = tmp_path / "out"
     assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.001, "--repeats", 1, "--json", "--no-html") == 0
-    assert [path.name for path in out.iterdir()] == ["report.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md"]
     printed = json.loads(capsys.readouterr().out)
     assert printed["figures"] is None
     assert "no run became steady" in printed["too_short"]
@@ -106,6 +121,29 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(dataset, tmp_path, c
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_an_unknown_decoder_is_refused_before_anything_is_written(dataset, tmp_path):
+    assert bench(dataset, tmp_path / "out", "--decoder", "nope") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(dataset, tmp_path, capsys, monkeypatch):
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:  # the warm-up, one round, and then
+            raise KeyboardInterrupt
+        return run_loader(*arguments)
+
+    monkeypatch.setattr("fuelrail.bench.loader_run.run_loader", interrupted)
+    options = ("--batch-size", 2, "--seconds", 0.8, "--repeats", 5, "--no-html")
+    assert bench(dataset, tmp_path / "out", *options) == 130
+    report = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes(), type=LoaderReport)
+    assert report.cut_off == "it was interrupted after 1 of 5 rounds"
+    assert len(report.runs) == 1
+    assert "the report is partial" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(dataset, tmp_path, capsys):
