@@ -1,8 +1,13 @@
-"""What bounds a training run, found by leaving things out: the run as it is against the same run without each. Pure."""
+"""What bounds a training run, found by leaving things out: the run as it is against the same run without each. Pure.
+
+Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
+as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
+was it the first time that its bytes were read, do reads of other shards add up) tell its kinds apart.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,13 +20,35 @@ if TYPE_CHECKING:
     from fuelrail.bench.train_report import Figures, Report
     from fuelrail.bench.trainer.settings import LeaveOut
 
-Bound = Literal["loader", "all-reduce", "slow rank", "compute", "host"]
+Bound = Literal[
+    "storage",
+    "network",
+    "cold cache",
+    "too few shards",
+    "decompression",
+    "CPU decode",
+    "Python",
+    "loader",
+    "host to device",
+    "GPU decode contention",
+    "kernel launches",
+    "all-reduce",
+    "slow rank",
+    "host",
+    "compute",
+]
 
 # A gain below this, or one that noise explains, is none.
 _NOTABLE = 0.02
-# A rank whose own part of the step is longer than the others' by this share keeps them waiting.
-_SLOWER = 0.05
-_USED_UP = 0.85
+# A rank whose own part of the step is longer than the others' by this share, in most steps, keeps them waiting.
+_SLOWER, _MOSTLY = 0.05, 0.75
+# Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
+_READING, _WARMED = 0.5, 0.5
+# Reads spread over the shards are that much faster than reads of one: each shard by itself is slow.
+_ADDS_UP = 1.4
+# A host that takes this much of the device's time to queue its work.
+_LAUNCH_BOUND = 0.95
+_IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
 
 
 class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,72 +70,274 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds the run, why we say so, and what to do."""
+    """What bounds the run, why we say so, what to do, and how much faster the run would be without that bound."""
 
     bound: Bound
     finding: str
     advice: str
+    expected_gain: float
     step_ms: float
     occupancy: float
     counterfactuals: list[Counterfactual]
 
 
-def diagnose(as_it_is: Report, without: Mapping[LeaveOut, Report]) -> Diagnosis:
-    """Judge runs that differ in nothing but what was left out; all have figures."""
-    figures = as_it_is.figures
-    assert figures is not None, "a run without figures shows nothing"
-    found = [_counterfactual(name, as_it_is, report) for name, report in without.items()]
-    worst = max((entry for entry in found if entry.counts), key=lambda entry: entry.gain, default=None)
-    slow_rank = _slow_rank(as_it_is)
+class _Verdict(NamedTuple):
     bound: Bound
-    if worst is None:
-        bound, finding, advice = _undisturbed(figures)
-    elif worst.left_out == "loading":
-        bound = "loader"
-        finding = f"With batches from memory the run would be {worst.gain:.0%} faster: {_busiest_stage(figures)}"
-        advice = _loader_advice(as_it_is)
-    elif slow_rank is not None:
-        rank, share = slow_rank
-        bound = "slow rank"
-        finding = (
-            f"Rank {rank} takes {share:.0%} longer than the others for its own part of the step; they wait for it."
-        )
-        advice = f"Look at rank {rank}'s host and device: clock, temperature, other processes, its shards' storage."
+    finding: str
+    advice: str
+    gain: float
+
+
+class Evidence(NamedTuple):
+    """Runs that differ in nothing but what was left out; all have figures.
+
+    ``again`` is the same run a second time, over the same samples. ``shard_scaling``: how many times as fast reads
+    spread over all shards are as reads of one; None where that was not looked at.
+    """
+
+    as_it_is: Report
+    without: Mapping[LeaveOut, Report]
+    again: Report | None = None
+    is_remote: bool = False
+    shard_scaling: float | None = None
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Judge the runs."""
+    base = evidence.as_it_is
+    figures = base.figures
+    assert figures is not None, "a run without figures shows nothing"
+    found = {name: counterfactual(name, base, report) for name, report in evidence.without.items()}
+    again = None if evidence.again is None else counterfactual("again", base, evidence.again)
+    # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
+    if again is not None and _was_cold(evidence, again):
+        bound, finding, advice, gain = _cold(again)
     else:
-        bound = "all-reduce"
-        finding = f"Without the all-reduce the run would be {worst.gain:.0%} faster."
-        advice = "Accumulate gradients over more batches, reduce in bf16, or use a faster link between the ranks."
+        drift = abs(again.gain) if again is not None else 0.0
+        counting = {name: entry for name, entry in found.items() if entry.counts and entry.gain > drift}
+        bound, finding, advice, gain = _judge(evidence, figures, counting)
+    shown = [*found.values(), *([again] if again is not None else [])]
     return Diagnosis(
         bound=bound,
         finding=finding,
         advice=advice,
+        expected_gain=gain,
         step_ms=figures.step_time.mean_ms,
         occupancy=figures.occupancy.mean,
-        counterfactuals=found,
+        counterfactuals=shown,
     )
 
 
-def _counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
+def counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
+    """How much faster one run is than another, per sample."""
     change = next(change for change in compare(as_it_is, without) if change.name.startswith("step time"))
+    # Steps of other sizes: more samples a step make up for a longer one.
+    work = _samples_a_step(without) / _samples_a_step(as_it_is)
     return Counterfactual(
         left_out=name,
         step_ms=change.after,
-        gain=1 / change.ratio - 1,
-        gain_low=1 / change.ratio_high - 1,
-        gain_high=1 / change.ratio_low - 1,
+        gain=work / change.ratio - 1,
+        gain_low=work / change.ratio_high - 1,
+        gain_high=work / change.ratio_low - 1,
     )
 
 
-def _undisturbed(figures: Figures) -> tuple[Bound, str, str]:
+def _judge(
+    evidence: Evidence,
+    figures: Figures,
+    counting: Mapping[LeaveOut, Counterfactual],
+) -> _Verdict:
+    slow = _slow_rank(evidence.as_it_is)
+    if slow is not None and "all-reduce" in counting:
+        rank, share, phase = slow
+        return _Verdict(
+            "slow rank",
+            f"Rank {rank} takes {share:.0%} longer than the others for its own part of the step, most of it in "
+            f"'{phase}'; the others wait for it in the all-reduce.",
+            f"Look at rank {rank}'s host and device: clock, temperature, other processes, its shards' storage.",
+            share,
+        )
+    # What is left out with the loading is left out with these, too: they say more.
+    narrow = {name: entry for name, entry in counting.items() if name not in ("loading", *_IN_THE_LOADER)}
+    worst = max(narrow.values(), key=lambda entry: entry.gain, default=None)
+    loading = counting.get("loading")
+    if loading is not None and _is_contention(evidence):
+        gain = counting["decode"].gain if "decode" in counting else loading.gain
+        return _Verdict(
+            "GPU decode contention",
+            f"Without decoding the run would be {gain:.0%} faster, though it hardly waits for data: forward and "
+            "backward themselves get shorter. Decoding on the GPU takes its computing units from the training.",
+            "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the decoding to the hardware "
+            "decoder (baseline JPEGs, larger batches).",
+            gain,
+        )
+    if worst is not None and (loading is None or worst.gain >= 0.9 * loading.gain):
+        return _outside_the_loader(worst, evidence.as_it_is)
+    if loading is not None:
+        return _in_the_loader(evidence, figures, counting, loading)
+    if worst is not None:
+        return _outside_the_loader(worst, evidence.as_it_is)
+    return _undisturbed(evidence.as_it_is, figures)
+
+
+def _outside_the_loader(worst: Counterfactual, report: Report) -> _Verdict:
+    gain = worst.gain
+    if worst.left_out == "copy":
+        return _Verdict(
+            "host to device",
+            f"If batches were on the device at once the run would be {gain:.0%} faster: the step waits for the copy.",
+            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
+            "that the card sits in a slot of full width.",
+            gain,
+        )
+    if worst.left_out == "launches":
+        return _Verdict(
+            "kernel launches",
+            f"If queueing kernels cost nothing the run would be {gain:.0%} faster: the device idles between kernels "
+            "that are too small for the host to keep up with.",
+            "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
+            gain,
+        )
+    nominal = report.options["accumulation"]
+    return _Verdict(
+        "all-reduce",
+        f"Without the all-reduce the run would be {gain:.0%} faster.",
+        f"Accumulate gradients over more batches than {nominal}, reduce in bf16, or use a faster link between the "
+        "ranks.",
+        gain,
+    )
+
+
+def _in_the_loader(
+    evidence: Evidence,
+    figures: Figures,
+    counting: Mapping[LeaveOut, Counterfactual],
+    loading: Counterfactual,
+) -> _Verdict:
+    stages = [counting[name] for name in _IN_THE_LOADER if name in counting]
+    worst = max(stages, key=lambda entry: entry.gain, default=None)
+    start = f"With batches from memory the run would be {loading.gain:.0%} faster"
+    if worst is None:
+        return _Verdict(
+            "loader",
+            f"{start}, but no stage alone accounts for it: {_busiest_stage(figures)}",
+            f"{_threads_advice(evidence.as_it_is)} `fuelrail bench loader` shows each stage.",
+            loading.gain,
+        )
+    gain = worst.gain
+    start = f"{start}; {gain:.0%} of it without "
+    if worst.left_out == "storage":
+        return _storage(evidence, f"{start}reading.", gain)
+    if worst.left_out == "decompression":
+        return _Verdict(
+            "decompression",
+            f"{start}decompressing and parsing members: one thread, or all CPUs, cannot keep up with it.",
+            "Store only the members that training reads, and lidar sweeps or large members raw or at a lower level.",
+            gain,
+        )
+    if worst.left_out == "transform":
+        return _Verdict(
+            "Python",
+            f"{start}the transform: its Python code runs under the interpreter's lock, one thread at a time.",
+            "Move its loops into numpy, torch or OpenCV, do it on whole batches on the device, or prepare it when "
+            "sharding.",
+            gain,
+        )
+    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(evidence.as_it_is), gain)
+
+
+def _was_cold(evidence: Evidence, again: Counterfactual) -> bool:
+    """Whether the second run was faster because reading was: the runs in between differ from the first by that, too."""
+    first, second = _fetch_busy(evidence.as_it_is), _fetch_busy(evidence.again)
+    return again.counts and again.gain > _SLOWER and first > _READING and second < _WARMED * first
+
+
+def _fetch_busy(report: Report | None) -> float:
+    """Share of time in which reading was under way."""
+    stages = report.figures.stages if report is not None and report.figures is not None else []
+    return next((stage.busy for stage in stages if stage.name == "fetch"), 0.0)
+
+
+def _cold(again: Counterfactual) -> _Verdict:
+    return _Verdict(
+        "cold cache",
+        f"The second run over the same samples was {again.gain:.0%} faster: what the first one read from slow storage "
+        "lay in a cache by then.",
+        "Nothing to mend where epochs fit into memory or the cache: the first one pays. Else warm it up before the job "
+        "(`cat OUT/*.tar > /dev/null`), or give --cache-dir on a local disk.",
+        again.gain,
+    )
+
+
+def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
+    if evidence.shard_scaling is not None and evidence.shard_scaling >= _ADDS_UP:
+        count = evidence.as_it_is.dataset.num_shards
+        return _Verdict(
+            "too few shards",
+            f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
+            f"one: the storage serves each file slowly, and {count} are too few to add up.",
+            "Shard anew with a smaller --shard-size (`fuelrail shard fuelrail:OUT NEW --shard-size 64MB`), so that "
+            "more files are read at once.",
+            gain,
+        )
+    if evidence.is_remote:
+        return _Verdict(
+            "network",
+            f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
+            "Keep what was read on a local disk (--cache-dir), move the data nearer, or use fewer ranks a link.",
+            gain,
+        )
+    return _Verdict(
+        "storage",
+        f"{start} The disk is too slow, and reading again is no faster.",
+        "Put the dataset on local NVMe or into memory, read in longer runs (--window), or store smaller images.",
+        gain,
+    )
+
+
+def _undisturbed(report: Report, figures: Figures) -> _Verdict:
+    if report.accelerator["kind"] == "cuda" and figures.launch_share >= _LAUNCH_BOUND:
+        return _Verdict(
+            "kernel launches",
+            f"The host needs {figures.launch_share:.0%} of the device's time to queue its work: the device waits for "
+            "launches.",
+            "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
+            0.0,
+        )
     other = next(phase.share for phase in figures.phases if phase.phase == "other") + figures.overrun_share
     if other > _SLOWER:
         finding = f"Neither loading nor all-reduce holds the run up, but {other:.0%} of its time goes by on the host."
-        return "host", finding, "Give the ranks more CPU cores, or look for slow Python in the training loop."
+        advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
+        return _Verdict("host", finding, advice, other / (1 - other))
     finding = (
-        "Healthy: leaving out loading or all-reduce gains nothing beyond noise, and the accelerators compute "
+        "Healthy: leaving anything out gains nothing beyond noise, and the accelerators compute "
         f"{figures.occupancy.mean:.1%} of the time."
     )
-    return "compute", finding, "Only a faster accelerator or a cheaper model makes this run faster."
+    return _Verdict("compute", finding, "Only a faster accelerator or a cheaper model makes this run faster.", 0.0)
+
+
+def _is_contention(evidence: Evidence) -> bool:
+    """Whether leaving out the decoding shortens forward and backward themselves, by more than the wait for data."""
+    undecoded = evidence.without.get("decode")
+    if undecoded is None:
+        return False
+    (before, waited), (after, waited_after) = _device_and_wait_ms(evidence.as_it_is), _device_and_wait_ms(undecoded)
+    return before - after > max(2 * _NOTABLE * before, waited - waited_after)
+
+
+def _device_and_wait_ms(report: Report) -> tuple[float, float]:
+    """Mean time of forward and backward on the device, what a busy host added to emulated ones left out, and of the
+    wait for data."""
+    figures = report.figures
+    assert figures is not None
+    mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}
+    device_ms = mean_ms["forward"] + mean_ms["backward"] - figures.overrun_share * figures.step_time.mean_ms
+    return device_ms, mean_ms["data_wait"]
+
+
+def _samples_a_step(report: Report) -> int:
+    options = report.options
+    return int(report.num_ranks * options["batch_size"] * options["accumulation"])
 
 
 def _busiest_stage(figures: Figures) -> str:
@@ -118,26 +347,44 @@ def _busiest_stage(figures: Figures) -> str:
     return f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} of the time."
 
 
-def _loader_advice(report: Report) -> str:
-    cpu = report.cpu
-    if cpu is not None and cpu.own + (cpu.others or 0.0) >= _USED_UP * cpu.usable:
-        if cpu.disturbed:
-            return "The CPUs are used up, in part by other processes: stop those, or give the ranks more cores."
+def _threads_advice(report: Report) -> str:
+    figures, cpus = report.figures, report.machine.num_cpus
+    threads = next((stage.num_threads for stage in figures.stages if stage.name == "decode"), 0) if figures else 0
+    if report.cpu is not None and report.cpu.disturbed:
+        return (
+            f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop those, or give the ranks more "
+            "cores."
+        )
+    if threads >= cpus:
         return "The CPUs are used up: give each rank more cores, store smaller images, or decode on the GPU."
-    return "CPUs are free: use more decoding threads (--workers). `fuelrail bench loader` shows each stage."
+    per_rank = max(1, int(cpus) // report.num_ranks)
+    return f"Use more decoding threads: --workers {per_rank} gives each rank its share of the {cpus:g} CPUs."
 
 
-def _slow_rank(report: Report) -> tuple[int, float] | None:
-    """The rank whose own part of the step, the all-reduce left out, is longest, if it is longer by enough."""
+def _slow_rank(report: Report) -> tuple[int, float, str] | None:
+    """The rank whose own part of the step, the all-reduce left out, is longest, by enough and in most steps."""
     if len(report.series) < 2:
         return None
     first, count = report.window.num_warmup_steps, report.window.num_measured_steps
     window = slice(first, first + count)
-    own_ms = [
-        float(np.mean(np.array(series.wall_ms[window]) - np.array(series.phases_ms["all_reduce"][window])))
+    own = np.array(
+        [
+            np.array(series.wall_ms[window]) - np.array(series.phases_ms["all_reduce"][window])
+            for series in report.series
+        ]
+    )
+    slowest = int(np.argmax(own.mean(axis=1)))
+    others = np.median(np.delete(own, slowest, axis=0), axis=0)
+    share = float(own[slowest].mean() / others.mean() - 1)
+    if share <= _SLOWER or float((own[slowest] > others).mean()) < _MOSTLY:
+        return None
+    means = [
+        {phase: float(np.mean(values[window])) for phase, values in series.phases_ms.items() if phase != "all_reduce"}
         for series in report.series
     ]
-    slowest = int(np.argmax(own_ms))
-    others = float(np.median([own for rank, own in enumerate(own_ms) if rank != slowest]))
-    share = own_ms[slowest] / others - 1
-    return (report.series[slowest].rank, share) if share > _SLOWER else None
+    beyond = {
+        phase: means[slowest][phase]
+        - float(np.median([mean[phase] for rank, mean in enumerate(means) if rank != slowest]))
+        for phase in means[slowest]
+    }
+    return report.series[slowest].rank, share, max(beyond, key=lambda phase: beyond[phase]).replace("_", " ")

@@ -77,7 +77,8 @@ def _of_the_emulation(figures: Figures) -> Iterator[str]:
     if figures.overshoot_share > _NOISE:
         yield (
             f"The host woke late from emulated phases, by {figures.overshoot_share:.1%} of the wall time in all: its "
-            "CPUs are overloaded. Occupancy is a lower bound."
+            "CPUs are overloaded. Occupancy is a lower bound. Ranks that may schedule themselves in real time "
+            "(CAP_SYS_NICE) wake in time."
         )
 
 

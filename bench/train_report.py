@@ -50,7 +50,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of the whole world in the measured window.
 
     ``gpu_hours_per_million_samples`` = world size x wall time / samples. ``demand_samples_per_s`` is what the
-    accelerators would take if nothing kept them waiting: samples / busy time, summed over ranks.
+    accelerators would take if nothing kept them waiting: samples / busy time, summed over ranks; 0 where none computed.
     """
 
     samples_per_s: float
@@ -72,7 +72,11 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be said when the measured window is long enough."""
+    """What may be said when the measured window is long enough.
+
+    ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
+    device waits for the host.
+    """
 
     occupancy: Occupancy
     throughput: Throughput
@@ -83,6 +87,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     stand_in_share: float
     overrun_share: float
     overshoot_share: float
+    launch_share: float = 0.0
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,7 +227,13 @@ def _figures(logs: Sequence[RankLog], window: Window, price_per_gpu_hour: float 
         stand_in_share=sum(step.stand_in_ns for step in inside) / wall_ns,
         overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
+        launch_share=_launch_share(inside),
     )
+
+
+def _launch_share(steps: Sequence[StepRecord]) -> float:
+    device_ns = sum(step.forward_ns + step.backward_ns + step.optimiser_ns for step in steps)
+    return sum(step.launch_ns for step in steps) / device_ns if device_ns else 0.0
 
 
 def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float | None) -> Throughput:
@@ -233,7 +244,8 @@ def _throughput(ranks: Sequence[Sequence[StepRecord]], price_per_gpu_hour: float
         samples = sum(step.num_samples for step in steps)
         samples_per_s += samples / wall_s
         images_per_s += sum(step.num_images for step in steps) / wall_s
-        demand += samples / (sum(step.device_busy_ns for step in steps) / NS_PER_S)
+        busy_ns = sum(step.device_busy_ns for step in steps)
+        demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
     gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
     return Throughput(
         samples_per_s=samples_per_s,

@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -75,6 +76,20 @@ def faulty(latency_s: float, part: float, seed: int, stall_s: float = 60.0) -> C
 
     def misbehave(_request: Request) -> Misbehaviour:
         return draw.choice(kinds) if draw.random() < part else good
+
+    return misbehave
+
+
+def limited(bytes_per_s: float, *, each_file: bool = False) -> Callable[[Request], Misbehaviour]:
+    """All answers together, or those of each file, go out at so many bytes a second at most, one after the other."""
+    free_at_s: dict[str, float] = {}
+
+    def misbehave(request: Request) -> Misbehaviour:
+        line = request.name if each_file else ""
+        now_s = time.monotonic()
+        num_bytes = (request.end or 0) - (request.start or 0)
+        free_at_s[line] = max(now_s, free_at_s.get(line, now_s)) + num_bytes / bytes_per_s
+        return Misbehaviour(free_at_s[line] - now_s)
 
     return misbehave
 
@@ -228,12 +243,25 @@ class FaultServer:
 
 
 class FaultServerProcess:
-    """The server as a process of its own, with the faults of :func:`faulty`; use as a context manager."""
+    """The server as a process of its own, with the faults of :func:`faulty` or the rate of :func:`limited`.
 
-    def __init__(self, folder: Path, *, latency_s: float = 0.0, part: float = 0.0, stall_s: float = 60.0) -> None:
+    Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        latency_s: float = 0.0,
+        part: float = 0.0,
+        stall_s: float = 60.0,
+        bytes_per_s: float = 0.0,
+        each_file: bool = False,
+    ) -> None:
         self._command = [
             sys.executable, "-m", "fuelrail.bench.micro.fault_server", str(folder), "--latency", str(latency_s),
-            "--part", str(part), "--stall", str(stall_s),
+            "--part", str(part), "--stall", str(stall_s), "--bytes-per-s", str(bytes_per_s),
+            *(["--each-file"] if each_file else []),
         ]  # fmt: skip
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
@@ -262,10 +290,14 @@ def main() -> None:
     parser.add_argument("--part", type=float, default=0.0, help="part of the requests that fail or stall")
     parser.add_argument("--stall", type=float, default=60.0, metavar="S", help="how long a stalled answer stalls")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="rate of all answers together; 0: no limit")
+    parser.add_argument("--each-file", action="store_true", help="the rate holds for each file by itself")
     options = parser.parse_args()
-    FaultServer(
-        options.folder, faulty(options.latency, options.part, options.seed, options.stall), options.port
-    ).serve()
+    if options.bytes_per_s:
+        misbehave = limited(options.bytes_per_s, each_file=options.each_file)
+    else:
+        misbehave = faulty(options.latency, options.part, options.seed, options.stall)
+    FaultServer(options.folder, misbehave, options.port).serve()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fuelrail.bench.clock import NS_PER_MS
+from fuelrail.bench.clock import NS_PER_MS, MonotonicClock
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 _BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
 _PAGE = 4096
+# What this process has read slowly so far, as (inode, page): a cache keeps it from one run to the next.
+_READ: set[tuple[int, int]] = set()
 
 
 def delayed_stages(stages: Sequence[Stage], inject: Injection) -> list[Stage]:
-    """The stages with what is to be injected in front of each call of their work. Raises ConfigError for others."""
-    wanted = {*inject.stage_sleep, *inject.stage_cpu, *inject.stage_python}
+    """The stages with what is to be injected into each call of their work. Raises ConfigError for others."""
+    wanted = {*inject.stage_lasts, *inject.stage_cpu, *inject.stage_python}
     names = [stage.name for stage in stages]
     if unknown := sorted(wanted - {*names}):
         raise ConfigError(f"the loader has no stage '{unknown[0]}' to delay; its stages: {', '.join(names)}")
@@ -36,18 +38,21 @@ def delayed_stages(stages: Sequence[Stage], inject: Injection) -> list[Stage]:
 
 
 def _delayed(stage: Stage, inject: Injection) -> Stage:
-    sleep_s = inject.stage_sleep.get(stage.name, 0.0) / 1e3
+    lasts_ns = round(inject.stage_lasts.get(stage.name, 0.0) * NS_PER_MS)
     cpu_s = inject.stage_cpu.get(stage.name, 0.0) / 1e3
     python_s = inject.stage_python.get(stage.name, 0.0) / 1e3
 
+    clock = MonotonicClock()
+
     def work(item: Any) -> Any:  # noqa: ANN401
-        if sleep_s:
-            time.sleep(sleep_s)
+        started_ns = clock.now_ns()
         if cpu_s:
             compute(cpu_s)
         if python_s:
             compute_in_python(python_s)
-        return stage.work(item)
+        result = stage.work(item)
+        clock.wait_until(started_ns + lasts_ns)
+        return result
 
     return replace(stage, work=work)
 
@@ -74,7 +79,7 @@ def slow_reads(inject: Injection) -> Iterator[None]:
     if not inject.read:
         yield
         return
-    fast, seen, lock = os.preadv, set[tuple[int, int]](), threading.Lock()
+    fast, seen, lock = os.preadv, _READ, threading.Lock()
 
     def slow(fd: int, buffers: Any, offset: int, *rest: int) -> int:  # noqa: ANN401
         place = (os.fstat(fd).st_ino, offset // _PAGE)
@@ -114,10 +119,11 @@ class StallingAccelerator:
 
     @contextmanager
     def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
-        """As the inner one's; the stall is real work that may outlast the emulated phase."""
+        """As the inner one's; the host takes as long as is injected, which may outlast the emulated phase."""
         with self._inner.forward(num_samples, num_images):
+            started_ns = self._clock.now_ns()
             yield
-            self._stall(self._inject.forward)
+            self._clock.wait_until(started_ns + round(self._inject.forward * NS_PER_MS))
 
     def backward(self) -> AbstractContextManager[None]:
         """The inner one's."""

@@ -107,7 +107,7 @@ class _Residual(nn.Module):
 def _convolution(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-        nn.GroupNorm(8, outputs),
+        nn.GroupNorm(min(8, outputs // 2), outputs),  # two channels or more: of one value there is nothing to norm
         nn.ReLU(inplace=True),
     )
 

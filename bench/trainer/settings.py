@@ -33,10 +33,10 @@ class ModelSettings(Settings, frozen=True):
     range_m: float = 51.2
 
 
-# `light` costs a host CPU one or two milliseconds a step whatever the batch, `stand-in` a few a sample;
+# `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample;
 # `base` is a ResNet-like backbone at full resolution.
 MODELS = {
-    "light": ModelSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=16, grid=8),
+    "light": ModelSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
     "stand-in": ModelSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
     "base": ModelSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
 }
@@ -45,13 +45,14 @@ MODELS = {
 class Injection(Settings, frozen=True):
     """Faults put into a run on purpose, to see what the harness makes of them; all in milliseconds, 0: none.
 
-    ``stage_sleep``, ``stage_cpu`` and ``stage_python`` make each call of a loader stage (by its name) wait, compute in
-    C code, or compute in Python, which holds the interpreter's lock. ``read`` delays every read of a local shard (with
-    ``cold_only`` the first one of each place). ``data_wait``, ``host_to_device``, ``forward``, ``all_reduce`` and
-    ``other`` stall that phase of every step; with ``rank`` the phases of that rank alone.
+    ``stage_lasts`` makes each call of a loader stage (by its name) last that long in all, ``stage_cpu`` and
+    ``stage_python`` make it compute more, in C code, or in Python, which holds the interpreter's lock. ``read`` delays
+    every read of a local shard (with ``cold_only`` the first one of each place). ``data_wait``, ``host_to_device``,
+    ``all_reduce`` and ``other`` stall that phase of every step; ``forward`` is what the host takes for it at least.
+    With ``rank`` the phases of that rank alone.
     """
 
-    stage_sleep: dict[str, float] = msgspec.field(default_factory=dict)
+    stage_lasts: dict[str, float] = msgspec.field(default_factory=dict)
     stage_cpu: dict[str, float] = msgspec.field(default_factory=dict)
     stage_python: dict[str, float] = msgspec.field(default_factory=dict)
     read: float = 0.0

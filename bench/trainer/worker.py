@@ -6,6 +6,7 @@ of its own, so that runs that are to be compared share the machine's state.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -200,6 +201,9 @@ def _device(settings: TrainSettings) -> str | None:
 
 def _join_group(settings: TrainSettings) -> None:
     device = _device(settings)
+    acts = device is None and settings.model_name != "base" and sys.platform == "linux"
+    if acts:
+        _act_as_device(os.SCHED_FIFO)
     if device is not None:
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -207,6 +211,18 @@ def _join_group(settings: TrainSettings) -> None:
         timeout=_COLLECTIVE_TIMEOUT,
         device_id=None if device is None else torch.device(device),
     )
+    if acts:
+        _act_as_device(os.SCHED_FIFO | os.SCHED_RESET_ON_FORK)
+
+
+def _act_as_device(policy: int) -> None:
+    """Let this thread, and with SCHED_FIFO those that it starts, run whenever they want to, where that is permitted.
+
+    This thread and gloo's stand in for a device and its link, which would not wait for a CPU that is busy decoding.
+    They take little of it, so the loader's threads, which are scheduled as ever, lose little.
+    """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, policy, os.sched_param(1))
 
 
 def _run(settings: TrainSettings, writer: RankWriter) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.cpu_watch import CpuUse
-from fuelrail.bench.diagnose_command import DiagnosisReport
-from fuelrail.bench.diagnosis import diagnose
-from support.bench_runs import SETTINGS, log, report_of, step
+from fuelrail.bench.diagnose_command import DiagnosisReport, told
+from fuelrail.bench.diagnosis import Bound, Evidence, counterfactual, diagnose
+from fuelrail.bench.remedies import judge as judge_trial
+from fuelrail.bench.remedies import trials
+from support.bench_runs import MS, SETTINGS, log, report_of, step
 from support.datasets import build_dataset
 
 
@@ -22,7 +26,9 @@ def training(seed, *, ranks=2, leave_out=(), cpu=None, **times_ms):
         records = [step(0, 0)]
         for number in range(1, 60):
             own = {
-                name: (value[rank] if isinstance(value, list) else value) + rng.exponential(0.2)
+                name: value
+                if name.endswith("_ns")
+                else (value[rank] if isinstance(value, list) else value) + rng.exponential(0.2)
                 for name, value in times_ms.items()
             }
             records.append(step(number, records[-1].end_ns, **own))
@@ -31,75 +37,144 @@ def training(seed, *, ranks=2, leave_out=(), cpu=None, **times_ms):
     return msgspec.structs.replace(report_of(logs, settings=settings), cpu=cpu)
 
 
-def judge(base, *, without_loading=None, without_all_reduce=None):
-    return diagnose(
-        base,
-        {
-            "loading": training(1, leave_out=("loading",), **(without_loading or {})),
-            "all-reduce": training(2, leave_out=("all-reduce",), **(without_all_reduce or {})),
-        },
-    )
+def judge(base, *, without=None, again=None, **facts):
+    """``without`` maps what is left out to the step times of that run; ``again`` are those of the second run."""
+    runs = {"loading": {}, "storage": {}, "decompression": {}, "decode": {}, "all-reduce": {}} | (without or {})
+    reports = {
+        name: training(number, leave_out=(name,), **times) for number, (name, times) in enumerate(runs.items(), 1)
+    }
+    second = None if again is None else training(99, **again)
+    return diagnose(Evidence(base, reports, second, **facts))
+
+
+def everywhere(**times):
+    """Every run the same: nothing that is left out helps."""
+    return dict.fromkeys(("loading", "storage", "decompression", "decode", "all-reduce"), times)
 
 
 def test_nothing_wrong_is_called_healthy():
-    found = judge(training(0, wait_ms=0.1), without_loading={"wait_ms": 0.0}, without_all_reduce={"wait_ms": 0.1})
+    found = judge(training(0, wait_ms=0.1), without=everywhere(wait_ms=0.1))
     assert found.bound == "compute"
     assert found.finding.startswith("Healthy")
+    assert found.expected_gain == 0
     assert not any(entry.counts for entry in found.counterfactuals)
 
 
-def test_a_loader_that_cannot_keep_up():
-    found = judge(training(0, wait_ms=15), without_loading={"wait_ms": 0.1}, without_all_reduce={"wait_ms": 15})
-    assert found.bound == "loader"
-    assert "'decode'" in found.finding
-    assert "--workers" in found.advice
-    loading = found.counterfactuals[0]
-    assert loading.gain_low < loading.gain < loading.gain_high
-    assert loading.gain == pytest.approx(46.2 / 31.3 - 1, abs=0.02)
+WAITS = {"wait_ms": 15.0}
+LOADER = {"storage": "storage", "decompression": "decompression", "decode": "CPU decode", "transform": "Python"}
 
 
-@pytest.mark.parametrize(("others", "said"), [(0.0, "more cores"), (1.0, "other processes")])
+@pytest.mark.parametrize(("left_out", "bound"), LOADER.items())
+def test_the_stage_whose_absence_helps_is_named(left_out, bound):
+    without = everywhere(**WAITS) | {"loading": {}, left_out: {"wait_ms": 1.0}}
+    found = judge(training(0, **WAITS), without=without, again=WAITS)
+    assert found.bound == bound
+    assert "With batches from memory the run would be" in found.finding
+    assert found.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("facts", "bound"), [({"is_remote": True}, "network"), ({"shard_scaling": 1.9}, "too few shards")]
+)
+def test_kinds_of_slow_storage(facts, bound):
+    without = everywhere(**WAITS) | {"loading": {}, "storage": {}}
+    assert judge(training(0, **WAITS), without=without, again=WAITS, **facts).bound == bound
+
+
+def test_a_cache_that_was_cold():
+    """Whatever comes after the first run is faster, by the same."""
+    cold, warm = reading(training(0, **WAITS), 0.9), reading(training(1), 0.1)
+    reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
+    found = diagnose(Evidence(cold, reports, warm))
+    assert found.bound == "cold cache"
+    assert found.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
+
+
+def test_a_machine_that_got_faster_meanwhile_is_no_finding():
+    found = judge(training(0, other_ms=1.2), without=everywhere(other_ms=0.1), again={"other_ms": 0.0})
+    assert found.bound == "compute"
+
+
+def reading(report, busy):
+    """The report with a stage `fetch` that was busy for that share."""
+    stages = [msgspec.structs.replace(stage, name="fetch", busy=busy) for stage in report.figures.stages[:1]]
+    return msgspec.structs.replace(report, figures=msgspec.structs.replace(report.figures, stages=stages))
+
+
+@pytest.mark.parametrize(("others", "said"), [(0.0, "more cores"), (1.0, "Other processes")])
 def test_a_loader_without_free_cpus(others, said):
     cpu = CpuUse(seconds=2.0, own=1.9 - others, others=others, usable=2.0)
-    found = judge(training(0, wait_ms=15, cpu=cpu), without_all_reduce={"wait_ms": 15})
-    assert found.bound == "loader"
-    assert said in found.advice
+    without = everywhere(**WAITS) | {"loading": {}, "decode": {}}
+    assert said in judge(training(0, **WAITS, cpu=cpu), without=without).advice
 
 
 def test_an_all_reduce_that_is_slow():
-    found = judge(training(0, reduce_ms=12), without_loading={"reduce_ms": 12})
+    found = judge(training(0, reduce_ms=12), without=everywhere(reduce_ms=12) | {"all-reduce": {}})
     assert (found.bound, found.occupancy) == ("all-reduce", pytest.approx(31 / 43, abs=0.02))
+
+
+@pytest.mark.parametrize(("left_out", "bound"), [("copy", "host to device"), ("launches", "kernel launches")])
+def test_what_only_devices_have(left_out, bound):
+    without = everywhere(other_ms=12) | {left_out: {}}
+    assert judge(training(0, other_ms=12), without=without).bound == bound
+
+
+def test_a_copy_that_falls_away_with_the_loading_is_the_copy():
+    without = everywhere(other_ms=12) | {"loading": {}, "copy": {}}
+    assert judge(training(0, other_ms=12), without=without).bound == "host to device"
+
+
+def test_decoding_that_slows_the_device_down():
+    slow = {"wait_ms": 0.1, "backward_ns": round(35 * MS), "other_ms": 15.0}
+    found = judge(training(0, **slow), without=everywhere(**slow) | {"loading": {}, "decode": {}})
+    assert found.bound == "GPU decode contention"
 
 
 def test_a_rank_that_the_others_wait_for():
     base = training(0, other_ms=[0.0, 9.0], reduce_ms=[9.0, 0.0])
-    found = judge(base, without_loading={"reduce_ms": 9.0}, without_all_reduce={"other_ms": [0.0, 9.0]})
+    without = everywhere(other_ms=[0.0, 9.0], reduce_ms=[9.0, 0.0]) | {"all-reduce": {"other_ms": [0.0, 9.0]}}
+    found = judge(base, without=without)
     assert found.bound == "slow rank"
     assert found.finding.startswith("Rank 1 takes")
+    assert "'other'" in found.finding
 
 
 def test_a_host_that_is_slow_between_the_phases():
-    found = judge(training(0, other_ms=5), without_loading={"other_ms": 5}, without_all_reduce={"other_ms": 5})
-    assert found.bound == "host"
+    assert judge(training(0, other_ms=5), without=everywhere(other_ms=5)).bound == "host"
 
 
 def test_the_larger_of_two_losses_is_named():
-    found = judge(
-        training(0, wait_ms=3, reduce_ms=9), without_loading={"reduce_ms": 9}, without_all_reduce={"wait_ms": 3}
-    )
-    assert found.bound == "all-reduce"
-    assert all(entry.counts for entry in found.counterfactuals)
+    both = {"wait_ms": 3, "reduce_ms": 9}
+    without = everywhere(**both) | {"loading": {"reduce_ms": 9}, "all-reduce": {"wait_ms": 3}}
+    assert judge(training(0, **both), without=without).bound == "all-reduce"
+
+
+def test_steps_of_other_sizes_are_compared_by_sample():
+    base, doubled = training(0), training(1, other_ms=31.0)
+    doubled = msgspec.structs.replace(doubled, options={**doubled.options, "accumulation": 2})
+    assert counterfactual("trial", base, doubled).gain == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize("bound", [*get_args(Bound)])
+def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
+    found = trials(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
+    lines = told([judge_trial(trial, training(0, **WAITS), training(1)) for trial in found])
+    assert lines[-1].startswith("use: " if found else "tried nothing")
+    for trial in found:
+        msgspec.structs.replace(SETTINGS, **trial.changes)
 
 
 def test_the_command_runs_and_tells(tmp_path, capsys):
     build_dataset(tmp_path / "data", {"train": (12,)})
     out = tmp_path / "out"
     options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]
-    options += ["--accelerator", "emulated:resnet50-224-h100", "--out", str(out)]
+    options += ["--accelerator", "emulated:resnet50-224-h100", "--out", str(out), "--apply"]
     assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 0
     result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnosisReport)
-    assert [entry.left_out for entry in result.diagnosis.counterfactuals] == ["loading"]  # one rank reduces nothing
-    assert list(result.runs) == ["as-it-is", "without-loading"]
+    left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
+    assert [entry.left_out for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
+    assert list(result.runs)[:6] == ["as-it-is", *(f"without-{name}" for name in left_out), "as-it-is-again"]
+    assert result.tried is not None
     assert all((out / name).is_file() for name in result.runs.values())
     assert "bound by: " in capsys.readouterr().out
 
