@@ -276,7 +276,7 @@ def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
             "too few shards",
             f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
             f"one: the storage serves each file slowly, and {count} are too few to add up.",
-            "Shard anew with a smaller --shard-size (`fuelrail shard fuelrail:OUT NEW --shard-size 64MB`), so that "
+            "Shard anew with a smaller --shard-size (`fuelrail reshard OUT NEW --shard-size 64MB`), so that "
             "more files are read at once.",
             gain,
         )

@@ -1,26 +1,16 @@
-"""`fuelrail synth`, `shard`, `verify` and `inspect`. What a command needs is imported when it runs."""
+"""`fuelrail synth`, `shard`, `reshard`, `verify` and `inspect`. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
-import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-from fuelrail.pipeline.command import Command, counted
+from fuelrail.pipeline.command import Command
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-
-
-_FLAGS: Final = {
-    "compression_level": "zstd-level",
-    "dictionary_bytes": "dictionary",
-    "shard_size_bytes": "shard-size",
-}
-"""Flags that are not called as their field of the recipe."""
 
 
 def _configure_synth(parser: argparse.ArgumentParser) -> None:
@@ -36,183 +26,39 @@ def _run_synth(args: argparse.Namespace) -> int:
 
 
 def _configure_shard(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
-    from fuelrail.sharding.engines import ENGINES
-    from fuelrail.sharding.recipe import DEFAULT_SHARD_BYTES, JPEGS, LAYOUTS, ORDERS
-    from fuelrail.sharding.transcode import FORM
+    from fuelrail.sharding.shard_command import configure_shard
 
-    parser.add_argument(
-        "source",
-        metavar="KIND:PATH",
-        help="what to read: nuscenes:DATAROOT, or fuelrail:DATASET to shard a dataset anew",
-    )
-    parser.add_argument("out", metavar="OUT", help="folder for the dataset: new, empty, or with a run to go on with")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of samples in the shards (default 0)")
-    parser.add_argument(
-        "--order", default="frame", help=f"what stays together when samples are shuffled: {ORDERS} (default frame)"
-    )
-    parser.add_argument(
-        "--select",
-        metavar="EXPRESSION",
-        help="samples to take, by their attributes: \"night and num_pedestrian >= 3 and location != 'x'\"",
-    )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="take the first N samples of those, in the source's order"
-    )
-    parser.add_argument(
-        "--shard-size",
-        metavar="SIZE",
-        default=f"{DEFAULT_SHARD_BYTES >> 20}MiB",
-        help="size of a shard, roughly (default %(default)s)",
-    )
-    parser.add_argument(
-        "--splits",
-        metavar="SPLITS",
-        help="shares of the clips (train=0.8,val=0.2), or a JSON or YAML file: split to list of clips; "
-        "default: the source's own, else all is train",
-    )
-    parser.add_argument("--split-seed", type=int, default=0, help="which clips go to which share (default 0)")
-    parser.add_argument("--images", metavar="SPEC", help=f"store images smaller, which is lossy: {FORM}")
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        default=LAYOUTS[0],
-        help="member: compress metadata and points, each by itself; frame: compress each sample as a whole, in "
-        ".tar.zst; none: compress nothing (default %(default)s)",
-    )
-    parser.add_argument(
-        "--zstd-level", metavar="N", type=int, default=DEFAULT_ZSTD_LEVEL, help="1 to 19 (default %(default)s)"
-    )
-    parser.add_argument(
-        "--dictionary",
-        metavar="SIZE",
-        help="train a zstd dictionary of this size (64KiB) for metadata, geometry and boxes; for layout member, and "
-        "worth it where there are no images beside them (default: none)",
-    )
-    parser.add_argument(
-        "--jpeg",
-        choices=JPEGS,
-        default=JPEGS[0],
-        help="keep: store JPEGs byte for byte; restart: rewrite them losslessly, so that loaders need not decode what "
-        "their crop drops; needs jpegtran (default %(default)s)",
-    )
-    parser.add_argument("--name", help="the dataset's name (default: from the source)")
-    parser.add_argument("--license", help="the data's license, noted in the manifest and in every sample")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        help="where shards are made: in threads or processes here, or by a Ray cluster; the bytes are the same "
-        "(default: threads for a few workers, processes for more)",
-    )
-    parser.add_argument(
-        "--ray-address", metavar="ADDRESS", help="existing cluster: auto, or HOST:PORT (default: one of this run's own)"
-    )
-    parser.add_argument("--json", action="store_true", help="report progress and result as JSON lines on stdout")
-    of_source = parser.add_argument_group("options of the source")
-    of_source.add_argument("--version", metavar="FOLDER", help="nuscenes: folder of the tables, such as v1.0-mini")
-    of_source.add_argument(
-        "--missing-camera",
-        choices=("error", "mask"),
-        help="nuscenes: a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
-    )
-    of_source.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
-    of_source.add_argument(
-        "--sweeps",
-        type=int,
-        metavar="N",
-        help="nuscenes: with every keyframe store the N lidar sweeps before it (9: each sweep once; default 0)",
-    )
+    configure_shard(parser)
 
 
 def _run_shard(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.engines import make_engine
-    from fuelrail.sharding.processes import sigterm_is_ctrl_c
-    from fuelrail.sharding.progress import JsonLines, make_progress
-    from fuelrail.sharding.recipe import make_recipe, parse_size, parse_splits
-    from fuelrail.sharding.run import shard
-    from fuelrail.sharding.source import parse_source
-    from fuelrail.sharding.transcode import parse_images
+    from fuelrail.sharding.shard_command import run_shard
 
-    given = {
-        "version": args.version,
-        "missing_camera": args.missing_camera,
-        "points": False if args.no_points else None,
-        "sweeps": args.sweeps,
-    }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    spec = parse_source(args.source, options)
-    values: dict[str, Any] = {
-        "name": args.name,
-        "license": args.license,
-        "seed": args.seed,
-        "select": args.select,
-        "limit": args.limit,
-        "order": args.order,
-        "splits": None if args.splits is None else parse_splits(args.splits),
-        "split_seed": args.split_seed,
-        "shard_size_bytes": parse_size(args.shard_size, "--shard-size"),
-        "images": None if args.images is None else parse_images(args.images),
-        "layout": args.layout,
-        "compression_level": args.zstd_level,
-        "dictionary_bytes": None if args.dictionary is None else parse_size(args.dictionary, "--dictionary"),
-        "jpeg": args.jpeg,
-    }
-    try:
-        recipe = make_recipe(**values)
-    except ConfigError as error:
-        raise ConfigError(_named_by_flag(str(error), values)) from error
-    if args.ray_address is not None and args.engine != "ray":
-        raise ConfigError("--ray-address belongs to --engine ray")
-    if args.workers < 0:
-        raise ConfigError(f"--workers {args.workers} is too few: 1 at least")
-    engine = make_engine(args.engine, args.workers, args.ray_address)
-    begun = time.monotonic()
-    with sigterm_is_ctrl_c(), make_progress(as_json=args.json) as progress:
-        try:
-            num_workers = args.workers or len(os.sched_getaffinity(0))
-            outcome = shard(spec, args.out, recipe, num_workers, progress, engine)
-        except KeyboardInterrupt:
-            sys.stderr.write("fuelrail: finished shards are kept; run the same command to go on\n")
-            raise
-    seconds = time.monotonic() - begun
-    manifest = outcome.manifest
-    num_bytes = sum(entry.bytes for entry in manifest.shards)
-    if isinstance(progress, JsonLines):
-        progress.emit(
-            "finished",
-            samples=manifest.num_samples,
-            shards=len(manifest.shards),
-            written=outcome.num_written,
-            kept=outcome.num_kept,
-            bytes=num_bytes,
-            seconds=round(seconds, 3),
-            fingerprint=manifest.fingerprint,
-        )
-        return 0
-    splits = ", ".join(f"{name} {entry.num_samples:,}" for name, entry in manifest.splits.items())
-    kept = f" ({outcome.num_kept} were there already)" if outcome.num_kept else ""
-    sys.stdout.write(
-        f"{counted(manifest.num_samples, 'sample')} ({splits}) of {counted(manifest.num_clips, 'clip')} in "
-        f"{counted(len(manifest.shards), 'shard')}{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {args.out}\n"
-    )
-    return 0
+    return run_shard(args)
 
 
-def _named_by_flag(text: str, values: dict[str, Any]) -> str:
-    """An error of the recipe about one field, with the flag and the value that the field came from."""
-    match = re.fullmatch(r"options: at '(\w+)[^']*': (.*)", text, re.DOTALL)
-    if match is None:
-        return text
-    field, said = match.groups()
-    return f"--{_FLAGS.get(field, field.replace('_', '-'))} {values[field]}: {said}"
+def _configure_reshard(parser: argparse.ArgumentParser) -> None:
+    from fuelrail.sharding.shard_command import configure_reshard
+
+    configure_reshard(parser)
+
+
+def _run_reshard(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.shard_command import run_reshard
+
+    return run_reshard(args)
 
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
     parser.add_argument("--deep", action="store_true", help="decode every member and every image too")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads (default: one for each core)")
-    parser.add_argument("--repair", metavar="KIND:PATH", help="make what is broken again from the source it came from")
+    parser.add_argument(
+        "--repair",
+        metavar="KIND:PATH",
+        nargs="+",
+        help="make what is broken again from the source it came from; of a merged dataset fuelrail:OUT1 OUT2 ...",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -231,7 +77,7 @@ def _run_verify(args: argparse.Namespace) -> int:
 
         sys.stderr.write(report.as_text())
         with make_progress(as_json=False) as progress:
-            repair(args.dataset, args.repair, num_threads, progress)
+            repair(args.dataset, "\n".join(args.repair), num_threads, progress)
         with checking() as checked:
             report = verify(args.dataset, deep=args.deep, num_threads=num_threads, checked=checked)
     sys.stdout.write(report.as_json() if args.json else report.as_text())
@@ -258,7 +104,10 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "synth": Command("render a synthetic multi-camera world as nuScenes v1.0 tables", _configure_synth, _run_synth),
-    "shard": Command("reshard a source into a Fuelrail dataset", _configure_shard, _run_shard),
+    "shard": Command("make a Fuelrail dataset of a source", _configure_shard, _run_shard),
+    "reshard": Command(
+        "merge, split, shuffle or recompress datasets, or append to one", _configure_reshard, _run_reshard
+    ),
     "verify": Command("check every byte of a dataset", _configure_verify, _run_verify),
     "inspect": Command("show a dataset's manifest or one sample's members", _configure_inspect, _run_inspect),
 }

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import DatasetExistsError
+from fuelrail.pipeline.settings import convert
 from fuelrail.sharding.plan import Plan, PlannedShard
 from fuelrail.sharding.recipe import Recipe, differences
 from fuelrail.sharding.workspace import Begun
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.manifest import Manifest
     from fuelrail.sharding.table import ClipInfo, ScanTable
+
+
+def recipe_of(shown: str, manifest: Manifest) -> Recipe:
+    """The recipe of a finished dataset; raises DatasetExistsError where it has none."""
+    recipe = manifest.provenance.get("recipe")
+    if recipe is None:
+        raise DatasetExistsError(f"output folder '{shown}' holds a dataset that was not made by `fuelrail shard`")
+    return convert(recipe, Recipe, f"recipe in the manifest of '{shown}'")
 
 
 def refuse_other_recipe(shown: str, there: Recipe | None, here: Recipe) -> None:

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.frames import is_framed, shard_stem
 from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
-from fuelrail.pipeline.settings import convert
 from fuelrail.sharding.dictionaries import settle_dictionary
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.finish import finish
 from fuelrail.sharding.output import check_out, manifest_in, open_output
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
-from fuelrail.sharding.recipe import Recipe
 from fuelrail.sharding.restart import jpegtran_version
-from fuelrail.sharding.resume import refuse_other_recipe, refuse_other_samples, shards_of, what_begins
+from fuelrail.sharding.resume import recipe_of, refuse_other_recipe, refuse_other_samples, shards_of, what_begins
 from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.table import ScanTable, ScanWriter
 from fuelrail.sharding.threads import in_threads
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.output import Output
     from fuelrail.sharding.plan import Plan
+    from fuelrail.sharding.recipe import Recipe
 
 
 class Progress(Protocol):
@@ -88,7 +87,7 @@ def shard(
         info, recipe = _scan(work, source, recipe)
         progress.scanned(info)
         finished = manifest_in(output)
-        refuse_other_recipe(output.shown, _recipe_of(output.shown, finished) if finished else None, recipe)
+        refuse_other_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
 
         table = ScanTable(work.scan_table)
         rows = select_rows(table, info.clips, recipe)
@@ -143,7 +142,7 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
 
     Raises DatasetExistsError where the source is not the same any more, and what :func:`shard` raises.
     """
-    recipe = _recipe_of(str(root), load_manifest(root))
+    recipe = recipe_of(str(root), load_manifest(root))
     spec = parse_source(source, recipe.source_options)
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
@@ -164,14 +163,7 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Re
 def _finished_recipe(out: Output) -> Recipe | None:
     """The recipe of a dataset that is finished in OUT; None where there is none."""
     manifest = manifest_in(out)
-    return None if manifest is None else _recipe_of(out.shown, manifest)
-
-
-def _recipe_of(shown: str, manifest: Manifest) -> Recipe:
-    recipe = manifest.provenance.get("recipe")
-    if recipe is None:
-        raise DatasetExistsError(f"output folder '{shown}' holds a dataset that was not made by `fuelrail shard`")
-    return convert(recipe, Recipe, f"recipe in the manifest of '{shown}'")
+    return None if manifest is None else recipe_of(out.shown, manifest)
 
 
 def _listings(manifest: Manifest) -> dict[str, str]:

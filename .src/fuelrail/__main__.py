@@ -25,7 +25,8 @@ class _Entry(NamedTuple):
 # A folder's commands are imported only when used: `fuelrail shard` must not wait for torch.
 _COMMANDS: dict[str, _Entry] = {
     "synth": _Entry("fuelrail.sharding.commands", "render a synthetic multi-camera world as nuScenes v1.0 tables"),
-    "shard": _Entry("fuelrail.sharding.commands", "reshard a source into a Fuelrail dataset"),
+    "shard": _Entry("fuelrail.sharding.commands", "make a Fuelrail dataset of a source"),
+    "reshard": _Entry("fuelrail.sharding.commands", "merge, split, shuffle or recompress datasets, or append to one"),
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset"),
     "inspect": _Entry("fuelrail.sharding.commands", "show a dataset's manifest or one sample's members"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),

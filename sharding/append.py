@@ -1,0 +1,292 @@
+"""A new version of a dataset: the shards of several datasets under one manifest, and no shard written again.
+
+The new version has an index, attributes and a manifest of its own, and so another fingerprint; the shards are those
+that are there. In a folder they are hard links (copies where the file systems differ), so that each version is whole by
+itself: the old one stays as it is, either may be removed, and what both have is stored once. At a URL, which knows no
+links, the store copies them by itself.
+
+Samples keep their place relative to their split: those of the first dataset come first. An order over the new version
+covers all of them; state of a loader that ran over the old one is refused, because the fingerprint differs.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.dataset import Dataset, open_dataset
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE
+from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
+from fuelrail.pipeline.frames import shard_stem
+from fuelrail.pipeline.index import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.manifest import (
+    MANIFEST_FILE,
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    decode_manifest,
+    encode_manifest,
+)
+from fuelrail.pipeline.remote import filesystem
+from fuelrail.sharding.output import FolderOutput, check_out, manifest_in, open_output
+from fuelrail.sharding.plan import PlannedShard
+from fuelrail.sharding.recipe import Recipe
+from fuelrail.sharding.resume import recipe_of, refuse_other_recipe
+from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined
+from fuelrail.sharding.url_output import UrlOutput
+from fuelrail.sharding.workspace import Begun, Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from fuelrail.sharding.output import Output
+
+_COPY_BYTES: Final = 8 << 20
+_ROWS_AT_ONCE: Final = 1 << 16
+
+
+class Piece(NamedTuple):
+    """A shard of one of the datasets, in its new place."""
+
+    dataset: int
+    old: ShardEntry
+    new: ShardEntry
+
+
+def append(locations: Sequence[str], out: str | os.PathLike[str]) -> Manifest:
+    """Make a dataset at ``out`` of all shards of the datasets; goes on with what an earlier run has begun.
+
+    Raises SourceError for datasets that do not fit together or have a clip in common, DatasetExistsError where OUT
+    holds something else, DatasetError where it cannot be written.
+    """
+    if len(locations) < 2:
+        raise ConfigError("--append takes two datasets at least: the one to append to, and what to append")
+    output = open_output(out)
+    check_out(output)
+    datasets = [_open(location) for location in locations]
+    _check(datasets)
+    pieces = _deal(datasets)
+    recipe = Recipe(source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]})
+    finished = manifest_in(output)
+    refuse_other_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
+    with output.writing(), Workspace(output) as work:
+        begun = work.begun()
+        refuse_other_recipe(output.shown, begun.recipe if begun else None, recipe)
+        work.begin(_what_begins(recipe, datasets, pieces))
+        output.remove(MANIFEST_FILE)
+        files = []
+        for piece in pieces:
+            source = datasets[piece.dataset]
+            _bring(source, piece.old.name, output, piece.new.name, piece.new.bytes, piece.new.sha256)
+            listing = _listing(source.manifest, piece.old)
+            if listing is not None:
+                name = f"{shard_stem(piece.new.name)}.idx"
+                _bring(source, listing.name, output, name, listing.bytes, listing.sha256)
+                files.append(FileEntry(name=name, bytes=listing.bytes, sha256=listing.sha256))
+        files = [*_own_files(work, datasets, pieces), *files]
+        manifest = _manifest(datasets, pieces, files, recipe)
+        data = encode_manifest(manifest)
+        with output.publish(MANIFEST_FILE) as file:
+            file.write(data)
+        work.remove()
+    return decode_manifest(data, f"{output.shown}/{MANIFEST_FILE}")
+
+
+def _open(location: str) -> Dataset:
+    try:
+        return open_dataset(location)
+    except DatasetError as error:
+        raise SourceError(str(error)) from error
+
+
+def _check(datasets: Sequence[Dataset]) -> None:
+    check_alike(datasets)
+    check_disjoint({dataset.location: sorted(set(dataset.index.strings("clip_id"))) for dataset in datasets})
+    first = datasets[0]
+    for other in datasets[1:]:
+        for what, ours, theirs in (
+            ("layout", first.manifest.compression.get("layout"), other.manifest.compression.get("layout")),
+            ("order unit", first.manifest.order_unit, other.manifest.order_unit),
+            ("zstd dictionary (SHA-256)", _dictionary(first), _dictionary(other)),
+        ):
+            if ours != theirs:
+                raise SourceError(
+                    f"the {what} of '{first.location}' is {ours}, that of '{other.location}' {theirs}: their shards "
+                    "cannot stand in one dataset as they are; without --append they are written anew"
+                )
+
+
+def _dictionary(dataset: Dataset) -> str | None:
+    return next((entry.sha256 for entry in dataset.manifest.files if entry.name == DICTIONARY_FILE), None)
+
+
+def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
+    """All shards in their new places: split by split, dataset by dataset, numbered anew within the split."""
+    pieces: list[Piece] = []
+    first_sample = 0
+    for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
+        number = 0
+        for at, dataset in enumerate(datasets):
+            for old in dataset.manifest.shards:
+                if old.split != split:
+                    continue
+                suffix = old.name.removeprefix(shard_stem(old.name))
+                name = f"{PlannedShard(split, number, 0, 0).stem}{suffix}"
+                new = msgspec.structs.replace(old, name=name, first_sample=first_sample)
+                pieces.append(Piece(at, old, new))
+                first_sample += old.num_samples
+                number += 1
+    return pieces
+
+
+def _what_begins(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Begun:
+    return Begun(
+        recipe=recipe,
+        num_samples=sum(dataset.manifest.num_samples for dataset in datasets),
+        num_clips=sum(dataset.manifest.num_clips for dataset in datasets),
+        samples_sha256=hashlib.sha256("".join(piece.new.sha256 for piece in pieces).encode()).hexdigest(),
+        shards=[],
+    )
+
+
+def _listing(manifest: Manifest, shard: ShardEntry) -> FileEntry | None:
+    name = f"{shard_stem(shard.name)}.idx"
+    return next((entry for entry in manifest.files if entry.name == name), None)
+
+
+def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> None:
+    """Have a file of a dataset in OUT, whole."""
+    if out.holds(new, num_bytes, sha256):
+        return
+    if source.url is None and isinstance(out, FolderOutput):
+        _link(source.root / old, out, new)
+    elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
+        _, root = filesystem(source.url)
+        out.fs.copy(f"{root}/{old}", out.path(new))
+    else:
+        _copy(source, old, out, new)
+    if not out.holds(new, num_bytes, sha256):
+        raise SourceError(
+            f"'{source.location}/{old}' is not the file that its manifest describes; run `fuelrail verify`"
+        )
+
+
+def _same_store(url: str, out: UrlOutput) -> bool:
+    return url.partition("://")[0] == out.location.partition("://")[0]
+
+
+def _link(old: Path, out: FolderOutput, new: str) -> None:
+    """A hard link under the new name; a copy where the file system cannot."""
+    temporary = out.temporary / new
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(old, temporary)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
+        with old.open("rb") as source, out.publish(new) as target:
+            shutil.copyfileobj(source, target, _COPY_BYTES)
+        return
+    out.publish_file(new, temporary)
+
+
+def _copy(source: Dataset, old: str, out: Output, new: str) -> None:
+    if source.url is None:
+        opened: Any = (source.root / old).open("rb")
+    else:
+        fs, root = filesystem(source.url)
+        opened = fs.open(f"{root}/{old}", "rb", block_size=_COPY_BYTES)
+    with opened as file, out.publish(new) as target:
+        shutil.copyfileobj(file, target, _COPY_BYTES)
+
+
+def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> list[FileEntry]:
+    """Index, attributes and dictionary of the new version, published."""
+    index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
+    names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
+    codecs = sorted({codec for dataset in datasets for codec in dataset.index.codecs})
+    with IndexWriter(index, names, codecs) as rows:
+        for number, piece in enumerate(pieces):
+            old = piece.old
+            for at in range(old.first_sample, old.first_sample + old.num_samples):
+                rows.append(datasets[piece.dataset].index.row(at)._replace(shard=number))
+    _write_attributes(attributes, datasets, pieces)
+    made = [index, attributes]
+    if datasets[0].dictionary is not None:
+        dictionary = work.temporary / DICTIONARY_FILE
+        dictionary.write_bytes(datasets[0].dictionary.data)
+        made.append(dictionary)
+    entries = []
+    for path in made:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        entries.append(FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest))
+        work.out.publish_file(path.name, path)
+    return entries
+
+
+def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
+    tables = [pq.read_table(dataset.root / ATTRIBUTES_FILE, memory_map=True) for dataset in datasets]
+    try:
+        schema = pa.unify_schemas([table.schema.remove_metadata() for table in tables])
+    except pa.ArrowInvalid as error:
+        raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
+    parts = [tables[p.dataset].slice(p.old.first_sample, p.old.num_samples) for p in pieces]
+    whole = pa.concat_tables([schema.empty_table(), *parts], promote_options="default").select(schema.names)
+    pq.write_table(whole, path, compression="zstd", row_group_size=_ROWS_AT_ONCE)
+
+
+def _manifest(
+    datasets: Sequence[Dataset], pieces: Sequence[Piece], files: Sequence[FileEntry], recipe: Recipe
+) -> Manifest:
+    manifests = [dataset.manifest for dataset in datasets]
+    first = manifests[0]
+    splits: dict[str, SplitEntry] = {}
+    for split in dict.fromkeys(piece.new.split for piece in pieces):
+        numbers = [number for number, piece in enumerate(pieces) if piece.new.split == split]
+        splits[split] = SplitEntry(
+            first_sample=pieces[numbers[0]].new.first_sample,
+            num_samples=sum(pieces[number].new.num_samples for number in numbers),
+            first_shard=numbers[0],
+            num_shards=len(numbers),
+            num_clips=sum(m.splits[split].num_clips for m in manifests if split in m.splits),
+        )
+    return msgspec.structs.replace(
+        first,
+        fingerprint="",
+        name=joined([manifest.name for manifest in manifests]) or first.name,
+        license=joined([manifest.license for manifest in manifests]),
+        num_samples=sum(manifest.num_samples for manifest in manifests),
+        num_clips=sum(manifest.num_clips for manifest in manifests),
+        cameras=tuple(
+            msgspec.structs.replace(
+                camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
+            )
+            for number, camera in enumerate(first.cameras)
+        ),
+        compression={
+            **first.compression,
+            "codecs": {name: codec for m in reversed(manifests) for name, codec in m.compression["codecs"].items()},
+        },
+        splits=splits,
+        shards=tuple(piece.new for piece in pieces),
+        files=tuple(files),
+        provenance={
+            "recipe": msgspec.to_builtins(recipe),
+            "facts": {
+                "appended": [
+                    {"name": m.name, "fingerprint": m.fingerprint, "provenance": m.provenance} for m in manifests
+                ]
+            },
+        },
+    )

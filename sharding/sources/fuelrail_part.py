@@ -1,0 +1,166 @@
+"""One finished dataset, read sample by sample in the order of clips and frames; in a folder or at a URL.
+
+Every span is held against its digest when its members are read.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.errors import DatasetError, ShardError, SourceError
+from fuelrail.pipeline.frames import is_framed, read_head
+from fuelrail.pipeline.remote import filesystem
+from fuelrail.pipeline.retry import fault_of
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fuelrail.pipeline.index import IndexRow
+
+INLINE: Final = (META, GEOMETRY, BOXES)
+_OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
+_ROWS_AT_ONCE: Final = 1 << 14
+
+Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
+"""A row's number and the row, and its attributes."""
+
+
+class DatasetPart:
+    """A dataset that is read from."""
+
+    def __init__(self, location: str) -> None:
+        """Open it; raises SourceError where it cannot be."""
+        try:
+            self.dataset = open_dataset(location)
+        except DatasetError as error:
+            raise SourceError(str(error)) from error
+        self._remote = filesystem(self.dataset.url) if self.dataset.url is not None else None
+        self._read: tuple[int, dict[str, memoryview]] = (-1, {})
+
+    @property
+    def lidars(self) -> frozenset[str]:
+        """Channels of its lidars."""
+        return frozenset(lidar.channel for lidar in self.dataset.manifest.lidars)
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """The columns of ``attributes.parquet`` that do not stand in the index."""
+        path = self.dataset.root / ATTRIBUTES_FILE
+        if not path.is_file():
+            return {}
+        return {field.name: _python_type(field) for field in pq.read_schema(path) if field.name not in _OF_INDEX}
+
+    def clip_ids(self) -> list[str]:
+        """Ids of its clips, sorted."""
+        return sorted(set(self.dataset.index.strings("clip_id")))
+
+    def splits(self) -> dict[str, list[str]]:
+        """Ids of the clips of each split, sorted."""
+        return {
+            name: sorted(set(self.dataset.index.strings("clip_id", s.first_sample, s.first_sample + s.num_samples)))
+            for name, s in self.dataset.manifest.splits.items()
+        }
+
+    def samples(self) -> Iterator[Iterator[Sample]]:
+        """For each clip, in the order of the ids, its samples by frame."""
+        numbered = ((at, self.dataset.index.row(at), attributes) for at, attributes in self._attributes())
+        for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
+            yield (((at, row), attributes) for at, row, attributes in clip)
+
+    def small_members(self, row: IndexRow) -> dict[str, Any]:
+        """Metadata, geometry and boxes, decoded, without reading the rest of the span."""
+        entries = [entry for entry in row.members if entry.name in INLINE]
+        end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
+        head = self._read_head(row, end)
+        found = {
+            entry.name: codecs.decode(
+                entry.codec,
+                head[entry.offset : entry.offset + entry.stored_bytes],
+                entry.raw_bytes,
+                dictionary=self.dataset.dictionary,
+            )
+            for entry in entries
+        }
+        for needed in (META, GEOMETRY):
+            if needed not in found:
+                raise SourceError(f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}")
+        return found
+
+    def read(self, at: int, field: str) -> memoryview:
+        """A member of row number ``at``, decoded; those of one row are decoded together."""
+        if self._read[0] != at:
+            row = self.dataset.index.row(at)
+            span = self._read_bytes(row, row.length)
+            shard = self.dataset.shard_path(row).name
+            try:
+                check_span(row, span, shard)
+                self._read = (at, read_members(row, span, shard, dictionary=self.dataset.dictionary))
+            except ShardError as error:
+                raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+        return self._read[1][field]
+
+    def _attributes(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each row in the order of clips and frames, with its attributes; a part of the table as Python objects."""
+        rows, names = self._rows_by_clip(), list(self.attribute_types)
+        table = pq.read_table(self.dataset.root / ATTRIBUTES_FILE, columns=names) if names else None
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[first : first + _ROWS_AT_ONCE]
+            values = [{} for _ in part] if table is None else table.take(pa.array(part)).to_pylist()
+            yield from zip(part, values, strict=True)
+
+    def _rows_by_clip(self) -> list[int]:
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        rank = np.argsort(np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable"))
+        order = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
+        rows: list[int] = order.tolist()
+        return rows
+
+    def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
+        """The first bytes of a span, decoded if it is a frame."""
+        name = self.dataset.shard_path(row).name
+        if not is_framed(name):
+            return self._read_bytes(row, num_bytes)
+        try:
+            if self._remote is not None:
+                file = io.BytesIO(self._read_bytes(row, row.length))
+                return read_head(file, num_bytes, shard=name, offset=row.offset, key=row.key)
+            with self.dataset.shard_path(row).open("rb", buffering=0) as shard:
+                shard.seek(row.offset)
+                return read_head(shard, num_bytes, shard=name, offset=row.offset, key=row.key)
+        except ShardError as error:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+        except OSError as error:
+            raise SourceError(f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}") from error
+
+    def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
+        """The first bytes of a span as they are stored."""
+        path = self.dataset.shard_path(row)
+        try:
+            if self._remote is not None:
+                fs, root = self._remote
+                data: bytes = fs.cat_file(f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes)
+                return data
+            with path.open("rb", buffering=0) as file:
+                file.seek(row.offset)
+                return file.read(num_bytes)
+        except Exception as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else fault_of(error).text
+            raise SourceError(f"shard '{self.dataset.location}/{path.name}' cannot be read: {why}") from error
+
+
+def _python_type(field: pa.Field) -> type:
+    for arrow, python in ((pa.bool_(), bool), (pa.int64(), int), (pa.float64(), float), (pa.string(), str)):
+        if field.type == arrow:
+            return python
+    raise SourceError(f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}")

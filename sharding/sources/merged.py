@@ -1,0 +1,71 @@
+"""What several datasets must agree on to become one, and what is joined where they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fuelrail.pipeline.dataset import Dataset
+
+_ALIKE: Final = {
+    "cameras": "cameras", "lidars": "lidars", "classes": "classes", "attributes": "attributes of boxes",
+    "time_base": "time base", "ego_origin": "origin of ego",
+}  # fmt: skip
+
+
+def check_alike(datasets: Sequence[Dataset]) -> None:
+    """Raise SourceError, showing both sides, unless rig, classes and conventions of all datasets are the same."""
+    first = datasets[0]
+    for other in datasets[1:]:
+        for name, what in _ALIKE.items():
+            ours, theirs = (_shown(getattr(dataset.manifest, name)) for dataset in (first, other))
+            if ours != theirs:
+                raise SourceError(
+                    f"'{first.location}' and '{other.location}' cannot become one dataset: the {what} of the first are "
+                    f"{ours}, of the second {theirs}"
+                )
+
+
+def check_disjoint(clips: Mapping[str, Sequence[str]]) -> None:
+    """Raise SourceError for a clip that is in two datasets; ``clips`` are the clip ids of each, by its location."""
+    seen: dict[str, str] = {}
+    for location, ids in clips.items():
+        for clip in ids:
+            if clip in seen:
+                raise SourceError(
+                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so its keys would stand twice; leave it "
+                    "out of one of them (`fuelrail reshard --select`)"
+                )
+            seen[clip] = location
+
+
+def joined(values: Sequence[str | None]) -> str | None:
+    """Names or licenses of several datasets as one: each once, in order; None where none is stated."""
+    return " + ".join(dict.fromkeys(value for value in values if value)) or None
+
+
+def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
+    """All attribute columns of several datasets; raises SourceError for one that is of two types."""
+    types: dict[str, type] = {}
+    for table in tables:
+        for name, kind in table.items():
+            if types.setdefault(name, kind) is not kind:
+                raise SourceError(
+                    f"attribute '{name}' is {types[name].__name__} in one dataset and {kind.__name__} in another"
+                )
+    return types
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
+    if isinstance(value, tuple) and value and not isinstance(value[0], str):
+        parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
+        return ", ".join(parts)
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ
+    return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""

@@ -1,0 +1,160 @@
+"""Datasets made of datasets: merged, and appended to without a shard being written again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.pipeline.dataset import open_dataset, read_members
+from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.sharding.append import append
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import repair, shard
+from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.verify import verify
+from support.nuscenes_tables import build_nuscenes
+from support.sharding import digests, shard_nuscenes
+
+OPTIONS = {"shard_size_bytes": 40_000, "splits": {"train": 0.5, "val": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return tmp_path_factory.mktemp("base")
+
+
+@pytest.fixture(scope="module")
+def old(base):
+    shard_nuscenes(build_nuscenes(base / "s1", {"a": 4, "b": 5}).root, base / "old", license="CC0-1.0", **OPTIONS)
+    return base / "old"
+
+
+@pytest.fixture(scope="module")
+def new(base):
+    shard_nuscenes(build_nuscenes(base / "s2", {"c": 3, "d": 4}).root, base / "new", **{**OPTIONS, "splits": None})
+    return base / "new"
+
+
+def members_of(out):
+    """Every sample's members by key; of the metadata, what does not depend on the dataset that it is in."""
+    dataset, found = open_dataset(out), {}
+    for at in range(len(dataset.index)):
+        row = dataset.index.row(at)
+        path = dataset.shard_path(row)
+        members = read_members(row, path.read_bytes()[row.offset :][: row.length], path.name)
+        meta = json.loads(bytes(members["meta.json"]))
+        found[row.key] = {
+            **{name: bytes(data) for name, data in members.items()},
+            "meta.json": {name: meta[name] for name in meta if name not in ("dataset", "split", "license")},
+        }
+    return found
+
+
+def reshard(sources, out, **values):
+    spec = SourceSpec("fuelrail", "\n".join(map(str, sources)), {})
+    return shard(spec, out, make_recipe(**values), 1, Quiet()).manifest
+
+
+def test_two_datasets_become_one(old, new, tmp_path):
+    manifest = reshard([old, new], tmp_path / "out", seed=5, order="window:2", layout="none")
+    assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
+    assert members_of(tmp_path / "out") == {**members_of(old), **members_of(new)}
+    assert {name: split.num_clips for name, split in manifest.splits.items()} == {"train": 3, "val": 1}
+    assert manifest.license == "CC0-1.0"
+    assert manifest.provenance["facts"]["merged"][0]["provenance"] == open_dataset(old).manifest.provenance
+    # In another order the same shards.
+    reshard([new, old], tmp_path / "turned", seed=5, order="window:2", layout="none", name=manifest.name)
+    shards = [
+        {name: d for name, d in digests(tmp_path / o).items() if name.endswith(".tar")} for o in ("out", "turned")
+    ]
+    assert shards[0] == shards[1]
+    before = digests(tmp_path / "out")
+    (tmp_path / "out" / manifest.shards[0].name).write_bytes(b"damaged")
+    repair(tmp_path / "out", f"fuelrail:{old}\n{new}", 1, Quiet())
+    assert digests(tmp_path / "out") == before
+
+
+def test_a_new_version_takes_the_shards_that_are_there(old, new, tmp_path):
+    before = digests(old)
+    manifest = append([str(old), str(new)], tmp_path / "v2")
+    assert verify(tmp_path / "v2", deep=True, num_threads=2).faults == []
+    assert digests(old) == before
+    ours, theirs = open_dataset(old).manifest, open_dataset(new).manifest
+    assert manifest.fingerprint not in (ours.fingerprint, theirs.fingerprint)
+    assert manifest.num_samples == 16
+    assert {name: split.num_clips for name, split in manifest.splits.items()} == {"train": 3, "val": 1}
+    for entry in ours.shards:
+        assert (tmp_path / "v2" / entry.name).samefile(old / entry.name)
+    assert {entry.sha256 for entry in manifest.shards} == {entry.sha256 for entry in (*ours.shards, *theirs.shards)}
+    assert members_of(tmp_path / "v2") == {**members_of(old), **members_of(new)}
+    table = pq.read_table(tmp_path / "v2" / "attributes.parquet")
+    assert table.column("key").to_pylist() == open_dataset(tmp_path / "v2").index.strings("key")
+    assert table.column("split").to_pylist() == ["train"] * manifest.splits["train"].num_samples + ["val"] * (
+        manifest.splits["val"].num_samples
+    )
+
+
+def test_a_version_of_a_version_and_without_the_old_one(old, new, base, tmp_path):
+    shutil.copytree(old, tmp_path / "v1")
+    append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
+    third = shard_nuscenes(
+        build_nuscenes(tmp_path / "s3", {"e": 2}).root, tmp_path / "e", **{**OPTIONS, "splits": None}
+    )
+    shutil.rmtree(tmp_path / "v1")
+    manifest = append([str(tmp_path / "v2"), str(tmp_path / "e")], tmp_path / "v3")
+    assert manifest.num_samples == 16 + third.manifest.num_samples
+    assert verify(tmp_path / "v3", deep=True, num_threads=2).faults == []
+
+
+def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
+    out = tmp_path / "v2"
+    append([str(old), str(new)], out)
+    expected = digests(out)
+    append([str(old), str(new)], out)
+    assert digests(out) == expected
+    (out / "dataset.json").unlink()  # as if it had been killed before
+    (out / ".fuelrail").mkdir()
+    (out / "train-000001.tar").unlink()
+    append([str(old), str(new)], out)
+    assert digests(out) == expected
+    with pytest.raises(DatasetExistsError, match=r"holds another dataset: source options is"):
+        append([str(new), str(old)], out)
+
+
+def test_what_does_not_fit_together(old, new, tmp_path):
+    with pytest.raises(ConfigError, match="two datasets at least"):
+        append([str(old)], tmp_path / "out")
+    with pytest.raises(SourceError, match=r"clip '.*' is in '.*old' and in '.*copy'"):
+        shutil.copytree(old, tmp_path / "copy")
+        append([str(old), str(tmp_path / "copy")], tmp_path / "out")
+    with pytest.raises(SourceError, match=r"clip '.*' is in '.*old' and in '.*copy'"):
+        reshard([old, tmp_path / "copy"], tmp_path / "out")
+    rig = build_nuscenes(tmp_path / "s", {"x": 2}, cameras=("CAM_FRONT", "CAM_BACK"))
+    shard_nuscenes(rig.root, tmp_path / "rig", **{**OPTIONS, "splits": None})
+    says = r"the cameras of the first are cam_front \(CAM_FRONT\), .*, of the second cam_front \(CAM_FRONT\), cam_back"
+    for way in (append, reshard):
+        with pytest.raises(SourceError, match=says):
+            way([str(old), str(tmp_path / "rig")], tmp_path / "out")
+    reshard([new], tmp_path / "none", layout="none")
+    with pytest.raises(SourceError, match=r"layout of '.*old' is member, that of '.*none' none"):
+        append([str(old), str(tmp_path / "none")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands(old, new, tmp_path, capsys):
+    assert main(["reshard", str(old), str(new), str(tmp_path / "out"), "--seed", "3", "--workers", "1"]) == 0
+    assert "16 samples" in capsys.readouterr().out
+    assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v2")]) == 0
+    assert "16 samples" in capsys.readouterr().out
+    assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v3"), "--seed", "3"]) == 2
+    assert "--append writes no shard anew: --seed cannot be had with it" in capsys.readouterr().err
+    assert main(["shard", f"fuelrail:{old}", str(tmp_path / "v3")]) == 2
+    assert f"fuelrail reshard {old} {tmp_path / 'v3'}" in capsys.readouterr().err
+    (tmp_path / "out" / "index.arrow").write_bytes(b"damaged")
+    assert main(["verify", str(tmp_path / "out"), "--repair", f"fuelrail:{old}", str(new)]) == 0
+    assert "all is well" in capsys.readouterr().out
