@@ -6,7 +6,6 @@ frame is the rear axle, projected to the ground: x forward, y left, z up.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -19,12 +18,13 @@ from fuelrail.pipeline.schema import SWEEPS_FIELD, encode_arrays, encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.images import LFS_MAGIC
 from fuelrail.sharding.source import Channel, ScanInfo
+from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes_keyframes import Keyframes
 from fuelrail.sharding.sources.nuscenes_samples import ATTRIBUTE_TYPES, clip_ids, sample_attributes, sample_meta
-from fuelrail.sharding.sources.nuscenes_splits import source_splits
+from fuelrail.sharding.sources.nuscenes_splits import SPLITS_FILE, source_splits
 from fuelrail.sharding.sources.nuscenes_sweeps import LidarSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes_tables import check_tables
+from fuelrail.sharding.sources.nuscenes_tables import TABLES, check_tables
 from fuelrail.sharding.table import Reference
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from fuelrail.sharding.table import ScanWriter
 
+_TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE)
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 _IMAGE_EXTENSIONS: Final = {".jpg": "jpg", ".jpeg": "jpg", ".png": "png"}
 
@@ -57,42 +58,34 @@ class NuScenesOptions(Settings, frozen=True):
 
 
 class NuScenesSource:
-    """A nuScenes dataroot."""
+    """A nuScenes dataroot: a folder, or a URL that fsspec knows."""
 
     kind = "nuscenes"
     attribute_types = ATTRIBUTE_TYPES
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
-        self._location, self._root = location, Path(location)
+        self._files = source_files(location)
         self._options = convert(options, NuScenesOptions, "options of source nuscenes")
 
     @property
     def options(self) -> dict[str, Any]:
         """All options; the version is that of the one folder of tables where none was given."""
-        return {**msgspec.structs.asdict(self._options), "version": self._folder().name}
+        return {**msgspec.structs.asdict(self._options), "version": self._version()}
 
     def path(self, ref: str) -> str | None:
-        """The file of an image; None for lidar, which :meth:`open` makes arrays of."""
+        """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
         if ref.endswith(".bin") or ref.startswith("["):
             return None
-        return os.path.join(self._location, ref)  # noqa: PTH118 - for every file of the source; pathlib takes longer
+        return self._files.path(ref)
 
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
         if ref.startswith("["):
             return SweepList.decode(ref).member(self._points)
-        return encode_points(self._points(ref)) if ref.endswith(".bin") else self._bytes(ref)
-
-    def _bytes(self, ref: str) -> bytes:
-        path = os.path.join(self._location, ref)  # noqa: PTH118 - for every file of the source; pathlib takes longer
-        try:
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-                return file.read()
-        except OSError as error:
-            raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
+        return encode_points(self._points(ref)) if ref.endswith(".bin") else self._files.read(ref)
 
     def _points(self, ref: str) -> NDArray[np.float32]:
-        path, data = os.path.join(self._location, ref), self._bytes(ref)  # noqa: PTH118
+        path, data = f"{self._files.shown}/{ref}", self._files.read(ref)
         row_bytes = 4 * len(POINT_COLUMNS)
         if data.startswith(LFS_MAGIC):
             raise SourceError(f"lidar file '{path}' is a git-LFS pointer; run `git lfs pull` in the source first")
@@ -102,7 +95,11 @@ class NuScenesSource:
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
-        folder = self._folder()
+        with self._files.fetched(self._version(), _TABLE_FILES) as folder:
+            check_tables(folder)
+            return self._scan(folder, out)
+
+    def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
         keyframes = Keyframes(folder)
         sweeps = LidarSweeps(folder) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
@@ -142,24 +139,18 @@ class NuScenesSource:
             facts={"num_masked_cameras": num_masked},
         )
 
-    def _folder(self) -> Path:
-        """The tables' folder, after a look at whether it can be one."""
-        if not self._root.is_dir():
-            raise SourceError(f"nuScenes dataroot '{self._root}' is not a folder")
-        version = self._options.version
+    def _version(self) -> str:
+        """Name of the tables' folder."""
+        version, shown = self._options.version, self._files.shown
         if version is None:
-            try:
-                found = sorted(path.name for path in self._root.iterdir() if (path / "sample.json").is_file())
-            except OSError as error:
-                raise SourceError(f"nuScenes dataroot '{self._root}' cannot be read: {error.strerror}") from error
+            found = self._files.folders_with("sample.json")
             if len(found) != 1:
                 listed = ", ".join(found) or "none"
-                raise ConfigError(f"say which tables of '{self._root}' with --version; there are: {listed}")
+                raise ConfigError(f"say which tables of '{shown}' with --version; there are: {listed}")
             version = found[0]
         if version in ("", "..") or Path(version).name != version:
-            raise ConfigError(f"--version {version!r} is not the name of a folder in '{self._root}'")
-        check_tables(self._root / version)
-        return self._root / version
+            raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
+        return version
 
     def _members(self, keyframes: Keyframes, sample: int) -> tuple[list[Reference], int]:
         """References of the sample's sensor files that are there, in rig order, and how many cameras are not."""
@@ -178,7 +169,7 @@ class NuScenesSource:
             filename = keyframes.filenames[row].as_py()
             size = self._file_bytes(filename)
             if size is None:
-                what = f"file '{self._root / filename}' of table 'sample_data' is not there"
+                what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
                 if not is_camera:
                     raise SourceError(f"lidar {what}; --no-points leaves all lidar sweeps out")
                 num_missing += 1
@@ -206,7 +197,7 @@ class NuScenesSource:
             for filename in found.files:
                 size = self._file_bytes(filename)
                 if size is None:
-                    what = f"file '{self._root / filename}' of table 'sample_data' is not there"
+                    what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
                     raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
                 num_bytes += size
             if found.files:
@@ -217,12 +208,10 @@ class NuScenesSource:
         """Size of a source file, None where it is not there; SourceError for a name that leads out of the root."""
         if filename.startswith("/") or ".." in filename.split("/"):
             raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
-        try:
-            return os.stat(os.path.join(self._location, filename)).st_size  # noqa: PTH116, PTH118 - as in open
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise SourceError(f"file '{self._root / filename}' cannot be read: {error.strerror}") from error
+        size = self._files.size(filename)
+        if size == 0:
+            raise SourceError(f"file '{self._files.shown}/{filename}' of table 'sample_data' is empty (0 bytes)")
+        return size
 
     def _refuse_missing(self, what: str) -> None:
         if self._options.missing_camera == "error":

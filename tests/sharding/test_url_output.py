@@ -13,10 +13,15 @@ import pytest
 
 from fuelrail.bench.micro.s3_server import s3_server
 from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.errors import DatasetError, DatasetExistsError, DatasetNotReadyError
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.sharding import object_lock, url_output
+from fuelrail.sharding.append import append
 from fuelrail.sharding.output import WORK_FOLDER, open_output
 from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import shard
+from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.verify import verify
 from fuelrail.sharding.workspace import Workspace
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
@@ -210,3 +215,26 @@ def test_another_seed_and_foreign_objects_are_refused(source, bucket, url):
 def test_a_bucket_that_is_not_there(source, bucket):
     with pytest.raises(DatasetError, match=r"output 's3://nowhere/x' cannot be written: the bucket is not there"):
         shard_nuscenes(source.root, "s3://nowhere/x", **OPTIONS)
+
+
+def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, tmp_path):
+    bucket.put(str(source.root), url.removeprefix("s3://"), recursive=True)
+    shard_nuscenes(f"{url}", tmp_path / "out", **OPTIONS)
+    assert digests(tmp_path / "out") == expected
+    bucket.rm_file(f"{url}/v1.0-mini/scene.json")
+    with pytest.raises(SourceError, match=rf"nuScenes tables in '{url}/v1.0-mini': scene.json missing"):
+        shard_nuscenes(url, tmp_path / "out2", **OPTIONS)
+    with pytest.raises(ConfigError, match="say which tables of .* there are: none"):
+        shard_nuscenes(f"{url}/samples", tmp_path / "out2", **OPTIONS)
+    with pytest.raises(SourceError, match=r"s3://nowhere.*is not there"):
+        shard_nuscenes("s3://nowhere/x", tmp_path / "out2", **OPTIONS)
+
+
+def test_datasets_at_urls_are_merged_and_appended(source, bucket, url, tmp_path):
+    shard_nuscenes(source.root, f"{url}/v1", shard_size_bytes=200_000)
+    more = build_nuscenes(tmp_path / "more", {"e": 2})
+    shard_nuscenes(more.root, tmp_path / "more-out")
+    append([f"{url}/v1", str(tmp_path / "more-out")], f"{url}/v2")
+    shard(SourceSpec("fuelrail", f"{url}/v2", {}), tmp_path / "local", make_recipe(), 1, Quiet())
+    assert verify(tmp_path / "local", deep=True, num_threads=1).faults == []
+    assert open_dataset(tmp_path / "local").manifest.num_samples == 18

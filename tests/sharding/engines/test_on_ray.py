@@ -11,12 +11,12 @@ import time
 
 import pytest
 
+from fuelrail.bench.micro.ray_cluster import ray_cluster
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.engines.on_ray import RayEngine
 from fuelrail.sharding.output import WORK_FOLDER
 from fuelrail.sharding.progress import Quiet
 from support.nuscenes_tables import build_nuscenes
-from support.ray_cluster import ray_cluster
 from support.sharding import digests, shard_nuscenes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")

@@ -1,0 +1,169 @@
+"""The files of a source: in a folder of this machine, or at a URL that fsspec knows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.remote import filesystem, is_url, shown_url
+from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from fuelrail.pipeline.retry import Fault
+
+T = TypeVar("T")
+
+
+class SourceFiles(Protocol):
+    """Files under one root. Names are relative to it, with ``/``; errors are SourceError naming the file."""
+
+    shown: str
+    """The root as messages may show it."""
+
+    def folders_with(self, name: str) -> list[str]:
+        """Folders in the root that have a file of this name, sorted; raises SourceError where the root is none."""
+        ...
+
+    def fetched(self, folder: str, names: Collection[str]) -> contextlib.AbstractContextManager[Path]:
+        """A folder on this machine that has those of the named files of ``folder`` that are there."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Size of a file [bytes]; None where it is not there."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """A file's bytes."""
+        ...
+
+    def path(self, name: str) -> str | None:
+        """A path that this machine can open; None at a URL."""
+        ...
+
+
+def source_files(location: str) -> SourceFiles:
+    """The files at a folder or URL; reads nothing."""
+    return UrlFiles(location) if is_url(location) else FolderFiles(location.removeprefix("file://"))
+
+
+class FolderFiles:
+    """Files of a folder."""
+
+    def __init__(self, root: str) -> None:
+        self._root = self.shown = root
+
+    def folders_with(self, name: str) -> list[str]:
+        """Folders that have a file of this name."""
+        if not Path(self._root).is_dir():
+            raise SourceError(f"source '{self._root}' is not a folder")
+        try:
+            return sorted(path.name for path in Path(self._root).iterdir() if (path / name).is_file())
+        except OSError as error:
+            raise SourceError(f"source '{self._root}' cannot be read: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:  # noqa: ARG002 - they are here
+        """The folder itself."""
+        yield Path(self._root) / folder
+
+    def size(self, name: str) -> int | None:
+        """Size of a file."""
+        try:
+            return os.stat(os.path.join(self._root, name)).st_size  # noqa: PTH116, PTH118 - for every file of the source
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise SourceError(f"file '{self._root}/{name}' cannot be read: {error.strerror}") from error
+
+    def read(self, name: str) -> bytes:
+        """A file's bytes."""
+        path = os.path.join(self._root, name)  # noqa: PTH118 - pathlib takes longer
+        try:
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+                return file.read()
+        except OSError as error:
+            raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
+
+    def path(self, name: str) -> str | None:
+        """The file's path."""
+        return os.path.join(self._root, name)  # noqa: PTH118
+
+
+class UrlFiles:
+    """Files under a prefix of an object store. Sizes come from listings, one for each top folder."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self.shown = shown_url(self._url)
+        self._fs, self._root = filesystem(self._url)
+        self._sizes: dict[str, dict[str, int]] = {}
+
+    def folders_with(self, name: str) -> list[str]:
+        """Prefixes that have an object of this name."""
+        found = self._try("", lambda: self._fs.glob(f"{self._root}/*/{name}"))
+        return sorted(path.split("/")[-2] for path in found)
+
+    @contextlib.contextmanager
+    def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:
+        """A temporary copy of these files; errors name the URL."""
+        with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
+            local = Path(scratch) / folder
+            local.mkdir()
+            there = self._listed(folder)
+            for name in names:
+                remote = f"{folder}/{name}"
+                if remote in there:
+                    self._try(remote, functools.partial(self._fs.get_file, self._path(remote), str(local / name)))
+            try:
+                yield local
+            except SourceError as error:
+                raise SourceError(str(error).replace(str(local), f"{self.shown}/{folder}")) from error
+
+    def size(self, name: str) -> int | None:
+        """Size of an object."""
+        return self._listed(name.partition("/")[0]).get(name)
+
+    def read(self, name: str) -> bytes:
+        """An object's bytes."""
+
+        def get() -> bytes:
+            data: bytes = self._fs.cat_file(self._path(name))
+            return data
+
+        return self._try(name, get)
+
+    def path(self, name: str) -> str | None:  # noqa: ARG002 - nothing of it is here
+        """None."""
+        return None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _listed(self, top: str) -> dict[str, int]:
+        if top not in self._sizes:
+            found = self._try(top, lambda: self._fs.find(self._path(top), detail=True))
+            start = len(self._root) + 1
+            self._sizes[top] = {path[start:]: info["size"] for path, info in found.items()}
+        return self._sizes[top]
+
+    def _try(self, name: str, work: Callable[[], T]) -> T:
+        def told(fault: Fault, pause_s: float | None) -> None:
+            if pause_s is None:
+                self._fail(name, fault)
+
+        return call_with_retries(work, RetryPolicy(), told)
+
+    def _fail(self, name: str, fault: Fault) -> NoReturn:
+        where = f"{self.shown}/{name}".rstrip("/")
+        reason = {
+            "missing": "is not there",
+            "refused": "may not be read: check credentials, profile and endpoint",
+        }.get(fault.kind, "cannot be read")
+        raise SourceError(f"'{where}' {reason} ({fault.text})") from None
