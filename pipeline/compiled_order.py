@@ -7,7 +7,7 @@
 
 Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them into selected
 samples (:class:`~fuelrail.pipeline.weights.SystematicSampling`), the selection turns these into samples of the split.
-Memory: nothing for a whole split, 4 bytes for each selected sample, 8 more with weights, 16 a sample with lanes.
+Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more with weights, 16 a sample with lanes.
 """
 
 from __future__ import annotations

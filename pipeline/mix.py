@@ -29,6 +29,9 @@ MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
 
 
+_CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order`
+
+
 class Mix(Settings, frozen=True):
     """Parts of a dataset, told apart by an attribute's values, mixed by ratio: ``{"true": 1, "false": 3}``.
 
@@ -132,22 +135,40 @@ class MixedEpoch:
 
     def entries(self, positions: ArrayLike) -> MixedEntries:
         """Datasets and samples at ``positions`` (integers in [0, len)); raises OrderError for others."""
-        mix = self._mix
         wanted = as_positions(positions, len(self))
-        block, place = np.divmod(wanted.reshape(-1), mix.block)
-        blocks, which = np.unique(block + self._first_block, return_inverse=True)
+        flat = wanted.reshape(-1)
+        parts, samples = np.empty_like(flat), np.empty_like(flat)
+        for first in range(0, flat.size, _CHUNK):
+            here = slice(first, first + _CHUNK)
+            self._fill(flat[here], parts[here], samples[here])
+        return MixedEntries(parts.reshape(wanted.shape), samples.reshape(wanted.shape))
+
+    def _fill(self, positions: NDArray[np.int64], parts: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
+        """Write what stands at ``positions`` (n,) into the other two (n,)."""
+        mix = self._mix
+        block, place = np.divmod(positions, mix.block)
+        blocks, which = _distinct(block + self._first_block)
         words = self._words(blocks[:, None] * mix.block + np.arange(mix.block))
         arranged = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[np.argsort(words, axis=1)]  # (blocks, places)
-        parts = arranged[which, place]
-        samples = np.empty_like(parts)
+        at_place = which * mix.block + place
+        parts[:] = arranged.reshape(-1)[at_place]
         for part, (order, ratio) in enumerate(zip(mix.orders, mix.ratios, strict=True)):
             here = np.flatnonzero(parts == part)
             if not here.size:
                 continue
-            earlier = np.cumsum(arranged == part, axis=1)[which[here], place[here]] - 1
+            earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[here]] - 1
             turn = blocks[which[here]] * ratio + earlier  # how many samples of this dataset came before, ever
             epochs, at = np.divmod(turn, order.epoch_length)
-            for epoch in np.unique(epochs).tolist():
+            for epoch in _distinct(epochs)[0].tolist():
                 inside = epochs == epoch
                 samples[here[inside]] = self._epoch_of(part, epoch)(at[inside])
-        return MixedEntries(parts.reshape(wanted.shape), samples.reshape(wanted.shape))
+
+
+def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct values, ascending, and which of them each value (n,) is; without sorting where they ascend."""
+    steps = np.diff(values)
+    if (steps < 0).any():
+        distinct, which = np.unique(values, return_inverse=True)
+        return distinct, which
+    new = np.concatenate(([True], steps > 0))
+    return values[new], np.cumsum(new) - 1

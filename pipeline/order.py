@@ -34,6 +34,8 @@ ORDER_VERSION: Final = 1
 
 _CHUNK: Final = 16384  # positions at a time: what they need stays in a core's second-level cache
 
+_MAX_RUNS: Final = 4096  # of a window's table: 32 KiB
+
 Kind = Literal["shuffled", "windowed", "sequential", "lanes"]
 
 
@@ -183,11 +185,10 @@ class _Sequential:
 class _Windowed:
     """Shards permuted, samples permuted within windows of consecutive permuted shards.
 
-    Memory: two integers a shard. A position's window is found by bisection of the windows' starts, its shard by
-    bisection of the permuted shards' starts.
+    Memory: two integers a shard. A position's window is found by bisection of the windows' starts.
     """
 
-    __slots__ = ("_first_slots", "_num_samples", "_permutation", "_shard_offsets", "_slot_starts", "_window_starts")
+    __slots__ = ("_first_slots", "_num_samples", "_shard_offsets", "_slot_starts", "_window", "_window_starts")
 
     def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
         stored = np.array(layout.shard_lengths, dtype=np.int64)
@@ -201,10 +202,15 @@ class _Windowed:
         num_windows = -(-len(stored) // window)
         self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
         self._window_starts = np.append(self._slot_starts, self._num_samples)[self._first_slots]
+
+        def make(number: int) -> _Window:
+            slots = slice(int(self._first_slots[number]), int(self._first_slots[number + 1]))
+            start, end = int(self._window_starts[number]), int(self._window_starts[number + 1])
+            permutation = KeyedPermutation(end - start, derive_key("order windowed samples", seed, epoch, number))
+            return _Window(permutation, start, self._slot_starts[slots] - start, self._shard_offsets[slots] + start)
+
         # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
-        self._permutation: Callable[[int, int], KeyedPermutation] = lru_cache(maxsize=8)(
-            lambda number, length: KeyedPermutation(length, derive_key("order windowed samples", seed, epoch, number))
-        )
+        self._window: Callable[[int], _Window] = lru_cache(maxsize=8)(make)
 
     def __len__(self) -> int:
         return self._num_samples
@@ -215,10 +221,12 @@ class _Windowed:
         samples = np.empty_like(flat)
         for first in range(0, flat.size, _CHUNK):
             part = flat[first : first + _CHUNK]
-            window = np.searchsorted(self._window_starts, part, side="right") - 1
-            if (window[1:] >= window[:-1]).all():  # as for positions in a row
-                samples[first : first + _CHUNK] = self._by_window(part, window)
+            ends = np.array((part.min(), part.max()))
+            lowest, highest = (np.searchsorted(self._window_starts, ends, side="right") - 1).tolist()
+            if lowest == highest:  # as nearly always for positions in a row
+                samples[first : first + _CHUNK] = self._window(lowest)(part)
             else:
+                window = np.searchsorted(self._window_starts, part, side="right") - 1
                 by_window = np.argsort(window, kind="stable")
                 samples[first + by_window] = self._by_window(part[by_window], window[by_window])
         return samples.reshape(wanted.shape)
@@ -228,13 +236,41 @@ class _Windowed:
         samples = np.empty_like(positions)
         bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
         for first, last in pairwise(bounds.tolist()):
-            number = int(window[first])
-            start, end = int(self._window_starts[number]), int(self._window_starts[number + 1])
-            shuffled = self._permutation(number, end - start)(positions[first:last] - start) + start
-            slots = slice(self._first_slots[number], self._first_slots[number + 1])
-            slot = np.searchsorted(self._slot_starts[slots], shuffled, side="right") - 1
-            samples[first:last] = shuffled + self._shard_offsets[slots][slot]
+            samples[first:last] = self._window(int(window[first]))(positions[first:last])
         return samples
+
+
+class _Window:
+    """The samples of one window at positions inside it.
+
+    A table tells for each run of 2**shift values the slot that its first value lies in. No slot is shorter than a run,
+    so a value lies in that slot or in the next: cheaper than bisection, whose branches nobody can predict here.
+    """
+
+    __slots__ = ("_guide", "_next_starts", "_offsets", "_permutation", "_shift", "_start", "_starts")
+
+    def __init__(
+        self, permutation: KeyedPermutation, start: int, starts: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> None:
+        """``starts``: where the slots begin, from 0; ``offsets``: from there to samples as stored."""
+        self._permutation, self._start, self._starts, self._offsets = permutation, start, starts, offsets
+        n = len(permutation)
+        self._next_starts = np.append(starts[1:], n)
+        self._shift = int((self._next_starts - starts).min()).bit_length() - 1
+        num_runs = (n >> self._shift) + 1
+        self._guide: NDArray[np.int64] | None = None
+        if num_runs <= _MAX_RUNS:
+            self._guide = np.searchsorted(starts, np.arange(num_runs) << self._shift, side="right") - 1
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        shuffled = self._permutation(positions - self._start)
+        if self._guide is None:  # a slot that is very short beside the others
+            slot = np.searchsorted(self._starts, shuffled, side="right") - 1
+        else:
+            slot = self._guide.take(shuffled >> self._shift)
+            slot += shuffled >= self._next_starts.take(slot)
+        shuffled += self._offsets.take(slot)
+        return shuffled
 
 
 def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:

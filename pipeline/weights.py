@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""
 
+_CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order`
+_STEPS: Final = 2
 _TICK_BITS: Final = 32
 _SUM_BITS: Final = 62
 
@@ -224,6 +226,7 @@ class SystematicSampling:
         ticks = np.rint(values / values.max() * 2.0**bits).astype(np.int64)
         self._ends: NDArray[np.int64] = np.cumsum(ticks)
         self._total = int(self._ends[-1])
+        self._search = TickSearch(self._ends)
 
     def expected_counts(self) -> NDArray[np.float64]:
         """Copies of each sample in an epoch, averaged over all phases: float64 (n,)."""
@@ -235,17 +238,46 @@ class SystematicSampling:
 
     def epoch(self, phase_key: int) -> SystematicEpoch:
         """One epoch's copies; ``phase_key`` is a uniform 128-bit number, as `permutation.derive_key` makes."""
-        return SystematicEpoch(self._ends, self.length, phase_key % self._total)
+        return SystematicEpoch(self._search, self.length, phase_key % self._total)
+
+
+class TickSearch:
+    """``np.searchsorted(ends, ticks, side="right")``, for many ticks in no order.
+
+    A table of about as many entries as there are samples tells for each run of ticks where its first one belongs; most
+    others belong there or shortly behind. Bisection would miss the caches at each of its steps.
+    """
+
+    __slots__ = ("_guide", "_shift", "ends")
+
+    def __init__(self, ends: NDArray[np.int64]) -> None:
+        """``ends``: ascending, the last one above 0; ticks are below that."""
+        self.ends = ends
+        last = int(ends[-1])
+        self._shift = max(0, last.bit_length() - len(ends).bit_length())
+        small = np.int32 if len(ends) <= np.iinfo(np.int32).max else np.int64
+        runs = np.arange((last >> self._shift) + 1) << self._shift
+        self._guide: NDArray[np.integer] = np.searchsorted(ends, runs, side="right").astype(small)
+
+    def __call__(self, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices (int64, (n,)) of the first end above each of ``ticks`` (n,)."""
+        found = self._guide.take(ticks >> self._shift).astype(np.int64)
+        for _ in range(_STEPS):
+            found += self.ends.take(found) <= ticks
+        left = np.flatnonzero(self.ends.take(found) <= ticks)  # behind many samples of little weight
+        if left.size:
+            found[left] = np.searchsorted(self.ends, ticks[left], side="right")
+        return found
 
 
 class SystematicEpoch:
     """The copies of one epoch in stored order: maps 0 .. length - 1 to samples, ascending, copies side by side."""
 
-    __slots__ = ("_ends", "_length", "_phase", "_remainder", "_spacing")
+    __slots__ = ("_ends", "_length", "_phase", "_remainder", "_search", "_spacing")
 
-    def __init__(self, ends: NDArray[np.int64], length: int, phase: int) -> None:
-        self._ends, self._length, self._phase = ends, length, phase
-        self._spacing, self._remainder = divmod(int(ends[-1]), length)
+    def __init__(self, search: TickSearch, length: int, phase: int) -> None:
+        self._search, self._ends, self._length, self._phase = search, search.ends, length, phase
+        self._spacing, self._remainder = divmod(int(self._ends[-1]), length)
 
     def __len__(self) -> int:
         return self._length
@@ -254,8 +286,13 @@ class SystematicEpoch:
         """Samples (int64, same shape) of ``copies`` (integers in [0, length)); raises OrderError for others."""
         at = as_positions(copies, self._length, "copy")
         # floor((at * total + phase) / length), in parts that stay under 2**63.
-        ticks = at * self._spacing + (at * self._remainder + self._phase) // self._length
-        return np.searchsorted(self._ends, ticks, side="right")
+        flat = at.reshape(-1)
+        samples = np.empty_like(flat)
+        for first in range(0, flat.size, _CHUNK):
+            part = flat[first : first + _CHUNK]
+            ticks = part * self._spacing + (part * self._remainder + self._phase) // self._length
+            samples[first : first + _CHUNK] = self._search(ticks)
+        return samples.reshape(at.shape)
 
     def first_copies(self, samples: Sequence[int]) -> list[int]:
         """For each of ``samples`` (0 .. n): copies that samples before it have, i.e. where its own begin."""

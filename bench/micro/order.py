@@ -22,8 +22,13 @@ import numpy as np
 
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.pipeline.clips import ClipTable
+from fuelrail.pipeline.compiled_order import CompiledOrder
+from fuelrail.pipeline.lanes import Lanes
+from fuelrail.pipeline.mix import MixedOrder
 from fuelrail.pipeline.order import Layout, Order, OrderSpec
 from fuelrail.pipeline.permutation import KeyedPermutation
+from fuelrail.pipeline.weights import SystematicSampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 NUM_POSITIONS = 1_000_000
 LARGE = 1_000_000_000
 SMALL = 1_000
+TABLED = 4_000_000
 _LARGE_SHARD = 100_000
 
 
@@ -62,15 +68,27 @@ def make_order(kind: str, num_samples: int) -> Order:
 
 
 def candidates(num_positions: int) -> dict[str, Callable[[], object]]:
-    """numpy's shuffle of ``num_positions`` beside as many positions of orders of a billion samples."""
+    """numpy's shuffle of ``num_positions`` beside as many positions of orders of a billion samples.
+
+    Lanes and weights look things up in tables of the samples: ``TABLED`` of these.
+    """
     positions = np.arange(num_positions) + LARGE // 2
     shuffled = KeyedPermutation(LARGE, 1)
+    tabled = np.arange(num_positions) + TABLED // 4
+    lanes = Lanes(ClipTable.build(np.arange(TABLED) // 40, np.arange(TABLED) % 40), 64).epoch(0, 0)
+    weights = SystematicSampling(np.random.default_rng(0).random(TABLED), TABLED)
+    weighted = CompiledOrder(OrderSpec(), {}, (TABLED,), None, weights).epoch(0)
+    parts = [CompiledOrder(OrderSpec(seed=seed), {}, (LARGE,)) for seed in (1, 2)]
     return {
         "numpy Generator.permutation": partial(np.random.default_rng(0).permutation, num_positions),
         "shuffled, n = 1e6": partial(KeyedPermutation(num_positions, 1), np.arange(num_positions)),
         "shuffled, n = 1e9": partial(shuffled, positions),
         "shuffled, n = 1e9, inverse": partial(shuffled.inverse, positions),
         "windowed, n = 1e9": partial(make_order("windowed", LARGE), positions),
+        "sequential, n = 1e9": partial(Order(OrderSpec(kind="sequential"), Layout((LARGE,)), 0), positions),
+        "mix 3:1 of n = 1e9": partial(MixedOrder(parts, (3, 1)).epoch(0), positions),
+        "lanes, n = 4e6": partial(lanes.entries, tabled),
+        "weighted, n = 4e6": partial(weighted, tabled),
     }
 
 

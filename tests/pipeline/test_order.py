@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fuelrail.pipeline.order as order_module
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.mix import Mix
 from fuelrail.pipeline.order import ORDER_VERSION, Layout, Order, OrderSpec
@@ -108,6 +109,19 @@ def test_one_window_of_all_shards_reaches_every_position():
     samples = Order(OrderSpec(kind="windowed", seed=1, window=4), layout, 0)(np.arange(2000))
     first_shards = samples[:500] // 500
     assert np.bincount(first_shards, minlength=4).min() > 80  # 125 expected of each
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 900, 5000]), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 9))
+def test_shards_that_are_very_short_beside_others_change_nothing_but_the_time(shards, window, seed):
+    spec, layout = OrderSpec(kind="windowed", seed=seed, window=window), Layout(tuple(shards))
+    positions = np.random.default_rng(seed).permutation(layout.num_samples)
+    samples = Order(spec, layout, 0)(positions)
+    assert np.array_equal(np.sort(samples), np.arange(layout.num_samples))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_module, "_MAX_RUNS", 0)  # bisection everywhere
+        assert np.array_equal(Order(spec, layout, 0)(positions), samples)
+        patch.setattr(order_module, "_MAX_RUNS", 2**40)  # the table everywhere
+        assert np.array_equal(Order(spec, layout, 0)(positions), samples)
 
 
 def test_seeds_and_epochs_change_the_order():

@@ -23,6 +23,7 @@ from fuelrail.pipeline.weights import (
     FileWeights,
     SystematicEpoch,
     SystematicSampling,
+    TickSearch,
     columns_of,
     compute_weights,
     natural_length,
@@ -46,12 +47,21 @@ def test_each_epoch_has_floor_or_ceil_of_the_expected_copies(weights, length, ke
     assert expected == pytest.approx(length * np.array(weights) / np.sum(weights), abs=1e-6 * length)
 
 
+@given(st.lists(st.sampled_from([0, 0, 1, 2, 1000, 2**40]), min_size=1, max_size=200).filter(any), st.data())
+def test_the_search_finds_what_bisection_finds(ticks, data):
+    ends = np.cumsum(ticks)
+    near = [end + step for end in ends.tolist() for step in (-1, 0, 1)]
+    drawn = data.draw(st.lists(st.integers(0, int(ends[-1]) - 1), max_size=20))
+    wanted = np.array([tick for tick in near + drawn if 0 <= tick < ends[-1]])
+    assert np.array_equal(TickSearch(ends)(wanted), np.searchsorted(ends, wanted, side="right"))
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(1, 40))
 def test_over_all_phases_the_counts_are_exactly_the_expected_ones(weights, length):
     ends = np.cumsum(weights)
     total = int(ends[-1])
     counts = sum(
-        np.bincount(SystematicEpoch(ends, length, phase)(np.arange(length)), minlength=len(weights))
+        np.bincount(SystematicEpoch(TickSearch(ends), length, phase)(np.arange(length)), minlength=len(weights))
         for phase in range(total)
     )
     assert [Fraction(int(count), total) for count in counts] == [Fraction(length * w, total) for w in weights]
