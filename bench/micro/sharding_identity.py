@@ -94,6 +94,14 @@ class Trial:
         took = time.monotonic() - begun
         return self._case(killed=False, finished={self._finish()}, num_finished=1), took
 
+    def counts(self) -> tuple[int, int]:
+        """How many shards it makes, and of how many bytes."""
+        if self._run(None):
+            raise RuntimeError(f"{self._name}: the command failed")
+        sizes = [path.stat().st_size for path in self._out.glob("*.tar")]
+        shutil.rmtree(self._out)
+        return len(sizes), sum(sizes)
+
     def killed(self, num_deaths: int, took_s: float, draw: random.Random) -> Case:
         """Run it until it died so often, then to its end."""
         deaths = nodes = num_finished = 0
@@ -134,9 +142,10 @@ class Trial:
             return run.wait(kill_after_s)
         if node and self._cluster is not None:
             self._cluster.tell("kill")
-            code = run.wait()
+            if run.wait():
+                raise RuntimeError(f"{self._name}: the command failed when a node died")
             self._cluster.tell("add")
-            return code
+            return 0
         os.killpg(run.pid, signal.SIGKILL)
         return run.wait()
 
@@ -171,15 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = Path(scratch) / "source"
         make_dataroot(source, options.frames, lidar=True)
         probe = Trial("in-process", source, Path(scratch) / "probe", LOCAL["in-process"], None)
-        probe._run(None)  # noqa: SLF001 - for the counts
-        shards = list((Path(scratch) / "probe" / "out").glob("*.tar"))
-        num_bytes = sum(path.stat().st_size for path in shards)
+        num_shards, num_bytes = probe.counts()
         for case in measure(Path(scratch), source, options.engines, options.deaths):
             cases.append(case)
             deaths = f"{case.num_deaths} deaths, {case.num_nodes_killed} of nodes" if case.killed else "undisturbed"
-            sys.stdout.write(
-                f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {case.dataset_sha256[:16]}\n"
-            )
+            digest = case.dataset_sha256[:16]
+            sys.stdout.write(f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {digest}\n")
             sys.stdout.flush()
     identical = len({case.dataset_sha256 for case in cases}) == 1
     sys.stdout.write("identical\n" if identical else "NOT identical\n")
@@ -187,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = Identity(
             benchmark="sharding_identity",
             machine=machine_facts(),
-            num_shards=len(shards),
+            num_shards=num_shards,
             num_bytes=num_bytes,
             identical=identical,
             cases=cases,

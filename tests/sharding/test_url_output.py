@@ -222,12 +222,10 @@ def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, t
     shard_nuscenes(f"{url}", tmp_path / "out", **OPTIONS)
     assert digests(tmp_path / "out") == expected
     bucket.rm_file(f"{url}/v1.0-mini/scene.json")
-    with pytest.raises(SourceError, match=rf"nuScenes tables in '{url}/v1.0-mini': scene.json missing"):
+    with pytest.raises(SourceError, match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing"):
         shard_nuscenes(url, tmp_path / "out2", **OPTIONS)
-    with pytest.raises(ConfigError, match="say which tables of .* there are: none"):
+    with pytest.raises(ConfigError, match=r"say which tables of .* there are: none"):
         shard_nuscenes(f"{url}/samples", tmp_path / "out2", **OPTIONS)
-    with pytest.raises(SourceError, match=r"s3://nowhere.*is not there"):
-        shard_nuscenes("s3://nowhere/x", tmp_path / "out2", **OPTIONS)
 
 
 def test_datasets_at_urls_are_merged_and_appended(source, bucket, url, tmp_path):
