@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -162,6 +165,34 @@ def _forever(loader):
     while True:
         for batch in loader:
             yield from batch["sample_key"]
+
+    def test_a_disk_that_fills_up_stops_the_cache_and_not_the_run(self, tiny, tmp_path):
+        """On a real small file system, which takes a user namespace to mount."""
+        code = """
+import logging, sys
+from fuelrail.loaders import DataLoader, ImageAugment
+logging.basicConfig(format="%(levelname)s %(message)s")
+options = {"image": ImageAugment(height=32, width=48, resize=0.5), "num_workers": 2}
+alone = [key for batch in DataLoader(sys.argv[1], 3, **options) for key in batch["sample_key"]]
+with DataLoader(sys.argv[1], 3, cache_dir=sys.argv[2], cache_size="1GB", **options) as loader:
+    for epoch in range(3):
+        loader.set_epoch(0)
+        assert [key for batch in loader for key in batch["sample_key"]] == alone
+    print("hits", loader.stats().storage.cache_hits, "bytes", loader.stats().storage.cache_bytes)
+"""
+        small = 'mount -t tmpfs -o size=160k none "$1" && shift && exec "$@"'
+        inside = ["unshare", "--map-root-user", "--mount", "sh", "-c", small, "sh", str(tmp_path)]
+        if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+            pytest.skip("no mount in a user namespace here")
+        done = subprocess.run(
+            [*inside, sys.executable, "-c", code, str(tiny), str(tmp_path)],
+            capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("takes no more samples: [Errno 28] No space left on device; going on without") == 1
+        _, hits, _, used = done.stdout.split()
+        assert int(hits) > 0
+        assert 0 < int(used) < 160 * 1024
 
 
 class TestBounds:
