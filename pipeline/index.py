@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
 ROWS_PER_BATCH: Final = 1 << 16
+_ROWS_PER_PART: Final = 1 << 12
 
 _MEMBER_TYPE = pa.struct(
     [
@@ -104,17 +105,22 @@ class IndexWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
+        self._parts: list[pa.RecordBatch] = []
+        self._rows_in_batch = 0
 
     def append(self, row: IndexRow) -> None:
         """Add the next sample."""
         self._pending.append(row)
-        if len(self._pending) == ROWS_PER_BATCH:
+        self._rows_in_batch += 1
+        if self._rows_in_batch == ROWS_PER_BATCH:
             self._flush()
+        elif len(self._pending) == _ROWS_PER_PART:
+            self._convert()
 
     def close(self) -> None:
         """Write what is pending and the file's footer."""
         try:
-            if self._pending:
+            if self._rows_in_batch:
                 self._flush()
             self._writer.close()
         finally:
@@ -132,6 +138,13 @@ class IndexWriter:
             self._sink.close()
 
     def _flush(self) -> None:
+        if self._pending:
+            self._convert()
+        parts, self._parts, self._rows_in_batch = self._parts, [], 0
+        self._writer.write_batch(pa.concat_batches(parts))
+
+    def _convert(self) -> None:
+        """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
         rows, self._pending = self._pending, []
         members = [member for row in rows for member in row.members]
         starts = np.zeros(len(rows) + 1, np.int32)
@@ -148,7 +161,7 @@ class IndexWriter:
         )
         columns = [pa.array([getattr(row, f.name) for row in rows], f.type) for f in _COLUMNS[:-1]]
         columns.append(pa.ListArray.from_arrays(pa.array(starts), values))
-        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self._parts.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
 
 class _Texts(NamedTuple):

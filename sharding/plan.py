@@ -17,6 +17,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.filters import Filter
 from fuelrail.pipeline.permutation import KeyedPermutation, derive_key
 from fuelrail.sharding.recipe import unit_frames
+from fuelrail.sharding.table import CLIP_NUMBER
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -127,14 +128,18 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
 
     The expression sees the attributes and ``key``, ``clip_id``, ``frame`` and ``timestamp_ns``.
     """
-    rows = np.arange(len(table), dtype=np.int64)
-    if recipe.select is not None:
-        known = table.attribute_table()
-        ids = pa.array([clip.clip_id for clip in clips])
-        known = known.append_column("clip_id", ids.take(pa.array(table.numbers("clip"))))
-        rows = Filter(recipe.select, known.column_names).select(known)
-        if not len(rows):
-            raise ConfigError(f"none of the source's {len(table)} samples is selected by {recipe.select!r}")
+    if recipe.select is None:
+        return np.arange(len(table), dtype=np.int64)[: recipe.limit]
+    ids = pa.array([clip.clip_id for clip in clips])
+    found: list[NDArray[np.int64]] = []
+    first = 0
+    for part in table.attribute_parts():
+        known = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns([CLIP_NUMBER])
+        found.append(Filter(recipe.select, known.column_names).select(known) + first)
+        first += len(part)
+    rows = np.concatenate(found)
+    if not len(rows):
+        raise ConfigError(f"none of the source's {len(table)} samples is selected by {recipe.select!r}")
     return rows[: recipe.limit]
 
 

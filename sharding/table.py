@@ -7,11 +7,14 @@ of ``ROWS_PER_BATCH`` rows and read memory-mapped, so its size is bounded by the
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.errors import SourceError
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROWS_PER_BATCH: Final = 1024
+ROWS_PER_PART: Final = 64 * ROWS_PER_BATCH
+CLIP_NUMBER: Final = "clip number"
+"""Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
+
+_LOOKS_BETWEEN: Final = 64
+_MOST_BATCHES: Final = 1024
 
 _REFERENCE = pa.struct(
     [
@@ -91,6 +100,11 @@ class ScanRow(NamedTuple):
 def frame_key(clip_id: str, frame: int) -> str:
     """The key of frame number ``frame`` of a clip: ``{clip_id}-{frame:06d}``."""
     return f"{clip_id}-{frame:06d}"
+
+
+def frame_keys(clip_ids: pa.Array, frames: pa.Array) -> pa.Array:
+    """:func:`frame_key` of many."""
+    return pc.binary_join_element_wise(clip_ids, pc.utf8_lpad(pc.cast(frames, pa.string()), 6, "0"), "-")
 
 
 class ScanWriter:
@@ -203,11 +217,18 @@ def stored_estimate(member: Reference) -> int:
 
 
 class ScanTable:
-    """A scan table read back, memory-mapped: whole columns for the plan, single rows for the writer."""
+    """A scan table read back, memory-mapped: whole columns for the plan, single rows for the writer.
+
+    Pages that were looked at do not stay in this process's memory: they are given back (to the page cache, where they
+    are) every few rows, so that the peak is the same for any table. Not for two threads at once.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        with Path(path).open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
         self._batches: dict[int, Any] = {}
+        self._num_looks = 0
         self._names = self._file.schema.names
         batches = self._file.num_record_batches
         last = int(self._file.get_batch(batches - 1).num_rows) if batches else 0
@@ -218,7 +239,11 @@ class ScanTable:
 
     def numbers(self, name: str) -> NDArray[Any]:
         """A whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
-        return np.concatenate([self._batch(n).column(name).to_numpy() for n in range(self._file.num_record_batches)])
+        column = np.empty(self._length, self._file.schema.field(name).type.to_pandas_dtype())
+        for number, batch in enumerate(self._all_batches()):
+            values = batch.column(name).to_numpy()
+            column[number * ROWS_PER_BATCH :][: len(values)] = values
+        return column
 
     def row(self, number: int) -> ScanRow:
         """One row."""
@@ -231,18 +256,57 @@ class ScanTable:
 
     def key_batches(self) -> Iterator[pa.Array]:
         """The keys, in order, a batch of rows at a time."""
-        for number in range(self._file.num_record_batches):
-            yield self._batch(number).column("key")
+        for batch in self._all_batches():
+            yield batch.column("key")
 
-    def attribute_table(self) -> pa.Table:
-        """Key, frame, time and all attributes of all rows, in memory (about 100 bytes a row)."""
-        wanted = ["key", "frame", "timestamp_ns", *(n for n in self._names if n.startswith(_PREFIX))]
-        parts = [self._batch(n).select(wanted) for n in range(self._file.num_record_batches)]
-        whole = pa.Table.from_batches(parts).combine_chunks()
-        return whole.rename_columns([name.removeprefix(_PREFIX) for name in wanted])
+    def attribute_parts(self) -> Iterator[pa.Table]:
+        """Key, number of the clip, frame, time and all attributes, in order, ``ROWS_PER_PART`` rows at a time."""
+        wanted = ["key", "clip", "frame", "timestamp_ns", *self._attributes]
+        pending: list[Any] = []
+        for batch in self._all_batches():
+            pending.append(batch.select(wanted))
+            if len(pending) * ROWS_PER_BATCH == ROWS_PER_PART:
+                yield self._part(pending)
+                pending = []
+        if pending:
+            yield self._part(pending)
+
+    def _part(self, batches: list[Any]) -> pa.Table:
+        table = pa.Table.from_batches(batches).combine_chunks()
+        return table.rename_columns(
+            [CLIP_NUMBER if name == "clip" else name.removeprefix(_PREFIX) for name in table.column_names]
+        )
+
+    def compact_attributes(self) -> pa.Table:
+        """Number of the clip, frame, time and all attributes of all rows: about 8 bytes a number and 4 a string.
+
+        Strings are dictionary-encoded. Keys are left out, each is one of its own: :func:`frame_keys` makes them.
+        """
+        parts = [
+            pa.table({name: _compact(part[name]) for name in part.column_names if name != "key"})
+            for part in self.attribute_parts()
+        ]
+        return pa.concat_tables(parts).unify_dictionaries().combine_chunks()
+
+    @property
+    def _attributes(self) -> list[str]:
+        return [name for name in self._names if name.startswith(_PREFIX)]
+
+    def _all_batches(self) -> Iterator[Any]:
+        for number in range(self._file.num_record_batches):
+            yield self._batch(number)
 
     def _batch(self, number: int) -> Any:  # noqa: ANN401  (pyarrow has no types)
+        self._num_looks += 1
+        if self._num_looks % _LOOKS_BETWEEN == 0:
+            self._map.madvise(mmap.MADV_DONTNEED)
         batch = self._batches.get(number)
         if batch is None:
+            if len(self._batches) == _MOST_BATCHES:
+                self._batches.clear()
             batch = self._batches[number] = self._file.get_batch(number)
         return batch
+
+
+def _compact(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return column.dictionary_encode() if pa.types.is_string(column.type) else column

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.schema import SCHEMA, Meta, decode_meta, encode_meta
-from fuelrail.sharding.table import ROWS_PER_BATCH, Reference, ScanTable, ScanWriter, frame_key, tar_bytes
+from fuelrail.sharding.table import (
+    CLIP_NUMBER,
+    ROWS_PER_BATCH,
+    Reference,
+    ScanTable,
+    ScanWriter,
+    frame_key,
+    frame_keys,
+    tar_bytes,
+)
 
 ATTRIBUTES = {"location": str, "night": bool, "num_boxes": int, "speed": float}
 
@@ -60,8 +70,14 @@ def test_rows_come_back(tmp_path):
             Reference("l.npy", "x", 100, 0, 0),
         )
     assert np.array_equal(np.bincount(table.numbers("clip")), [3, ROWS_PER_BATCH, 2])
-    attributes = table.attribute_table()
-    assert attributes.column_names == ["key", "frame", "timestamp_ns", *ATTRIBUTES]
+    attributes = pa.concat_tables(table.attribute_parts())
+    assert attributes.column_names == ["key", CLIP_NUMBER, "frame", "timestamp_ns", *ATTRIBUTES]
+    compact = table.compact_attributes()
+    assert [column for column in attributes.column_names if column != "key"] == compact.column_names
+    for name in compact.column_names:
+        assert compact[name].to_pylist() == attributes[name].to_pylist()
+    ids = pa.array(["a", "b", "c"]).take(compact[CLIP_NUMBER].combine_chunks())
+    assert frame_keys(ids, compact["frame"].combine_chunks()).to_pylist() == attributes["key"].to_pylist()
     assert attributes["location"].to_pylist()[2:4] == ["a", "b"]
     assert attributes["night"].null_count == len(table)
 

@@ -188,7 +188,7 @@ def test_velocity_is_unknown_over_a_gap(copy, tmp_path):
 
 def test_attributes(made, tmp_path):
     _, _, table = scan(made.root, tmp_path)
-    rows = table.attribute_table().to_pylist()
+    rows = next(table.attribute_parts()).to_pylist()
     assert rows[0]["num_boxes"] == 3
     assert (rows[0]["num_car"], rows[0]["num_pedestrian"], rows[0]["num_barrier"], rows[0]["num_bus"]) == (1, 1, 1, 0)
     assert [row["night"] for row in rows] == [False, False, False, True, True, False]
