@@ -101,6 +101,19 @@ def open_dataset(
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest = load_manifest(folder)
+    try:
+        index = _open_index(folder, manifest)
+    except IndexFileError as error:
+        if url is not None:
+            raise
+        hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
+        raise IndexFileError(f"{error}; {hint}") from error
+    return Dataset(folder, manifest, index, url, storage_options, load_dictionary(folder, manifest, index))
+
+
+def _open_index(folder: Path, manifest: Manifest) -> SampleIndex:
+    if not (folder / INDEX_FILE).exists():
+        raise IndexFileError(f"'{folder}' has no {INDEX_FILE}")
     index = SampleIndex(folder / INDEX_FILE)
     stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
     size = (folder / INDEX_FILE).stat().st_size
@@ -108,7 +121,7 @@ def open_dataset(
         raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
     if len(index) != manifest.num_samples:
         raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
-    return Dataset(folder, manifest, index, url, storage_options, load_dictionary(folder, manifest, index))
+    return index
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:

@@ -20,6 +20,9 @@ MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
 FORMAT_VERSION: Final = 1
 
+_BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
+WORK_FOLDER: Final = ".fuelrail"
+
 
 class FileEntry(Settings, frozen=True):
     """A file of the dataset other than a shard: size and SHA-256 (hex)."""
@@ -116,7 +119,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     try:
         head = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"'{where}' is not JSON: {error}") from error
+        raise ManifestError(f"'{where}' is not JSON: {error}; {_BRING_BACK}") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise ManifestError(f"'{where}' is not a Fuelrail manifest: its format is not {FORMAT!r}")
     if head.get("version") != FORMAT_VERSION:
@@ -126,7 +129,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     except msgspec.ValidationError as error:
         raise ManifestError(f"'{where}': {error}") from error
     if fingerprint(manifest) != manifest.fingerprint:
-        raise ManifestError(f"'{where}' was edited or damaged: its fingerprint is not that of its content")
+        raise ManifestError(
+            f"'{where}' was edited or damaged: its fingerprint is not that of its content; {_BRING_BACK}"
+        )
     _check_names(manifest, where)
     _check_runs(manifest, where)
     return manifest
@@ -141,11 +146,21 @@ def load_manifest(root: str | os.PathLike[str]) -> Manifest:
     try:
         data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason = "has no dataset.json: sharding has not finished there" if Path(root).is_dir() else "is not a folder"
-        raise DatasetNotReadyError(f"'{root}' {reason}; make it with `fuelrail shard SOURCE {root}`") from error
+        raise DatasetNotReadyError(f"'{root}' {_why_not_ready(Path(root))}") from error
     except OSError as error:
         raise ManifestError(f"'{file}' cannot be read: {error.strerror}") from error
     return decode_manifest(data, str(file))
+
+
+def _why_not_ready(root: Path) -> str:
+    make = f"make it with `fuelrail shard SOURCE {root}`"
+    if not root.is_dir():
+        return f"is not a folder; {make}"
+    if (root / WORK_FOLDER).is_dir():
+        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to go on"
+    if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
+        return f"has shards, but its dataset.json is gone; {_BRING_BACK}"
+    return f"has no dataset.json: sharding has not finished there; {make}"
 
 
 def _check_names(manifest: Manifest, where: str) -> None:

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, decode_manifest
+from fuelrail.pipeline.manifest import WORK_FOLDER as WORK_FOLDER
 from fuelrail.pipeline.remote import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-WORK_FOLDER: Final = ".fuelrail"
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
 

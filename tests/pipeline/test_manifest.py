@@ -221,3 +221,19 @@ def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_FILE).rmdir()
     (tmp_path / MANIFEST_FILE).write_bytes(GOOD)
     assert load_manifest(str(tmp_path)).seed == 7
+
+
+def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
+    folder = tmp_path / "out"
+    for make, hint in (
+        (lambda: None, r"is not a folder; make it with `fuelrail shard SOURCE"),
+        (lambda: folder.mkdir(), r"sharding has not finished there; make it with"),
+        (
+            lambda: (folder / "train-000000.tar.zst").touch(),
+            r"its dataset\.json is gone; bring it back",
+        ),
+        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to go on"),
+    ):
+        make()
+        with pytest.raises(DatasetNotReadyError, match=hint):
+            load_manifest(folder)
