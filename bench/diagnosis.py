@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from fuelrail.bench.diff import compare
 
@@ -40,8 +39,8 @@ Bound = Literal[
 
 # A gain below this, or one that noise explains, is none.
 _NOTABLE = 0.02
-# A rank whose own part of the step is longer than the others' by this share, in most steps, keeps them waiting.
-_SLOWER, _MOSTLY = 0.05, 0.75
+# Time on the host, or a second run that is faster, by a share that is worth a word.
+_SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
 # Reads spread over the shards are that much faster than reads of one: each shard by itself is slow.
@@ -147,15 +146,14 @@ def _judge(
     figures: Figures,
     counting: Mapping[LeaveOut, Counterfactual],
 ) -> _Verdict:
-    slow = _slow_rank(evidence.as_it_is)
+    slow = next((pace for pace in figures.paces if pace.is_slow), None)
     if slow is not None and "all-reduce" in counting:
-        rank, share, phase = slow
         return _Verdict(
             "slow rank",
-            f"Rank {rank} takes {share:.0%} longer than the others for its own part of the step, most of it in "
-            f"'{phase}'; the others wait for it in the all-reduce.",
-            f"Look at rank {rank}'s host and device: clock, temperature, other processes, its shards' storage.",
-            share,
+            f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its own part of the step, most of it "
+            f"in '{slow.most_in.replace('_', ' ')}'; the others wait for it in the all-reduce.",
+            f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
+            slow.slower,
         )
     # What is left out with the loading is left out with these, too: they say more.
     narrow = {name: entry for name, entry in counting.items() if name not in ("loading", *_IN_THE_LOADER)}
@@ -359,32 +357,3 @@ def _threads_advice(report: Report) -> str:
         return "The CPUs are used up: give each rank more cores, store smaller images, or decode on the GPU."
     per_rank = max(1, int(cpus) // report.num_ranks)
     return f"Use more decoding threads: --workers {per_rank} gives each rank its share of the {cpus:g} CPUs."
-
-
-def _slow_rank(report: Report) -> tuple[int, float, str] | None:
-    """The rank whose own part of the step, the all-reduce left out, is longest, by enough and in most steps."""
-    if len(report.series) < 2:
-        return None
-    first, count = report.window.num_warmup_steps, report.window.num_measured_steps
-    window = slice(first, first + count)
-    own = np.array(
-        [
-            np.array(series.wall_ms[window]) - np.array(series.phases_ms["all_reduce"][window])
-            for series in report.series
-        ]
-    )
-    slowest = int(np.argmax(own.mean(axis=1)))
-    others = np.median(np.delete(own, slowest, axis=0), axis=0)
-    share = float(own[slowest].mean() / others.mean() - 1)
-    if share <= _SLOWER or float((own[slowest] > others).mean()) < _MOSTLY:
-        return None
-    means = [
-        {phase: float(np.mean(values[window])) for phase, values in series.phases_ms.items() if phase != "all_reduce"}
-        for series in report.series
-    ]
-    beyond = {
-        phase: means[slowest][phase]
-        - float(np.median([mean[phase] for rank, mean in enumerate(means) if rank != slowest]))
-        for phase in means[slowest]
-    }
-    return report.series[slowest].rank, share, max(beyond, key=lambda phase: beyond[phase]).replace("_", " ")

@@ -100,7 +100,7 @@ class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """What a rank knows before its first step."""
+    """What a rank knows before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
 
     rank: int
     world_size: int
@@ -108,15 +108,17 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     backend: str | None
     model: str
     num_parameters: int
+    peak_tflops: float | None = None
 
 
 class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
-    """What the first batch looks like."""
+    """What the first batch looks like. ``train_flop``: operations of one sample's forward and backward, on a GPU."""
 
     num_cameras: int
     height: int
     width: int
     labelled: bool
+    train_flop: int | None = None
 
 
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):

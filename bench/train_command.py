@@ -19,6 +19,7 @@ from fuelrail.bench.trainer.settings import MODELS, LeaveOut
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 HELP = "train a small multi-camera model on all ranks and measure how busy the accelerators were"
 DESCRIPTION = (
@@ -166,5 +167,27 @@ def print_report(report: Report, console: Console) -> None:
         for name, time, share in [*rows, ("whole step", figures.step_time, 1.0)]:
             table.add_row(name, f"{time.mean_ms:.2f}", f"{time.p50_ms:.2f}", f"{time.p99_ms:.2f}", f"{share:.1%}")
         console.print(table)
+        for line in _about_devices(report):
+            console.print(line, highlight=False)
     for warning in report.warnings:
         console.print(f"warning: {warning}", highlight=False)
+
+
+def _about_devices(report: Report) -> Iterator[str]:
+    """What else is known of the devices and ranks, a line each."""
+    figures = report.figures
+    assert figures is not None
+    if figures.mfu is not None:
+        yield f"model FLOP utilisation {figures.mfu:.1%}"
+    for gpu in report.gpus or []:
+        memory_gib = gpu.peak_memory_bytes / 2**30
+        yield (
+            f"GPU {gpu.index}: kernels ran {gpu.kernels:.0%} of the time, memory {memory_gib:.1f} GiB, SM clock "
+            f"{gpu.mean_sm_clock_mhz:.0f} MHz" + ("" if gpu.jpeg is None else f", JPEG decoder busy {gpu.jpeg:.0%}")
+        )
+    for pace in figures.paces:
+        if pace.is_slow:
+            yield (
+                f"rank {pace.rank} is slow: its own part of the step is {pace.slower:.0%} longer than the others', "
+                f"most of it in '{pace.most_in.replace('_', ' ')}'"
+            )

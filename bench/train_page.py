@@ -132,6 +132,8 @@ def _tiles(figures: Figures) -> str:
         (f"{wait.time.p50_ms:.2f} ms", f"data wait p50; p99 {wait.time.p99_ms:.1f} ms"),
         (f"{rate.gpu_hours_per_million_samples:.1f}", "GPU-hours per million samples"),
     ]
+    if figures.mfu is not None:
+        entries.append((f"{figures.mfu:.1%}", "model FLOP utilisation"))
     if rate.cost_per_million_samples is not None:
         entries.append((f"{rate.cost_per_million_samples:,.0f}", "cost per million samples, at the price given"))
     return tiles(entries)
@@ -238,6 +240,7 @@ def _loader(report: Report, drawn: dict[str, str]) -> list[str]:
 def _ranks(report: Report) -> list[str]:
     by_rank = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
     emulated = "emulated " if _emulated(report) else ""
+    paces = {pace.rank: pace for pace in report.figures.paces} if report.figures else {}
     rows = [
         [
             f"{rank.rank}",
@@ -245,18 +248,53 @@ def _ranks(report: Report) -> list[str]:
             escape(rank.backend or "none"),
             f"{by_rank[rank.rank].occupancy:.1%}" if rank.rank in by_rank else "no figure",
             f"{by_rank[rank.rank].including_all_reduce:.1%}" if rank.rank in by_rank else "no figure",
+            f"{paces[rank.rank].own_ms:.1f} ({paces[rank.rank].slower:+.1%})" if rank.rank in paces else "",
+            f"{paces[rank.rank].last_in:.0%}" if rank.rank in paces else "",
             f"{rank.num_steps}" + ("" if rank.completed else " (cut off)"),
             f"{rank.peak_rss_bytes / GIB:.2f}" if rank.peak_rss_bytes else "unknown",
             f"{rank.peak_device_bytes / GIB:.2f}" if rank.peak_device_bytes else "none",
         ]
         for rank in report.ranks
     ]
-    header = ["rank", "device", "all-reduce by", "occupancy", "with all-reduce", "steps", "host memory [GiB]"]
+    header = [
+        "rank",
+        "device",
+        "all-reduce by",
+        "occupancy",
+        "with all-reduce",
+        "own part [ms]",
+        "last in",
+        "steps",
+        "host memory [GiB]",
+    ]
     if _emulated(report):
         rows = [row[:-1] for row in rows]
     else:
         header.append("GPU memory [GiB]")
-    return ["<h2>Ranks</h2>", table(header, rows), '<p class="small">Memory: the peak.</p>']
+    legend_of = (
+        '<p class="small">Memory: the peak. <b>Own part</b>: the step without the all-reduce, and how it compares with '
+        "the other ranks’; <b>last in</b>: in how many steps the others waited for this rank.</p>"
+    )
+    return ["<h2>Ranks</h2>", table(header, rows), legend_of, *_gpus(report)]
+
+
+def _gpus(report: Report) -> list[str]:
+    """What NVML saw."""
+    if not report.gpus:
+        return []
+    rows = [
+        [
+            f"{gpu.index}",
+            f"{gpu.kernels:.0%}",
+            f"{gpu.memory_traffic:.0%}",
+            *("unknown" if share is None else f"{share:.0%}" for share in (gpu.decoder, gpu.jpeg)),
+            f"{gpu.peak_memory_bytes / GIB:.1f}",
+            f"{gpu.mean_sm_clock_mhz:.0f}",
+        ]
+        for gpu in report.gpus
+    ]
+    header = ["GPU", "kernels ran", "memory busy", "video decoder", "JPEG decoder", "memory [GiB]", "SM clock [MHz]"]
+    return ["<h2>GPUs, by NVML, from start to end</h2>", table(header, rows)]
 
 
 def _definitions(report: Report) -> list[str]:

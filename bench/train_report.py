@@ -13,6 +13,7 @@ from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.doubts import doubts, ranks_disagree
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.nvml import GpuUse  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.occupancy import (
     Occupancy,
     Window,
@@ -22,6 +23,7 @@ from fuelrail.bench.occupancy import (
     window_of,
 )
 from fuelrail.bench.records import PHASES, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.stragglers import RankPace, rank_paces
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 
@@ -75,7 +77,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What may be said when the measured window is long enough.
 
     ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
-    device waits for the host.
+    device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
+    could have done in the wall time; None where either isn't known. ``paces``: which rank the others wait for.
     """
 
     occupancy: Occupancy
@@ -88,6 +91,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     overrun_share: float
     overshoot_share: float
     launch_share: float = 0.0
+    mfu: float | None = None
+    paces: list[RankPace] = []
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +123,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     ``cpu`` says who used the host's CPUs from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
-    ended with different weights, so the gradients were not the same on all of them.
+    ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
+    ranks' start to their end, where there is a GPU and `pynvml`.
     """
 
     schema: str
@@ -138,6 +144,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ranks_disagree: bool
     ranks: list[RankFacts]
     series: list[Series]
+    gpus: list[GpuUse] | None = None
 
 
 def build_report(
@@ -149,11 +156,12 @@ def build_report(
     cut_off: str | None,
     cpu: CpuUse | None = None,
     price_per_gpu_hour: float | None = None,
+    gpus: list[GpuUse] | None = None,
 ) -> Report:
     """Make the report of a run of ``len(logs)`` ranks, complete or cut off."""
     steps = [log.steps for log in logs]
     window = window_of(steps, settings.num_warmup_steps)
-    figures = None if window.too_short else _figures(logs, window, price_per_gpu_hour)
+    figures = None if window.too_short else _figures(settings, logs, window, price_per_gpu_hour)
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
     profile = settings.profile
@@ -174,6 +182,7 @@ def build_report(
         figures=figures,
         warnings=doubts(settings, logs, window, figures, cpu),
         cpu=cpu,
+        gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
         ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
         series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
@@ -205,7 +214,9 @@ def _options(settings: TrainSettings) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in _TOLD_ELSEWHERE}
 
 
-def _figures(logs: Sequence[RankLog], window: Window, price_per_gpu_hour: float | None) -> Figures:
+def _figures(
+    settings: TrainSettings, logs: Sequence[RankLog], window: Window, price_per_gpu_hour: float | None
+) -> Figures:
     ranks = [measured_steps(log.steps, window) for log in logs]
     inside = [step for rank in ranks for step in rank]
     wall_ns = sum(step.wall_ns for step in inside)
@@ -228,7 +239,25 @@ def _figures(logs: Sequence[RankLog], window: Window, price_per_gpu_hour: float 
         overrun_share=sum(step.overrun_ns for step in inside) / wall_ns,
         overshoot_share=sum(step.overshoot_ns for step in inside) / wall_ns,
         launch_share=_launch_share(inside),
+        mfu=_mfu(settings, logs, inside),
+        paces=rank_paces([log.steps for log in logs], window),
     )
+
+
+def _mfu(settings: TrainSettings, logs: Sequence[RankLog], steps: Sequence[StepRecord]) -> float | None:
+    """Of all ranks' steps together; padding rows, which the device computes too, do not count."""
+    profile = settings.profile
+    facts = next((log.input for log in logs if log.input), None)
+    header = next((log.header for log in logs if log.header), None)
+    if profile is not None:
+        gflop, peak, per_image = profile.train_gflop, profile.peak_tflops, profile.per == "image"
+    else:
+        gflop = None if facts is None or facts.train_flop is None else facts.train_flop / 1e9
+        peak, per_image = None if header is None else header.peak_tflops, False
+    if gflop is None or peak is None:
+        return None
+    units = sum(step.num_images if per_image else step.num_samples for step in steps)
+    return units * gflop * 1e9 / (sum(step.wall_ns for step in steps) / NS_PER_S * peak * 1e12)
 
 
 def _launch_share(steps: Sequence[StepRecord]) -> float:

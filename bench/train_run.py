@@ -15,6 +15,7 @@ from fuelrail.bench.accelerator import DEFAULT_PROFILE, load_profile, profile_na
 from fuelrail.bench.cpu_watch import CpuWatch
 from fuelrail.bench.dataset_facts import dataset_facts
 from fuelrail.bench.machine import installed_gpus, machine_facts
+from fuelrail.bench.nvml import NvmlWatch
 from fuelrail.bench.records import RankLog, rank_path, read_rank
 from fuelrail.bench.train_report import Report, build_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.cpu_watch import CpuUse
     from fuelrail.bench.dataset_facts import DatasetFacts
     from fuelrail.bench.machine import MachineFacts
+    from fuelrail.bench.nvml import GpuUse
 
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
@@ -65,7 +67,7 @@ class TrainRun:
         reports, outcome = measure_all([self])
         return reports[0], outcome
 
-    def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None) -> Report:
+    def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
         """The report of what the ranks left; raises FuelrailError, or KeyboardInterrupt, where there is no step."""
         logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
         complete = outcome.exit_code == 0 or all(log.end is not None for log in logs)
@@ -82,6 +84,7 @@ class TrainRun:
             cut_off=cut_off,
             cpu=cpu,
             price_per_gpu_hour=self._price,
+            gpus=gpus,
         )
 
 
@@ -99,12 +102,13 @@ def measure_all(runs: Sequence[TrainRun]) -> tuple[list[Report], Outcome]:
     settings_file.write_bytes(msgspec.json.encode([run.settings for run in runs]))
     machine = machine_facts()
     watch = CpuWatch()
-    outcome = _launch(first.num_ranks, runs, settings_file)
+    with NvmlWatch(first.num_ranks if first.settings.profile is None else 0) as gpus:
+        outcome = _launch(first.num_ranks, runs, settings_file)
     cpu = watch.use()
     reports: list[Report] = []
     for run in runs:
         try:
-            report = run.report(machine, outcome, cpu)
+            report = run.report(machine, outcome, cpu, gpus.use())
         except (FuelrailError, KeyboardInterrupt):
             if not reports or reports[-1].cut_off is None:
                 raise

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,14 @@ import xxhash
 from fuelrail.bench.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.clock import MonotonicClock
 from fuelrail.bench.cuda import CudaAccelerator
+from fuelrail.bench.mfu import count_training_flop, peak_tflops
 from fuelrail.bench.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.elastic import end_with
 from fuelrail.bench.trainer.experiment import make_loader
 from fuelrail.bench.trainer.gradients import data_parallel
 from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.trainer.loop import take, train
-from fuelrail.bench.trainer.model import BevOccupancy
+from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
 from fuelrail.bench.trainer.tracing import RankTrace
 from fuelrail.pipeline.errors import FuelrailError
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fuelrail.bench.trainer.settings import ModelSettings
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.stages import StageClock
 
@@ -81,21 +84,24 @@ def run_rank(
     torch.manual_seed(settings.seed)
     model_settings = MODELS[settings.model_name]
     model: nn.Module = BevOccupancy(model_settings).to(accelerator.torch_device)
+    device_name = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
     writer.write(
         RankHeader(
             rank=rank,
             world_size=world_size,
-            device=torch.cuda.get_device_name() if settings.profile is None else settings.profile.device,
+            device=device_name,
             backend=dist.get_backend() if distributed else None,
             model=settings.model_name,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            peak_tflops=None if settings.profile is not None else peak_tflops(device_name, settings.precision),
         )
     )
     reduces = distributed and "all-reduce" not in settings.leave_out
     trained = data_parallel(model, accelerator) if reduces else model
 
     num_steps = 0
-    noted = _noting_input(batches, writer)
+    count = None if settings.profile is not None else partial(_flop_a_sample, model, model_settings)
+    noted = _noting_input(batches, writer, count)
     if "training" in settings.leave_out:
         steps = take(noted, clock, num_steps=settings.num_steps)
     else:
@@ -134,12 +140,21 @@ def parameters_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _noting_input(batches: Iterable[Mapping[str, Any]], writer: RankWriter) -> Iterator[Mapping[str, Any]]:
+def _flop_a_sample(model: nn.Module, settings: ModelSettings, batch: Mapping[str, Any]) -> int:
+    return count_training_flop(model, model_inputs(batch, settings)) // len(batch["img"])
+
+
+def _noting_input(
+    batches: Iterable[Mapping[str, Any]], writer: RankWriter, count: Callable[[Mapping[str, Any]], int] | None
+) -> Iterator[Mapping[str, Any]]:
     for number, batch in enumerate(batches):
         if number == 0:
             _, num_cameras, _, height, width = batch["img"].shape
             labelled = any(len(boxes) for boxes in batch.get("gt_boxes_3d", ()))
-            writer.write(InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled))
+            flop = None if count is None else count(batch)
+            writer.write(
+                InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled, train_flop=flop)
+            )
         yield batch
 
 

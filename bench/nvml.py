@@ -1,0 +1,120 @@
+"""What NVIDIA's management library says of the GPUs during a run: busy shares, memory, clock. Nothing without it."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_INTERVAL_S = 0.1
+
+
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU over a run, by samples ten times a second; shares from 0 to 1.
+
+    ``kernels`` is the share of time in which any kernel ran, however small (NVML's "utilisation"); ``memory_traffic``
+    in which memory was read or written; ``decoder`` and ``jpeg`` how busy its decoding units were, None where the
+    driver doesn't tell.
+    """
+
+    index: int
+    kernels: float
+    memory_traffic: float
+    decoder: float | None
+    jpeg: float | None
+    peak_memory_bytes: int
+    mean_sm_clock_mhz: float
+    num_samples: int
+
+
+class NvmlWatch:
+    """Samples the first ``num_gpus`` GPUs in a thread between entering and leaving; use as a context manager.
+
+    ``nvml`` is the module `pynvml` (package nvidia-ml-py), imported if not given. Without it, without a driver, or with
+    no GPUs to look at, :meth:`use` is None.
+    """
+
+    def __init__(self, num_gpus: int, nvml: Any = None) -> None:  # noqa: ANN401 - a module without types
+        self._num_gpus, self._nvml = num_gpus, nvml
+        self._samples: list[list[tuple[float, float, float | None, float | None, int, float]]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._num_gpus and self._load():
+            self._samples = [[] for _ in range(self._num_gpus)]
+            self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._nvml.nvmlShutdown()
+
+    def use(self) -> list[GpuUse] | None:
+        """What was seen, after the end; None if nothing could be."""
+        if self._thread is None or not all(self._samples):
+            return None
+        return [_summary(index, samples) for index, samples in enumerate(self._samples)]
+
+    def _load(self) -> bool:
+        try:
+            self._nvml = self._nvml or importlib.import_module("pynvml")
+            self._nvml.nvmlInit()
+        except Exception:  # noqa: BLE001 - not installed, no driver, no permission: then there is nothing to say
+            return False
+        return True
+
+    def _watch(self) -> None:
+        nvml = self._nvml
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._num_gpus)]
+        while True:
+            for samples, handle in zip(self._samples, handles, strict=True):
+                rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+                samples.append(
+                    (
+                        rates.gpu / 100,
+                        rates.memory / 100,
+                        self._engine("nvmlDeviceGetDecoderUtilization", handle),
+                        self._engine("nvmlDeviceGetJpgUtilization", handle),
+                        int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
+                        float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+                    )
+                )
+            if self._stop.wait(_INTERVAL_S):
+                return
+
+    def _engine(self, name: str, handle: Any) -> float | None:  # noqa: ANN401
+        """A decoding unit's share, where this driver and card know one."""
+        try:
+            return float(getattr(self._nvml, name)(handle)[0]) / 100
+        except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card has not
+            return None
+
+
+def _summary(index: int, samples: list[tuple[float, float, float | None, float | None, int, float]]) -> GpuUse:
+    kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
+
+    def mean(values: tuple[float | None, ...]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return GpuUse(
+        index=index,
+        kernels=mean(kernels) or 0.0,
+        memory_traffic=mean(traffic) or 0.0,
+        decoder=mean(decoder),
+        jpeg=mean(jpeg),
+        peak_memory_bytes=max(memory),
+        mean_sm_clock_mhz=mean(clock) or 0.0,
+        num_samples=len(samples),
+    )

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+
+from fuelrail.bench.trainer.experiment import make_loader
+from fuelrail.bench.trainer.settings import Injection
+from fuelrail.pipeline.errors import ConfigError
+from support.bench_runs import SETTINGS
+from support.datasets import build_dataset
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (12, 12)})
+    return folder
+
+
+def batches(dataset, count=10, **changes):
+    settings = msgspec.structs.replace(SETTINGS, dataset=str(dataset), batch_size=2, num_workers=1, **changes)
+    with make_loader(settings, None) as loader:
+        return [
+            {name: value.clone() if hasattr(value, "clone") else value for name, value in batch.items()}
+            for batch in itertools.islice(loader, count)
+        ]
+
+
+def test_without_changes_it_is_the_plain_loader(dataset):
+    assert [batch["sample_key"] for batch in batches(dataset)] == [batch["sample_key"] for batch in batches(dataset)]
+
+
+@pytest.mark.parametrize("left_out", ["storage", "decompression", "decode", "transform"])
+def test_without_a_stages_work_batches_keep_their_shape_and_number(dataset, left_out):
+    name = f"{__name__}:mark"
+    plain, without = batches(dataset, transform=name), batches(dataset, leave_out=(left_out,), transform=name)
+    assert len(without) == len(plain)
+    for ours, theirs in zip(without, plain, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert ours["img"].shape == theirs["img"].shape
+        assert np.array_equal(ours["global_index"], theirs["global_index"])
+        if left_out in ("decode", "transform"):
+            assert ours["sample_key"] == theirs["sample_key"]
+        else:
+            assert len({key for batch in without for key in batch["sample_key"]}) <= 8
+
+
+def test_a_transform_is_found_and_run_unless_left_out(dataset):
+    name = f"{__name__}:mark"
+    assert int(batches(dataset, 1, transform=name)[0]["img"][0, 0, 0, 0, 0]) == 77
+    unmarked = batches(dataset, 1, transform=name, leave_out=("transform",))[0]
+    assert np.array_equal(unmarked["img"], batches(dataset, 1)[0]["img"])
+
+
+def mark(sample):
+    sample["img"][0, 0, 0, 0] = 77
+    return sample
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "json:no_such", "json", "json:__doc__"])
+def test_a_transform_that_is_not_there_is_refused(dataset, name):
+    with pytest.raises(ConfigError, match="transform"):
+        batches(dataset, 1, transform=name)
+
+
+def test_delays_reach_the_stages(dataset):
+    with pytest.raises(ConfigError, match="no stage 'nope'"):
+        batches(dataset, 1, inject=Injection(stage_cpu={"nope": 1.0}))
