@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench import compare_command, diagnose_command, diff_command, loader_command, train_command
+from fuelrail.bench import compare_command, diagnose_command, diff_command, loader_command, scale_command, train_command
 from fuelrail.pipeline.command import Command
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ _WORDS = {
     "train": train_command,
     "loader": loader_command,
     "compare": compare_command,
+    "scale": scale_command,
     "diagnose": diagnose_command,
     "diff": diff_command,
 }

@@ -30,6 +30,7 @@ DESCRIPTION = (
     "images differ, is left out and named. Prepare with --rounds 0, and add rounds later with --continue."
 )
 _INTERRUPTED = 130
+_UNDER_WAY = "the run is under way, or was killed"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--psnr", type=float, default=36.0, help="likeness [dB] that images must have at worst (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the orders (default: %(default)s)")
     add("--data", type=Path, help="folder for the loaders' formats, kept for the next time (default: data in --out)")
-    add("--continue", dest="go_on", action="store_true", help="add rounds to the report in --out")
+    add("--continue", dest="go_on", action="store_true", help="add rounds to the report in --out, if there is one")
     add("--out", type=Path, default=Path("bench-compare"), help="folder for the report (default: %(default)s)")
     add("--no-html", action="store_true", help="write no report.html; needs no matplotlib")
 
@@ -72,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         num_workers=len(cpus),
         seed=arguments.seed,
     )
-    before = load_compare_report(arguments.out / REPORT_JSON) if arguments.go_on else None
+    path = arguments.out / REPORT_JSON
+    before = load_compare_report(path) if arguments.go_on and path.exists() else None
     session = _Session(arguments, dataset, work, cpus, before)
     prepare_folder(arguments.out, html=not arguments.no_html)
     workshop = Workshop(data, dataset, work, cpus, arguments.seconds)
@@ -120,7 +122,7 @@ class _Session:
     def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
         """Data and images of every contestant; those that fail are noted and stay out."""
         from fuelrail.bench.compare_report import Contestant as Entry
-        from fuelrail.bench.peers.registry import is_there
+        from fuelrail.bench.peers.registry import PEERS, is_there
 
         self._entrants = []
         for number, contestant in enumerate(entrants):
@@ -132,7 +134,8 @@ class _Session:
                     reason = is_there(contestant.peer) or workshop.prepare(contestant)
                     if reason is None:
                         status.update(f"{name} ({number + 1} of {len(entrants)}): images")
-                        check, reason = workshop.check(contestant, self._arguments.psnr)
+                        counts = contestant.recipe == PEERS[contestant.peer].recipes[-1]
+                        check, reason = workshop.check(contestant, self._arguments.psnr, whole_epoch=counts)
                 else:
                     reason = workshop.prepare(contestant)
             runs = known.runs if known else []
@@ -144,7 +147,7 @@ class _Session:
                 self._console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
             else:
                 self._entrants.append(contestant)
-        self.publish(cut_off="the run is under way" if self._arguments.rounds else None)
+            self.publish(cut_off=_UNDER_WAY)
 
     def measure(self, workshop: Workshop) -> None:
         """The rounds; the report is written after each run, so that nothing measured is lost."""
@@ -154,7 +157,7 @@ class _Session:
                 where = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {contestant.name}"
                 with self._console.status(where):
                     self._note(contestant, workshop.time(contestant))
-                self.publish(cut_off="the run is under way")
+                self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
 
     def _note(self, contestant: Contestant, measured: Measured) -> None:
@@ -188,7 +191,7 @@ class _Session:
         self._cut_off = cut_off
         report, out = self.report(), self._arguments.out
         publish_json(out / REPORT_JSON, report)
-        if cut_off == "the run is under way":
+        if cut_off == _UNDER_WAY:
             return
         from fuelrail.bench.compare_markdown import render_compare_markdown
 

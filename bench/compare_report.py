@@ -11,6 +11,7 @@ import numpy as np
 
 from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.files import load_report_of
+from fuelrail.bench.loader_report import CLOCK_JUMP_S
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.interface import Work  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.process import Check, Timed  # noqa: TC001 (likewise)
@@ -28,7 +29,6 @@ REFERENCE = f"{OURS}:turbo"
 # A gap so long between two batches is a machine that stood still, not a loader that is slow.
 _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20
-_CLOCK_JUMP_S = 0.25
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ def make_run(round_number: int, timed: Timed, images_per_batch: int, peak_memory
     rate = None
     warm_up = warm_up_length(gaps.tolist())
     steady = np.asarray(arrival_s[warm_up:])
-    if abs(clock_jump_s) > _CLOCK_JUMP_S:
+    if abs(clock_jump_s) > CLOCK_JUMP_S:
         doubt = f"the wall clock jumped by {clock_jump_s:+.1f} s: it was set, or the machine slept"
     elif len(gaps) and gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
         doubt = f"nothing came for {gaps.max():.1f} s: something stopped the process"

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import fuelrail
+from fuelrail.bench.peers.interface import Work  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
 from fuelrail.bench.peers.registry import OURS, PEERS
 from fuelrail.bench.process_tree import tree_memory_bytes
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
-    from fuelrail.bench.peers.interface import Work
     from fuelrail.bench.peers.registry import Contestant
     from fuelrail.pipeline.dataset import Dataset
 
@@ -82,9 +82,14 @@ class Workshop:
             _done_path(folder).write_bytes(msgspec.json.encode(done))
         return reason
 
-    def check(self, contestant: Contestant, least_psnr_db: float) -> tuple[Check | None, str | None]:
-        """Hold the contestant's images against the definition; the check, and why it must not be timed."""
-        answer = self._run(contestant, "check", _PREPARE_LIMIT_S).answer
+    def check(
+        self, contestant: Contestant, least_psnr_db: float, *, whole_epoch: bool
+    ) -> tuple[Check | None, str | None]:
+        """Hold the contestant's images against the definition; the check, and why it must not be timed.
+
+        ``whole_epoch``: count an epoch's samples as well, which does not depend on the recipe.
+        """
+        answer = self._run(contestant, "check", _PREPARE_LIMIT_S, whole_epoch=whole_epoch).answer
         if not isinstance(answer, Check):
             return None, _why_not(answer)
         if answer.fault is not None:
@@ -119,7 +124,7 @@ class Workshop:
             return str(error)
         return None
 
-    def _run(self, contestant: Contestant, action: Action, limit_s: float) -> Measured:
+    def _run(self, contestant: Contestant, action: Action, limit_s: float, *, whole_epoch: bool = False) -> Measured:
         scratch = self._data / f".task-{os.getpid()}"
         scratch.mkdir(parents=True, exist_ok=True)
         task_path, result = scratch / "task.json", scratch / "result.json"
@@ -131,6 +136,7 @@ class Workshop:
             dataset=str(self._dataset.root),
             work=self._work,
             seconds=self._seconds,
+            whole_epoch=whole_epoch,
             cpus=self._cpus,
             result=str(result),
         )

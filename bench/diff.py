@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import numpy as np
 
-from fuelrail.bench.loader_report import SCHEMA as LOADER_SCHEMA
+from fuelrail.bench.compare_report import CompareReport
 from fuelrail.bench.loader_report import LoaderReport
-from fuelrail.bench.train_report import SCHEMA as TRAIN_SCHEMA
+from fuelrail.bench.scale_report import ScaleReport
+from fuelrail.bench.steady import bootstrap_means
 from fuelrail.bench.train_report import Report
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import convert
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
-_KINDS: dict[str, type[Report | LoaderReport]] = {TRAIN_SCHEMA: Report, LOADER_SCHEMA: LoaderReport}
-_VERSION = 1
-_NUM_RESAMPLES = 2000
+    from fuelrail.bench.reports import AnyReport
+
 _CONFIDENCE = 0.95
 
 
@@ -55,33 +52,28 @@ class Change(NamedTuple):
         return self.is_real and loss > threshold
 
 
-def load_any_report(path: Path) -> Report | LoaderReport:
-    """Read a report of either kind; raises ConfigError for other files, other versions, and reports without figures."""
-    try:
-        raw = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
-    schema, version = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
-    kind = _KINDS.get(schema) if isinstance(schema, str) else None
-    if kind is None or version != _VERSION:
-        known = ", ".join(_KINDS)
-        raise ConfigError(f"'{path}' has schema {schema!r} version {version!r}; known are {known}, version {_VERSION}")
-    report: Report | LoaderReport = convert(raw, kind, str(path))
-    if report.figures is None:
-        raise ConfigError(f"report '{path}' has no figures to compare: its run was too short")
-    return report
+def compare(before: AnyReport, after: AnyReport) -> list[Change]:
+    """The changes of two reports that have figures.
 
-
-def compare(before: Report | LoaderReport, after: Report | LoaderReport) -> list[Change]:
-    """The changes of two reports that have figures; raises ConfigError where they are of different kinds."""
+    Raises ConfigError where they are of different kinds, or have no figures of the same thing.
+    """
+    changes: list[Change] | None = None
     if isinstance(before, Report) and isinstance(after, Report):
-        return _train_changes(before, after)
-    if isinstance(before, LoaderReport) and isinstance(after, LoaderReport):
-        return _loader_changes(before, after)
-    raise ConfigError(f"reports of different kinds cannot be compared: {before.schema} and {after.schema}")
+        changes = _train_changes(before, after)
+    elif isinstance(before, LoaderReport) and isinstance(after, LoaderReport):
+        changes = _loader_changes(before, after)
+    elif isinstance(before, CompareReport) and isinstance(after, CompareReport):
+        changes = _compare_changes(before, after)
+    elif isinstance(before, ScaleReport) and isinstance(after, ScaleReport):
+        changes = _scale_changes(before, after)
+    if changes is None:
+        raise ConfigError(f"reports of different kinds cannot be compared: {before.schema} and {after.schema}")
+    if not changes:
+        raise ConfigError("the reports have no figures of the same thing: there is nothing to compare")
+    return changes
 
 
-def differences(before: Report | LoaderReport, after: Report | LoaderReport) -> list[str]:
+def differences(before: AnyReport, after: AnyReport) -> list[str]:
     """What else differs between two measurements and may explain a change, one line each."""
     return [
         f"{name}: {old} -> {new}"
@@ -94,8 +86,7 @@ def _train_changes(before: Report, after: Report) -> list[Change]:
     assert before.figures is not None
     assert after.figures is not None
     sides = [_steps(before), _steps(after)]
-    # Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn.
-    means = [_bootstrap_means(side, seed) for seed, side in enumerate(sides)]
+    means = [bootstrap_means(side, seed) for seed, side in enumerate(sides)]
 
     def change(name: str, old: float, new: float, ratios: NDArray[np.float64], *, higher_is_better: bool) -> Change:
         low, high = np.quantile(ratios, ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2))
@@ -133,6 +124,34 @@ def _loader_changes(before: LoaderReport, after: LoaderReport) -> list[Change]:
     ]
 
 
+def _compare_changes(before: CompareReport, after: CompareReport) -> list[Change]:
+    """Every contestant that both timed."""
+    figures = {entry.name: entry.figures for entry in before.contestants}
+    changes = []
+    for entry in after.contestants:
+        old, new = figures.get(entry.name), entry.figures
+        if old is None or new is None:
+            continue
+        # Lowest over highest and the reverse, as above.
+        low, high = old.images_per_s, new.images_per_s
+        name = f"{entry.name} [images/s]"
+        changes.append(Change(name, low.median, high.median, high.low / low.high, high.high / low.low, True))
+    return changes
+
+
+def _scale_changes(before: ScaleReport, after: ScaleReport) -> list[Change]:
+    """Every run that both measured."""
+    runs = {(run.num_ranks, run.batch_size): run for run in before.measured}
+    changes = []
+    for new in after.measured:
+        old = runs.get((new.num_ranks, new.batch_size))
+        if old is not None:
+            name = f"step of {new.num_ranks} ranks x {new.batch_size} [ms]"
+            low, high = new.step_low_ms / old.step_high_ms, new.step_high_ms / old.step_low_ms
+            changes.append(Change(name, old.step_ms, new.step_ms, low, high, False))
+    return changes
+
+
 def _steps(report: Report) -> NDArray[np.float64]:
     """Mean wall time over ranks of each measured step, in ms."""
     first, count = report.window.num_warmup_steps, report.window.num_measured_steps
@@ -141,23 +160,12 @@ def _steps(report: Report) -> NDArray[np.float64]:
     return mean
 
 
-def _bootstrap_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """Means of resamples made of blocks of consecutive values (circular block bootstrap, block length n^(1/3))."""
-    count = len(values)
-    length = max(1, round(count ** (1 / 3)))
-    rng = np.random.default_rng(seed)
-    starts = rng.integers(0, count, (_NUM_RESAMPLES, -(-count // length)))
-    rows = (starts[:, :, None] + np.arange(length)) % count
-    means: NDArray[np.float64] = values[rows.reshape(_NUM_RESAMPLES, -1)[:, :count]].mean(axis=1)
-    return means
-
-
 def _work(report: Report) -> tuple[Any, ...]:
     options = report.options
     return report.num_ranks, options["batch_size"], options["accumulation"], report.accelerator.get("name")
 
 
-def _conditions(report: Report | LoaderReport) -> dict[str, Any]:
+def _conditions(report: AnyReport) -> dict[str, Any]:
     machine = report.machine
     conditions = {
         "dataset": report.dataset.fingerprint,

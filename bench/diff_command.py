@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 HELP = "compare two reports, and fail if the second is worse beyond noise"
 DESCRIPTION = (
-    "Compares two reports of `bench train` or of `bench loader`. Exit code 0: nothing is worse; 1: something is worse "
-    "by more than --threshold, and the noise of both runs does not explain it; 2: they cannot be compared."
+    "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code 0: nothing is worse; 1: something "
+    "is worse by more than --threshold, and the noise of both does not explain it; 2: they cannot be compared."
 )
 _WORSE = 1
 
@@ -38,7 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and judge."""
-    from fuelrail.bench.diff import compare, differences, load_any_report
+    from fuelrail.bench.diff import compare, differences
+    from fuelrail.bench.reports import load_any_report
 
     if not 0 <= arguments.threshold < 1:
         raise ConfigError(f"--threshold {arguments.threshold:g} must be 0 or more and below 1")

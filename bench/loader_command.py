@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +10,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, prepare_folder, publish_json
+from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
 from fuelrail.bench.machine import machine_facts, usable_cpus
+from fuelrail.bench.memory import peak_memory_bytes
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError
 
@@ -28,6 +28,7 @@ DESCRIPTION = (
     "Runs the loader as fast as it goes, each of its stages alone, and this machine's limits on the same bytes, all "
     "from the page cache. Tells rates, CPU time, the time to the first batch, and what bounds the loader."
 )
+_INTERRUPTED = 130
 _NUM_BATCHES_KEPT = 3
 _NUM_SAMPLES_KEPT = 12
 
@@ -56,10 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     # torch, only where something is measured
     from fuelrail.bench.dataset_facts import dataset_facts
     from fuelrail.bench.limits import measure_limits, sample_sizes
+    from fuelrail.bench.loader_markdown import render_loader_markdown
     from fuelrail.bench.loader_report import build_loader_report
     from fuelrail.bench.loader_run import run_loader
     from fuelrail.bench.rates import median_rates
-    from fuelrail.bench.stages import LoaderChoice, measure_stages, record_stages
+    from fuelrail.bench.stages import LoaderChoice, measure_stacked, measure_stages, record_stages
     from fuelrail.loaders.loader import DEFAULT_IMAGE
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.settings import load_yaml
@@ -91,19 +93,32 @@ def run(arguments: argparse.Namespace) -> int:
     with console.status("warming up"):
         run_loader(dataset, image, choice, arguments.seconds)
         # Read now: what follows keeps batches that a loader would not.
-        peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak_rss_bytes = peak_memory_bytes()
         recorded = record_stages(dataset, image, choice, max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // batch_size)))
         items = {entry.stage.name: entry.items for entry in recorded}
-    runs, stages, limits = [], [], []
-    # In turns, so that a machine that grows slower or is disturbed for a while favours none of the three.
-    for number in range(arguments.repeats):
-        with console.status(f"round {number + 1} of {arguments.repeats}: the whole loader") as status:
-            runs.append(run_loader(dataset, image, choice, arguments.seconds))
-            status.update(f"round {number + 1} of {arguments.repeats}: each stage alone, this machine's limits")
-            stages.append(measure_stages(recorded, batch_size, part_s))
-            limits.append(
-                measure_limits(items["parse"], items["decode"], lidars, output_bytes, choice.num_workers, part_s)
-            )
+    names = [entry.stage.name for entry in recorded]
+    runs, stages, stacked, limits = [], [], [], []
+    cut_off = None
+    # In turns, so that a machine that grows slower or is disturbed for a while favours none of the four.
+    try:
+        for number in range(arguments.repeats):
+            where = f"round {number + 1} of {arguments.repeats}"
+            with console.status(f"{where}: the whole loader") as status:
+                run = run_loader(dataset, image, choice, arguments.seconds)
+                status.update(f"{where}: each stage alone")
+                alone = measure_stages(recorded, batch_size, part_s)
+                status.update(f"{where}: stage upon stage")
+                upon = measure_stacked(dataset, image, choice, names[:-1], part_s)
+                status.update(f"{where}: this machine's limits")
+                limit = measure_limits(
+                    items["parse"], items["decode"], lidars, output_bytes, choice.num_workers, part_s, dataset
+                )
+            for kept, value in ((runs, run), (stages, alone), (stacked, upon), (limits, limit)):
+                kept.append(value)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        cut_off = f"it was interrupted after {len(runs)} of {arguments.repeats} rounds"
     report = build_loader_report(
         machine=machine_facts(),
         dataset=facts,
@@ -111,22 +126,33 @@ def run(arguments: argparse.Namespace) -> int:
         sizes=sample_sizes(items["parse"], items["decode"], output_bytes),
         limits=median_rates(limits),
         stages=median_rates(stages),
+        stacked=median_rates(stacked),
         runs=runs,
         peak_rss_bytes=peak_rss_bytes,
+        cut_off=cut_off,
     )
-    written = [arguments.out / REPORT_JSON]
+    written = [arguments.out / REPORT_JSON, arguments.out / REPORT_MARKDOWN]
     publish_json(written[0], report)
+    publish(written[1], render_loader_markdown(report).encode())
     if not arguments.no_html:
         from fuelrail.bench.loader_page import save_loader_html  # matplotlib, only where a page is wanted
 
         written.append(arguments.out / REPORT_HTML)
-        save_loader_html(report, written[1])
+        save_loader_html(report, written[-1])
     if arguments.json:
-        summary = {"figures": report.figures, "too_short": report.too_short, "warnings": report.warnings}
+        summary = {
+            "cut_off": cut_off,
+            "figures": report.figures,
+            "too_short": report.too_short,
+            "warnings": report.warnings,
+        }
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode() + "\n")
     else:
         print_loader_report(report, Console(soft_wrap=True))
         Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, written)), highlight=False)
+    if cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
+        return _INTERRUPTED
     return 0
 
 
@@ -137,15 +163,22 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
     if not arguments.seconds > 0:
         raise ConfigError(f"--seconds {arguments.seconds:g} must be more than 0")
+    if arguments.decoder != "auto":
+        from fuelrail.loaders.decode import make_decoder
+
+        make_decoder(arguments.decoder)  # refuses a name that it does not know, and one that is not installed
 
 
 def print_loader_report(report: LoaderReport, console: Console) -> None:
     """The figures as text."""
+    if report.cut_off is not None:
+        console.print(f"[bold]PARTIAL:[/bold] {report.cut_off}", highlight=False)
     if report.figures is None:
         console.print(f"No figures: {report.too_short}.", highlight=False)
     else:
         _print_figures(report.figures, console)
     console.print(_rate_table("stage alone", report.stages))
+    console.print(_rate_table("stage upon stage", report.stacked))
     console.print(_rate_table("this machine's limits, same bytes", report.limits))
     if report.figures is not None:
         bound = report.figures.bound

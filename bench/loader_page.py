@@ -46,6 +46,8 @@ def render_loader_html(report: LoaderReport) -> str:
         f"{escape(report.machine.fuelrail)}."
     )
     parts = head("Fuelrail loader report", "How fast can this dataset be loaded here?", line)
+    if report.cut_off is not None:
+        parts.append(note(f"Partial: {report.cut_off}."))
     if report.figures is None:
         parts.append(note(f"No figures: {report.too_short}."))
     else:
@@ -61,9 +63,18 @@ def render_loader_html(report: LoaderReport) -> str:
             "In the order in which data flows, over all runs. <b>Busy</b>: working. <b>Starved</b>: waiting for the "
             "stage before. <b>Blocked</b>: the next stage has no room. The stage that is always busy sets the pace.",
         ),
+        "<h2>Queue depths over time</h2>",
+        figure(
+            drawn["queues"],
+            "Of the last run: how full the queue behind each stage was when a batch was taken. The stage behind a full "
+            "queue and before an empty one sets the pace.",
+        ),
         "<h2>What a sample costs</h2>",
         figure(drawn["cpu"], "Blue: the loader's stages. Grey: the libraries alone."),
-        table(["", "threads", "samples/s", "CPU time a sample [ms]"], _rows([*report.stages, *report.limits])),
+        table(
+            ["", "threads", "samples/s", "CPU time a sample [ms]"],
+            _rows([*report.stages, *report.stacked, *report.limits]),
+        ),
         f'<p class="small">{escape(_ALONE)}</p>',
         "<h2>Rate over time</h2>",
         figure(drawn["batches"], "One line a run; grey is warm-up, dashed the median."),

@@ -6,18 +6,29 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fuelrail.bench.drawing import BLUE, GREY, ORANGE, new_figure, stage_bars, style, to_svg
+from fuelrail.bench.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PercentFormatter,
+    legend_above,
+    new_figure,
+    stage_bars,
+    style,
+    to_svg,
+)
 
 if TYPE_CHECKING:
     from fuelrail.bench.loader_report import LoaderReport
 
 _GREEN = "#009e73"
+STAGE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def loader_plots(report: LoaderReport) -> dict[str, str]:
     """All plots that the report has data for, by name, each an ``<svg>`` element."""
     with style():
-        drawn = {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report)}
+        drawn = {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report), "queues": _queues(report)}
         if report.figures is not None:
             drawn["waterfall"] = _waterfall(report)
     return drawn
@@ -61,6 +72,23 @@ def _batches(report: LoaderReport) -> str:
     axes.set_xlabel("time since the loader was made [s]")
     axes.set_ylabel("samples/s, batch by batch")
     return to_svg(figure, "Rate over time, one line a run")
+
+
+def _queues(report: LoaderReport) -> str:
+    """How full each stage's queue was over the time of the last run."""
+    run = report.runs[-1]
+    figure, axes = new_figure(2.5)
+    at_s = [depths.at_s for depths in run.queues]
+    for number, (stage, colour) in enumerate(zip(run.stages, STAGE_COLOURS, strict=False)):
+        filled = [depths.waiting[number] / stage.capacity for depths in run.queues]
+        axes.step(at_s, filled, where="post", color=colour, linewidth=1.0, label=f"{stage.name} (of {stage.capacity})")
+    axes.set_xlim(left=0)
+    axes.set_ylim(-0.02, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("time since the loader was made [s]")
+    axes.set_ylabel("queue filled")
+    legend_above(axes)
+    return to_svg(figure, "Queue depths over time")
 
 
 def _cpu(report: LoaderReport) -> str:

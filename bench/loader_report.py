@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SCHEMA = "fuelrail-bench-loader"
-VERSION = 1
+VERSION = 2
 # A few pages are read anew by any process.
 _MANY_FAULTS = 100
+CLOCK_JUMP_S = 0.25
+"""A run whose wall clock and monotonic clock differ by more is left out."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,12 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole report; ``figures`` is None when no repeat became steady, and ``too_short`` says so."""
+    """A whole report.
+
+    ``limits``: the libraries alone. ``stages``: each stage alone. ``stacked``: the loader with its first stage, with
+    its first two, and so on. ``figures`` is None when no repeat became steady, and ``too_short`` says so;
+    ``cut_off`` says why a report is partial.
+    """
 
     schema: str
     version: int
@@ -58,9 +65,11 @@ class LoaderReport(msgspec.Struct, frozen=True, kw_only=True):
     sizes: SampleSizes
     limits: list[Rate]
     stages: list[Rate]
+    stacked: list[Rate]
     runs: list[LoaderRun]
     figures: LoaderFigures | None
     too_short: str | None
+    cut_off: str | None
     warnings: list[str]
 
 
@@ -72,15 +81,17 @@ def build_loader_report(
     sizes: SampleSizes,
     limits: Sequence[Rate],
     stages: Sequence[Rate],
+    stacked: Sequence[Rate],
     runs: Sequence[LoaderRun],
     peak_rss_bytes: int,
+    cut_off: str | None = None,
 ) -> LoaderReport:
     """Put the parts together and judge them."""
-    steady = [run for run in runs if run.samples_per_s is not None]
+    steady = [run for run in runs if run.samples_per_s is not None and abs(run.clock_jump_s) <= CLOCK_JUMP_S]
     too_short = None
     figures = None
     if steady:
-        figures = _figures(dataset, sizes, limits, stages, steady, peak_rss_bytes)
+        figures = _figures(dataset, sizes, limits, stages, stacked, steady, peak_rss_bytes)
     else:
         longest = max(len(run.batch_s) for run in runs)
         too_short = (
@@ -97,9 +108,11 @@ def build_loader_report(
         sizes=sizes,
         limits=list(limits),
         stages=list(stages),
+        stacked=list(stacked),
         runs=list(runs),
         figures=figures,
         too_short=too_short,
+        cut_off=cut_off,
         warnings=_warnings(runs, steady, figures),
     )
 
@@ -109,6 +122,7 @@ def _figures(
     sizes: SampleSizes,
     limits: Sequence[Rate],
     stages: Sequence[Rate],
+    stacked: Sequence[Rate],
     steady: Sequence[LoaderRun],
     peak_rss_bytes: int,
 ) -> LoaderFigures:
@@ -127,14 +141,16 @@ def _figures(
         cpu_s_per_1000_images=cpu_ms.median / num_cameras,
         first_batch_s=interval_of([run.first_batch_s for run in steady]),
         peak_rss_bytes=peak_rss_bytes,
-        waterfall=_waterfall(limits, stages, samples_per_s.median),
+        waterfall=_waterfall(limits, stages, stacked, samples_per_s.median),
         bound=find_bound(
             middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits)
         ),
     )
 
 
-def _waterfall(limits: Sequence[Rate], stages: Sequence[Rate], samples_per_s: float) -> list[Step]:
+def _waterfall(
+    limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
+) -> list[Step]:
     """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads."""
     named = []
     jpeg = jpeg_limit(limits)
@@ -143,7 +159,11 @@ def _waterfall(limits: Sequence[Rate], stages: Sequence[Rate], samples_per_s: fl
     decode = next((rate for rate in stages if rate.name == "decode"), None)
     if decode is not None:
         named.append(("decode stage: resize, crop, planes as well", decode.samples_per_s))
-    named.append(("whole loader", samples_per_s))
+    # The stages before decoding are many times as fast; what they take away from it is what counts.
+    upon = next((rate for rate in stacked if rate.name.endswith("decode")), None)
+    if upon is not None:
+        named.append((f"{upon.name}, in the loader's threads", upon.samples_per_s))
+    named.append(("whole loader: batches assembled as well", samples_per_s))
     steps = []
     for number, (name, rate) in enumerate(named):
         before = named[number - 1][1] if number else rate
@@ -164,6 +184,12 @@ def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: L
         warnings.append(
             f"Up to {faults:,} pages a run came from storage, not from the page cache: the dataset does not fit into "
             "memory, or was not there yet. The limits below are those of cached bytes."
+        )
+    jumps = [run.clock_jump_s for run in runs if abs(run.clock_jump_s) > CLOCK_JUMP_S]
+    if jumps:
+        warnings.append(
+            f"The wall clock jumped by {max(jumps, key=abs):+.1f} s during a run: it was set, or the machine slept. "
+            f"{len(jumps)} runs are left out for it."
         )
     if figures is not None and len(steady) < len(runs):
         warnings.append(f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out.")

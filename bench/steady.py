@@ -11,12 +11,17 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
 
 # Two-sided 97.5 % points of Student's t for 1 to 30 degrees of freedom (any table); beyond, the normal's 1.96 is near.
 _T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
+
+
+_NUM_RESAMPLES = 2000
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,3 +92,17 @@ def ratio_interval(ratios: Sequence[float]) -> Interval:
         confidence=0.95 if count > 1 else 0.0,
         num_repeats=count,
     )
+
+
+def bootstrap_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Means of 2,000 resamples made of blocks of consecutive values: circular block bootstrap, block length n^(1/3).
+
+    Steps are alike but not independent (epochs turn, queues drain), so blocks of them are drawn.
+    """
+    count = len(values)
+    length = max(1, round(count ** (1 / 3)))
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, count, (_NUM_RESAMPLES, -(-count // length)))
+    rows = (starts[:, :, None] + np.arange(length)) % count
+    means: NDArray[np.float64] = values[rows.reshape(_NUM_RESAMPLES, -1)[:, :count]].mean(axis=1)
+    return means

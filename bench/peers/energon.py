@@ -23,10 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.peers.interface import Sample, Work
 
 _SHUFFLE_BUFFER = 100
-_DATASET = (
-    "__module__: megatron.energon\n__class__: CrudeWebdataset\nauto_decode: false\nsubflavors: {}\n"
-    "subflavor: null\npart_filter: null\n"
-)
+_DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\nauto_decode: false\n"
 
 
 class Energon:

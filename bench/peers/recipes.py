@@ -49,8 +49,8 @@ def new_sample(images: Sequence[Buffer], recipe: str, work: Work) -> NDArray[np.
 
 
 def prepare_worker() -> None:
-    """To be called in each worker: OpenCV must not start threads of its own, the workers are the parallelism."""
-    cv2.setNumThreads(1)
+    """Let OpenCV start no threads of its own: the workers are the parallelism, and a fork would not take them along."""
+    cv2.setNumThreads(0)
 
 
 @cache

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 PEERS: dict[str, Entry] = {
-    OURS: Entry("fuelrail", (), "", (), ("turbo", "restart", "pillow")),
+    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
     "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast")),
     "wds": Entry(
         "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")

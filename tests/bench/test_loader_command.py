@@ -91,7 +91,15 @@ def test_a_measurement_is_reported(dataset, tmp_path, capsys):
     assert str(dataset) not in text
     assert "How fast can this dataset be loaded here?" in (out / "report.html").read_text()
     printed = capsys.readouterr().out
-    for word in ("samples/s", "per 1,000 images", "first batch after", "stage alone", "stage upon stage", "xxh3 digest", "bound:"):
+    for word in (
+        "samples/s",
+        "per 1,000 images",
+        "first batch after",
+        "stage alone",
+        "stage upon stage",
+        "xxh3 digest",
+        "bound:",
+    ):
         assert word in printed
 
 

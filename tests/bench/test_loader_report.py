@@ -17,13 +17,13 @@ def test_figures_are_medians_of_the_steady_runs():
     assert figures.images_per_s.median == 240
     assert figures.stored_mb_per_s == pytest.approx(120)
     assert figures.cpu_s_per_1000_images == pytest.approx(7.5)
-    assert [step.of_previous for step in figures.waterfall] == pytest.approx([1, 130 / 160, 120 / 130])
+    assert [step.of_previous for step in figures.waterfall] == pytest.approx([1, 130 / 160, 128 / 130, 120 / 128])
     assert (figures.bound.kind, figures.bound.stage) == ("cpu", "decode")
 
 
 def test_without_jpeg_the_waterfall_begins_at_the_decode_stage():
     figures = loader_report_of([loader_run()], limits=LIMITS[:1]).figures
-    assert [step.name.split()[0] for step in figures.waterfall] == ["decode", "whole"]
+    assert [step.name.split()[0] for step in figures.waterfall] == ["decode", "fetch", "whole"]
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,9 @@ def test_without_jpeg_the_waterfall_begins_at_the_decode_stage():
         ([loader_run(), loader_run(None)], "1 of 2 runs did not become steady"),
         ([loader_run(100.0), loader_run(125.0)], "differ by 22%"),
         ([loader_run(num_storage_faults=5000)], "Up to 5,000 pages"),
+        ([loader_run(), loader_run(clock_jump_s=-30.0)], "clock jumped by -30.0 s"),
     ],
-    ids=["disturbed", "unsteady", "spread", "storage"],
+    ids=["disturbed", "unsteady", "spread", "storage", "clock"],
 )
 def test_doubts_are_said(runs, said):
     assert any(said in warning for warning in loader_report_of(runs).warnings)
@@ -56,3 +57,8 @@ def test_the_page_is_well_formed_and_tells_what_the_report_tells(runs):
 def test_a_report_survives_its_file():
     report = loader_report_of([loader_run(), loader_run(None)])
     assert msgspec.json.decode(msgspec.json.encode(report), type=type(report)) == report
+
+
+def test_a_run_across_a_jump_of_the_clock_gives_no_figure():
+    report = loader_report_of([loader_run(100.0), loader_run(500.0, clock_jump_s=3600.0)])
+    assert report.figures.samples_per_s.high == 100.0

@@ -1,0 +1,53 @@
+"""The loader report as Markdown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.markdown import facts, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.bench.loader_report import LoaderFigures, LoaderReport
+    from fuelrail.bench.rates import Rate
+
+
+def render_loader_markdown(report: LoaderReport) -> str:
+    """The whole report as one text."""
+    lines = ["# Loader", "", f"{report.dataset.name}, {report.created}.", ""]
+    if report.cut_off is not None:
+        lines += [f"**Partial: {report.cut_off}.**", ""]
+    lines += [f"No figures: {report.too_short}."] if report.figures is None else _figures(report.figures)
+    for title, rates in (
+        ("stage alone", report.stages),
+        ("stage upon stage", report.stacked),
+        ("this machine's limits, same bytes", report.limits),
+    ):
+        lines += ["", *_rates(title, rates)]
+    lines += ["", *(f"> {warning}" for warning in report.warnings), ""]
+    lines += facts(report.machine, report.dataset, report.options)
+    return "\n".join(lines) + "\n"
+
+
+def _figures(figures: LoaderFigures) -> list[str]:
+    rate, images, first = figures.samples_per_s, figures.images_per_s, figures.first_batch_s
+    spread = f"{images.low:.0f} to {images.high:.0f} in {images.num_repeats} runs"
+    stored = f"{rate.median:.1f} samples/s, {figures.stored_mb_per_s:.0f} MB/s as stored"
+    peak = f"peak memory {figures.peak_rss_bytes / 1e6:.0f} MB"
+    steps = [[step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"] for step in figures.waterfall]
+    return [
+        f"- {images.median:.0f} images/s ({spread}), {stored}",
+        f"- {figures.cpu_s_per_1000_images:.2f} CPU-s per 1,000 images; first batch after {first.median:.2f} s; {peak}",
+        f"- bound: {figures.bound.finding} {figures.bound.advice}",
+        "",
+        *table(("from the limit to the loader", "samples/s", "left"), steps),
+    ]
+
+
+def _rates(title: str, rates: Sequence[Rate]) -> list[str]:
+    rows = [
+        [rate.name, str(rate.num_threads), f"{rate.samples_per_s:,.1f}", f"{rate.cpu_ms_per_sample:.3f}"]
+        for rate in rates
+    ]
+    return table((title, "threads", "samples/s", "CPU ms a sample"), rows)

@@ -1,0 +1,38 @@
+"""Comparisons that never happened."""
+
+from __future__ import annotations
+
+from fuelrail.bench.compare_report import CompareReport, Contestant, build_compare_report, make_run
+from fuelrail.bench.peers.interface import Work
+from fuelrail.bench.peers.process import Check, Timed
+from support.bench_runs import DATASET, MACHINE
+
+WORK = Work(
+    height=256, width=704, batch_size=8, num_workers=2, seed=0, num_samples=600, source_wh=(1600, 900),
+    cameras=("cam_front", "cam_back"),
+)  # fmt: skip
+CHECK = Check(num_images=36, lowest_psnr_db=41.0, mean_psnr_db=45.0, num_missing=0, num_repeated=0, fault=None)
+IMAGES_PER_BATCH = 16
+
+
+def timed(images_per_s, *, count=40, **changes) -> Timed:
+    """A run at this rate."""
+    arrivals = [0.3 + number * IMAGES_PER_BATCH / images_per_s for number in range(count)]
+    return Timed(**({"arrival_s": arrivals, "cpu_s": 5.0, "others_cpus": 0.0, "clock_jump_s": 0.0} | changes))
+
+
+def contestant(name, rates, left_out=None) -> Contestant:
+    """A contestant with a run of each of these rates."""
+    peer, _, recipe = name.partition(":")
+    runs = [make_run(number, timed(rate), IMAGES_PER_BATCH, 300 << 20) for number, rate in enumerate(rates)]
+    check = None if left_out else CHECK
+    return Contestant(name=name, peer=peer, recipe=recipe, check=check, left_out=left_out, runs=runs, figures=None)
+
+
+def compare_report_of(contestants, cut_off=None) -> CompareReport:
+    """The report of these contestants."""
+    return build_compare_report(
+        machine=MACHINE, packages={"webdataset": "1.0"}, dataset=DATASET, work=WORK, options={"seconds": 4.0},
+        num_rounds=max((len(entry.runs) for entry in contestants), default=0), contestants=contestants,
+        cut_off=cut_off,
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""Scaling runs that never happened."""
+
+from __future__ import annotations
+
+from fuelrail.bench.scale_model import Fit, Overhead
+from fuelrail.bench.scale_report import Conditions, Measured, ScaleReport, build_scale_report, make_curves
+from support.bench_runs import DATASET, MACHINE
+
+CONDITIONS = Conditions(max_ranks=64, ranks_per_host=1, slow_share=0.05, slow_by=0.5, storage_gb_per_s=0.5, seed=3)
+
+
+def fit(**changes) -> Fit:
+    """A loader that is a little faster than the accelerator, with some noise."""
+    made = {
+        "service_ms": [16.0, 20.0, 24.0], "service_batch": 2, "forward_backward_ms": 50.0, "optimiser_ms": 1.0,
+        "overheads": [Overhead(ranks_on_host=1, ms=[1.0, 2.0]), Overhead(ranks_on_host=2, ms=[2.0, 3.0])],
+        "all_reduce_ms": 1.5, "trainer_cpus": 0.1, "host_cpus": 8.0,
+        "queue_batches": 3, "sample_bytes": 1e6,
+    }  # fmt: skip
+    return Fit(**(made | changes))
+
+
+def measured(num_ranks, batch_size, step_ms, scalings) -> Measured:
+    """A run with such a step."""
+    return Measured(
+        num_ranks=num_ranks, batch_size=batch_size, scalings=scalings, step_ms=step_ms, step_low_ms=step_ms * 0.99,
+        step_high_ms=step_ms * 1.01, step_p99_ms=step_ms * 1.1, samples_per_s=1e3 * num_ranks * batch_size / step_ms,
+        occupancy=0.9, efficiency={},
+    )  # fmt: skip
+
+
+RUNS = [
+    measured(1, 2, 100.0, ["weak"]),
+    measured(1, 8, 400.0, ["strong"]),
+    measured(2, 2, 105.0, ["weak"]),
+    measured(2, 4, 210.0, ["strong"]),
+    measured(4, 2, 110.0, ["weak", "strong"]),
+]
+
+
+def scale_report(runs=RUNS, **changes) -> ScaleReport:
+    """A report of these runs."""
+    model = fit()
+    made = {
+        "machine": MACHINE, "dataset": DATASET, "accelerator": {"name": "slow"}, "options": {"seed": 3},
+        "runs": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None, "warnings": [],
+        "seed": 3,
+    }  # fmt: skip
+    return build_scale_report(**(made | changes))
