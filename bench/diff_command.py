@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 HELP = "compare two reports, and fail if the second is worse beyond noise"
 DESCRIPTION = (
-    "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code 0: nothing is worse; 1: something "
-    "is worse by more than --threshold, and the noise of both does not explain it; 2: they cannot be compared."
+    "Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code 0: nothing is worse; 1: "
+    "something is worse by more than --threshold, and the noise of both does not explain it; 2: no comparison."
 )
 _WORSE = 1
 
