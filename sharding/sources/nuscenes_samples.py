@@ -44,10 +44,10 @@ def clip_ids(scenes: Sequence[Scene]) -> list[str]:
         count[scene.name] = count.get(scene.name, 0) + 1
     ids = []
     for scene in scenes:
-        if _CLIP_ID.match(scene.name) and count[scene.name] == 1:
+        if _CLIP_ID.match(scene.name) and not scene.name.startswith("__") and count[scene.name] == 1:
             ids.append(scene.name)
         else:
-            slug = re.sub(r"[^a-z0-9_-]+", "-", scene.name.lower())[:48].strip("-")
+            slug = re.sub(r"[^a-z0-9_-]+", "-", scene.name.lower())[:48].strip("-_")
             ids.append(f"{slug or 'clip'}-{hashlib.sha256(scene.token.encode()).hexdigest()[:8]}")
     return ids
 
