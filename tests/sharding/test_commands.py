@@ -248,6 +248,26 @@ def test_an_output_that_is_read_only(run, source):
         assert list((root / "locked").iterdir()) == []
 
 
+def test_a_source_file_that_may_not_be_read(run, source):
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        shutil.copytree(source.root, root / "source")
+        (root / "open").mkdir()
+        for folder in (root, root / "source", *(path for path in root.rglob("*") if path.is_dir())):
+            folder.chmod(0o777)
+        shard(run, root / "source", root / "first")  # imports what it needs, with the rights to read it
+        victim = sorted((root / "source" / "samples" / "CAM_BACK").iterdir())[2]
+        victim.chmod(0)
+        with without_privileges():
+            text = refused(shard(run, root / "source", root / "open" / "out"))
+        assert f"file '{victim}' cannot be read: Permission denied" in text
+        victim.parent.chmod(0o600)
+        with without_privileges():
+            text = refused(shard(run, root / "source", root / "open" / "out2"))
+        assert "CAM_BACK" in text
+        assert "cannot be read: Permission denied" in text
+
+
 def test_a_file_that_may_not_grow(run, tmp_path):
     # What a full disk does, short of one: the system refuses to write on in the middle of a shard.
     source = build_nuscenes(tmp_path / "source", {"a": 6}, cameras=("CAM_FRONT", "CAM_BACK"), size=(320, 240))

@@ -16,6 +16,7 @@ from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.sharding import object_lock, url_output
 from fuelrail.sharding.append import append
+from fuelrail.sharding.engines.inputs import forget_inputs, inputs_here, share_inputs
 from fuelrail.sharding.output import WORK_FOLDER, open_output
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
@@ -23,6 +24,7 @@ from fuelrail.sharding.run import shard
 from fuelrail.sharding.source import SourceSpec
 from fuelrail.sharding.verify import verify
 from fuelrail.sharding.workspace import Workspace
+from fuelrail.sharding.writer import WriteJob
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
 
@@ -236,3 +238,28 @@ def test_datasets_at_urls_are_merged_and_appended(source, bucket, url, tmp_path)
     shard(SourceSpec("fuelrail", f"{url}/v2", {}), tmp_path / "local", make_recipe(), 1, Quiet())
     assert verify(tmp_path / "local", deep=True, num_threads=1).faults == []
     assert open_dataset(tmp_path / "local").manifest.num_samples == 18
+
+
+def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source, bucket, url, tmp_path, monkeypatch):
+    work = tmp_path / "driver"
+    work.mkdir()
+    for name in ("scan.arrow", "plan.npy", "selection.npy"):
+        (work / name).write_bytes(name.encode())
+    job = WriteJob(
+        out=url, scan_table=work / "scan.arrow", plan_rows=work / "plan.npy", selection=work / "selection.npy",
+        shards=(), source=SourceSpec("nuscenes", str(source.root), {}), recipe=make_recipe(), dataset="d",
+        license=None, lidars=(), clip_ids=(), dictionary=None,
+    )  # fmt: skip
+    share_inputs(job, "run1")
+    assert inputs_here(job, "run1", "node") is job
+    (work / "run").unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "node"))
+    for run in ("run1", "run1", "run2"):
+        here = inputs_here(job, run, "node")
+        assert here.scan_table.read_bytes() == b"scan.arrow"
+        assert here.plan_rows.read_bytes() == b"plan.npy"
+        assert here.scan_table.is_relative_to(tmp_path / "node")
+        assert here.scan_table.parent.name == run
+    assert [path.name for path in here.scan_table.parent.parent.iterdir() if path.is_dir()] == ["run2"]
+    forget_inputs(url)
+    assert not here.scan_table.exists()
