@@ -17,18 +17,24 @@ Files = list[tuple[str, list[Path]]]
 """Key of a frame and its files."""
 
 
-def make_dataroot(root: Path, num_frames: int, *, lidar: bool, size: tuple[int, int] = (1600, 900)) -> None:
-    """A nuScenes dataroot of one scene: images of noise of about 150 kB, sweeps of smooth surfaces and rings."""
+def make_dataroot(
+    root: Path, num_frames: int, *, lidar: bool, size: tuple[int, int] = (1600, 900), num_files: int | None = None
+) -> None:
+    """A nuScenes dataroot of scenes of 40 frames: images of noise of about 150 kB, sweeps of smooth surfaces and rings.
+
+    ``num_files``: so many files for each sensor, which the frames name in turns (None: each frame has its own).
+    """
+    num_files = num_files or num_frames
     rng = np.random.default_rng(0)
     image = noise_jpeg(rng, size)
     sweeps = [_sweep(rng) for _ in range(8 if lidar else 0)]
     channels = [*CAMERAS, *(["LIDAR_TOP"] if lidar else [])]
     for channel in channels:
         (root / "samples" / channel).mkdir(parents=True)
-        for frame in range(num_frames):
+        for frame in range(num_files):
             content = sweeps[frame % len(sweeps)] if channel == "LIDAR_TOP" else image
             (root / _file_name(frame, channel)).write_bytes(content)
-    write_tables(root, channels, num_frames, size)
+    write_tables(root, channels, num_frames, size, num_files)
 
 
 def noise_jpeg(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
@@ -55,8 +61,8 @@ def _file_name(frame: int, channel: str) -> str:
     return f"samples/{channel}/{frame:06d}.{'pcd.bin' if channel.startswith('LIDAR') else 'jpg'}"
 
 
-def write_tables(root: Path, channels: list[str], num_frames: int, size: tuple[int, int]) -> None:
-    """The thirteen tables of scenes of 40 frames, without annotations, file by file: nothing grows with the frames."""
+def write_tables(root: Path, channels: list[str], num_frames: int, size: tuple[int, int], num_files: int) -> None:
+    """The thirteen tables, without annotations, record by record: no memory that grows with the frames."""
     folder = root / "v1.0-bench"
     folder.mkdir()
     width, height = size
@@ -73,8 +79,8 @@ def write_tables(root: Path, channels: list[str], num_frames: int, size: tuple[i
         own = _token(frame, channel)
         return {
             "token": own, "sample_token": _token(frame), "ego_pose_token": own, "calibrated_sensor_token": channel,
-            "filename": _file_name(frame, channel), "timestamp": _START_US + frame * 500_000, "is_key_frame": True,
-            "width": 0 if is_lidar else width, "height": 0 if is_lidar else height,
+            "filename": _file_name(frame % num_files, channel), "timestamp": _START_US + frame * 500_000,
+            "is_key_frame": True, "width": 0 if is_lidar else width, "height": 0 if is_lidar else height,
         }  # fmt: skip
 
     frames = range(num_frames)

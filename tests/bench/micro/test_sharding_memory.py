@@ -1,0 +1,19 @@
+"""The benchmark of plans and of memory runs, and plans what it says."""
+
+from __future__ import annotations
+
+import json
+
+from fuelrail.bench.micro import sharding_memory
+
+
+def test_quick_run_writes_a_whole_report(tmp_path, capsys):
+    out = tmp_path / "memory.json"
+    assert sharding_memory.main(["--quick", "--dir", str(tmp_path), "--out", str(out)]) == 0
+    measured = json.loads(out.read_text())["measured"]
+    found = [(entry["what"], entry["count"]) for entry in measured]
+    # 125 clips of 40 frames, every third of them at night.
+    assert found == [("plan", 5000), ("plan with --select", 83 * 40), ("run", 5), ("run", 50)]
+    assert all(entry["peak_rss_bytes"] >= entry["rss_before_bytes"] > 0 for entry in measured)
+    assert "plan, 5,000 samples" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.json"]
