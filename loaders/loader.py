@@ -431,7 +431,7 @@ class DataLoader:
         """What must be equal on all ranks, as plain JSON types."""
         state = self.state_dict()
         return {
-            **state.pop("identity"), "batch_size": self.batch_size, "seed": self.seed,
+            **msgspec.json.decode(state.pop("identity")), "batch_size": self.batch_size, "seed": self.seed,
             "points": self._make.lidar is not None, "augments": msgspec.to_builtins(self._make.augments), **state,
         }  # fmt: skip
 

@@ -44,9 +44,13 @@ class LoaderState(Settings, frozen=True):
 
 
 def encode_state(state: LoaderState) -> dict[str, Any]:
-    """The state as plain JSON types, for ``state_dict``."""
+    """The state as plain JSON types, for ``state_dict``.
+
+    The identity is one text of JSON: checkpoints that are loaded in place, as torch.distributed.checkpoint does it,
+    look for the entries that the loading side has, so one that only the saved state has would go unnoticed.
+    """
     encoded: dict[str, Any] = msgspec.to_builtins(state)
-    return encoded
+    return {**encoded, "identity": msgspec.json.encode(state.identity).decode()}
 
 
 def decode_state(encoded: object, expected: Identity) -> LoaderState:
@@ -61,8 +65,11 @@ def decode_state(encoded: object, expected: Identity) -> LoaderState:
     if version != STATE_VERSION:
         raise StateMismatchError(f"loader state has version {version!r}; this Fuelrail reads {STATE_VERSION}")
     try:
-        state = msgspec.convert(dict(encoded), LoaderState)
-    except msgspec.ValidationError as error:
+        plain = dict(encoded)
+        if isinstance(plain.get("identity"), str):
+            plain["identity"] = msgspec.json.decode(plain["identity"])
+        state = msgspec.convert(plain, LoaderState)
+    except msgspec.DecodeError as error:
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
     if state.epoch < 0 or state.samples_consumed < 0:
         raise StateMismatchError(

@@ -42,6 +42,11 @@ def test_state_is_small_and_plain_whatever_the_position() -> None:
     assert json.loads(json.dumps(encoded)) == encoded
 
 
+def test_the_identity_may_be_a_dict() -> None:
+    encoded = encode_state(state())
+    assert decode_state({**encoded, "identity": json.loads(encoded["identity"])}, IDENTITY) == state()
+
+
 def test_another_batch_size_is_no_mismatch() -> None:
     assert decode_state(encode_state(state(global_batch_size=999)), IDENTITY).global_batch_size == 999
 
@@ -58,7 +63,7 @@ def test_another_batch_size_is_no_mismatch() -> None:
 )
 def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
     encoded = encode_state(state())
-    encoded["identity"] = {**encoded["identity"], **change}
+    encoded["identity"] = json.dumps({**json.loads(encoded["identity"]), **change})
     with pytest.raises(StateMismatchError, match="belongs to another training sequence") as caught:
         decode_state(encoded, IDENTITY)
     assert all(words in str(caught.value) for words in both)
@@ -77,6 +82,9 @@ def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
         ({"epoch": 3.0}, "$.epoch"),
         ({"more": 1}, "unknown field `more`"),
         ({"identity": {}}, "$.identity"),
+        ({"identity": "{}"}, "$.identity"),
+        ({"identity": "{"}, "not a Fuelrail loader state"),
+        ({"identity": 3}, "$.identity"),
     ],
 )
 def test_what_is_no_state_is_refused(change, words) -> None:

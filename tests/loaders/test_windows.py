@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -219,7 +220,7 @@ def test_windows_go_with_lanes_and_filters_and_look_at_frames_that_are_not_selec
 )
 def test_a_state_of_another_window_is_refused_showing_both(root, other):
     with make(root, frames=[-2, -1, 0]) as loader, make(root, **other) as another:
-        assert loader.state_dict()["identity"]["frames"]["frames"] == [-2, -1, 0]
+        assert json.loads(loader.state_dict()["identity"])["frames"]["frames"] == [-2, -1, 0]
         state = another.state_dict()
         with pytest.raises(StateMismatchError, match=r"frames: state has .*, loader has \{'frames': \[-2, -1, 0\]"):
             loader.load_state_dict(state)
