@@ -3,7 +3,7 @@
 The new version has an index, attributes and a manifest of its own, and so another fingerprint; the shards are those
 that are there. In a folder they are hard links (copies where the file systems differ), so that each version is whole by
 itself: the old one stays as it is, either may be removed, and what both have is stored once. At a URL, which knows no
-links, the store copies them by itself.
+links, the store copies them by itself. What is linked or copied by the store is not read: `fuelrail verify` does that.
 
 Samples keep their place relative to their split: those of the first dataset come first. An order over the new version
 covers all of them; state of a loader that ran over the old one is refused, because the fingerprint differs.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import shutil
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -37,7 +36,7 @@ from fuelrail.pipeline.manifest import (
     encode_manifest,
 )
 from fuelrail.pipeline.remote import filesystem
-from fuelrail.sharding.output import FolderOutput, check_out, manifest_in, open_output
+from fuelrail.sharding.output import FolderOutput, check_out, manifest_in, open_output, sync_folder
 from fuelrail.sharding.plan import PlannedShard
 from fuelrail.sharding.recipe import Recipe
 from fuelrail.sharding.resume import recipe_of, refuse_other_recipe
@@ -165,49 +164,56 @@ def _listing(manifest: Manifest, shard: ShardEntry) -> FileEntry | None:
 
 
 def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> None:
-    """Have a file of a dataset in OUT, whole."""
-    if out.holds(new, num_bytes, sha256):
-        return
+    """Have a file of a dataset in OUT. What is linked is not read; what is copied by this process is, and checked."""
     if source.url is None and isinstance(out, FolderOutput):
-        _link(source.root / old, out, new)
+        if not _link(source.root / old, out, new):
+            _copy(source, old, out, new, sha256)
+    elif out.size(new) == num_bytes:
+        return  # nothing has its name before it is whole
     elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
-        _copy(source, old, out, new)
-    if not out.holds(new, num_bytes, sha256):
-        raise SourceError(
-            f"'{source.location}/{old}' is not the file that its manifest describes; run `fuelrail verify`"
-        )
+        _copy(source, old, out, new, sha256)
+    if (size := out.size(new)) != num_bytes:
+        raise SourceError(f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it")
 
 
 def _same_store(url: str, out: UrlOutput) -> bool:
     return url.partition("://")[0] == out.location.partition("://")[0]
 
 
-def _link(old: Path, out: FolderOutput, new: str) -> None:
-    """A hard link under the new name; a copy where the file system cannot."""
-    temporary = out.temporary / new
+def _link(old: Path, out: FolderOutput, new: str) -> bool:
+    """A hard link under the new name; False where the file system cannot."""
+    final, temporary = out.root / new, out.temporary / new
+    if final.exists() and final.samefile(old):
+        return True
     temporary.unlink(missing_ok=True)
     try:
         os.link(old, temporary)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
             raise
-        with old.open("rb") as source, out.publish(new) as target:
-            shutil.copyfileobj(source, target, _COPY_BYTES)
-        return
-    out.publish_file(new, temporary)
+        return False
+    temporary.replace(final)
+    sync_folder(final.parent)
+    return True
 
 
-def _copy(source: Dataset, old: str, out: Output, new: str) -> None:
+def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
+    """A copy, which gets its name if it has that digest."""
     if source.url is None:
         opened: Any = (source.root / old).open("rb")
     else:
         fs, root = filesystem(source.url)
         opened = fs.open(f"{root}/{old}", "rb", block_size=_COPY_BYTES)
+    digest = hashlib.sha256()
     with opened as file, out.publish(new) as target:
-        shutil.copyfileobj(file, target, _COPY_BYTES)
+        while data := file.read(_COPY_BYTES):
+            digest.update(data)
+            target.write(data)
+        if digest.hexdigest() != sha256:
+            raise SourceError(f"'{source.location}/{old}' is not the file that its manifest describes: verify it")
 
 
 def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> list[FileEntry]:

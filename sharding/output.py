@@ -62,6 +62,10 @@ class Output(Protocol):
         """Give a whole file that lies in ``work`` its name in OUT; it is gone from ``work`` then."""
         ...
 
+    def size(self, name: str) -> int | None:
+        """Size of a file [bytes]; None where it is not there."""
+        ...
+
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
         """Whether a file is there with this size and SHA-256; reads it."""
         ...
@@ -189,6 +193,13 @@ class FolderOutput:
             os.fsync(handle.fileno())
         file.replace(self.root / name)
         sync_folder((self.root / name).parent)
+
+    def size(self, name: str) -> int | None:
+        """Size of a file."""
+        try:
+            return (self.root / name).stat().st_size
+        except FileNotFoundError:
+            return None
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
         """Whether a file is there with this size and SHA-256."""

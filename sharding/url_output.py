@@ -86,10 +86,14 @@ class UrlOutput:
             shutil.copyfileobj(source, target, _COPY_BYTES)
         file.unlink()
 
+    def size(self, name: str) -> int | None:
+        """Size of an object."""
+        info = self._info(name)
+        return None if info is None else int(info["size"])
+
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
         """Whether an object is there with this size and SHA-256; reads it."""
-        info = self._info(name)
-        if info is None or info.get("size") != num_bytes:
+        if self.size(name) != num_bytes:
             return False
         digest = hashlib.sha256()
         with (

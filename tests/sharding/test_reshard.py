@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pyarrow.parquet as pq
@@ -124,6 +126,23 @@ def test_the_same_command_again_makes_it_whole(old, new, tmp_path):
     assert digests(out) == expected
     with pytest.raises(DatasetExistsError, match=r"holds another dataset: source options is"):
         append([str(new), str(old)], out)
+
+
+def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    shutil.copytree(old, tmp_path / "v1")
+    append([str(tmp_path / "v1"), str(new)], tmp_path / "v2")
+    assert verify(tmp_path / "v2", deep=False, num_threads=1).faults == []
+    victim = tmp_path / "v1" / "train-000000.tar"
+    data = bytearray(victim.read_bytes())
+    data[3000] ^= 255
+    victim.write_bytes(data)
+    with pytest.raises(SourceError, match=r"train-000000\.tar' is not the file that its manifest describes"):
+        append([str(tmp_path / "v1"), str(new)], tmp_path / "v3")
+    assert not (tmp_path / "v3" / "dataset.json").exists()
 
 
 def test_what_does_not_fit_together(old, new, tmp_path):
