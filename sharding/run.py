@@ -20,7 +20,7 @@ from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.restart import jpegtran_version
 from fuelrail.sharding.resume import recipe_of, refuse_other_recipe, refuse_other_samples, shards_of, what_begins
 from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source, parse_source
-from fuelrail.sharding.table import ScanTable, ScanWriter
+from fuelrail.sharding.table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.threads import in_threads
 from fuelrail.sharding.transcode import stored_share
 from fuelrail.sharding.workspace import Workspace
@@ -92,7 +92,8 @@ def shard(
         table = ScanTable(work.scan_table)
         rows = select_rows(table, info.clips, recipe)
         clip, frame, size_bytes = (table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes"))
-        share = stored_share(recipe.images, table.row(int(rows[0])).members)
+        first = table.row(int(rows[0])).members
+        share = stored_share(recipe.images, first) * (uncompressed_share(first) if recipe.layout == "none" else 1.0)
         dealt = deal_clips(info.clips, recipe, info.splits, np.unique(clip).tolist())
         plan = make_plan(rows, clip, frame, (size_bytes * share).astype(np.int64), dealt, recipe)
         selected = selection(plan.rows, len(table))

@@ -216,6 +216,12 @@ def stored_estimate(member: Reference) -> int:
     return member.bytes // 2 if member.name.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)) else member.bytes
 
 
+def uncompressed_share(members: Sequence[Reference]) -> float:
+    """How many times as much as :func:`stored_estimate` says a sample's sensor members take where all stay raw."""
+    estimate = sum(map(stored_estimate, members))
+    return sum(member.bytes for member in members) / estimate if estimate else 1.0
+
+
 class ScanTable:
     """A scan table read back, memory-mapped: whole columns for the plan, single rows for the writer.
 

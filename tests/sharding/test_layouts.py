@@ -9,8 +9,9 @@ import pytest
 
 from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
 from fuelrail.pipeline.dictionary import DICTIONARY_FILE
-from fuelrail.pipeline.errors import ConfigError, DatasetExistsError
+from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
 from fuelrail.pipeline.schema import META, decode_meta
+from fuelrail.sharding.append import append
 from fuelrail.sharding.inspection import describe_dataset, describe_sample
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
@@ -161,6 +162,29 @@ def test_options_that_do_not_go_together(source, tmp_path):
         make_recipe(dictionary_bytes=2 << 20)
     with pytest.raises(ConfigError, match="are too little to train a dictionary of 1048576 bytes on"):
         shard_nuscenes(source, tmp_path / "out", limit=1, dictionary_bytes=1 << 20)
+
+
+def test_uncompressed_shards_have_the_size_that_was_asked_for(tmp_path):
+    # Most of a sample is points, which planning takes to shrink to half where they are compressed.
+    build_nuscenes(tmp_path / "source", {"a": 30}, cameras=("CAM_FRONT",), num_points=4000)
+    manifest = shard_nuscenes(tmp_path / "source", tmp_path / "out", shard_size_bytes=400_000, layout="none").manifest
+    assert len(manifest.shards) > 4
+    assert all(300_000 < entry.bytes < 450_000 for entry in manifest.shards[:-1])
+
+
+@pytest.mark.parametrize("name", ["frame", "dictionary"])
+def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
+    build_nuscenes(tmp_path / "source", {"d": 8}, num_points=61)
+    options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS[name]}
+    shard_nuscenes(tmp_path / "source", tmp_path / "other", **options)
+    datasets = [str(outs / name), str(tmp_path / "other")]
+    if name == "dictionary":  # each has its own
+        with pytest.raises(SourceError, match="zstd dictionary"):
+            append(datasets, tmp_path / "out")
+        return
+    append(datasets, tmp_path / "out")
+    assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
+    assert members_of(tmp_path / "out").keys() == members_of(outs / name).keys() | members_of(tmp_path / "other").keys()
 
 
 def test_inspect_says_how_samples_are_stored(outs):
