@@ -22,7 +22,8 @@ _METHOD = (
     "that what disturbs a round cancels; the interval is Student's t on their logarithms. Before anything is timed, "
     "every loader's images are held against the definition (decode at full size, shrink by area, crop), and an epoch's "
     "samples are counted. The consumer takes batches and does nothing with them. Memory counts pages that processes "
-    "share once. Fuelrail's batches hold matrices and boxes besides the images, the others' the images alone."
+    "share once, and those of mapped files, which Fuelrail and SPDL read their shards from. Fuelrail's batches hold "
+    "matrices and boxes besides the images, the others' the images alone."
 )
 
 
