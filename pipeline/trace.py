@@ -84,7 +84,8 @@ class TraceRecorder:
             events.append({**work, "args": {"item": span.item, "batch": span.batch}, **place})
             arrow: dict[str, Any] = {"name": "batch", "cat": "batch", "id": span.batch, **place}
             if span.stage == "wait":
-                events.append({**arrow, "ph": "f", "bp": "e", "ts": end_us})
+                # Viewers tie an arrow to the work that encloses it, and at its very end that is over.
+                events.append({**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 1.0)})
             else:
                 events.append({**arrow, "ph": "t" if span.batch in begun else "s", "ts": begin_us})
                 begun.add(span.batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 from fuelrail.pipeline.stages import Pipeline, Stage
 from fuelrail.pipeline.trace import TraceRecorder
@@ -34,6 +35,47 @@ def test_an_arrow_leads_from_a_batchs_first_work_to_the_trainer():
         arrow = [event for event in events if event.get("id") == batch]
         phases = [event["ph"] for event in sorted(arrow, key=lambda event: event["ts"])]
         assert phases == ["s", "t", "t", "t", "f"]
+
+
+def test_it_keeps_to_the_trace_event_format(tmp_path):
+    """Rule by rule: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Google, 2016)."""
+    record().write(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_bytes())
+    assert set(trace) == {"traceEvents", "displayTimeUnit"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    slices, arrows = {}, {}
+    for event in trace["traceEvents"]:
+        kind = event["ph"]
+        assert type(event["pid"]) is int
+        assert isinstance(event["name"], str)
+        if kind == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+            assert event["name"] == "process_name" or type(event["tid"]) is int
+            continue
+        assert kind in ("X", "s", "t", "f")
+        assert type(event["tid"]) is int
+        assert isinstance(event["ts"], int | float)
+        assert isinstance(event["cat"], str)
+        place = (event["pid"], event["tid"])
+        if kind == "X":
+            assert isinstance(event["dur"], int | float)
+            assert event["dur"] >= 0
+            slices.setdefault(place, []).append((event["ts"], event["ts"] + event["dur"]))
+        else:
+            arrows.setdefault((event["cat"], event["name"], event["id"]), []).append((event["ts"], kind, place))
+            assert event.get("bp", "e") == "e"
+            assert ("bp" in event) == (kind == "f")
+    for track in slices.values():
+        track.sort()
+        # Work on one thread follows on other work; what overlapped in part no viewer could draw.
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(track))
+    for steps in arrows.values():
+        steps.sort()
+        assert [kind for _, kind, _ in steps] == ["s", *"t" * (len(steps) - 2), "f"]
+        for ts, _, place in steps:
+            assert any(begin <= ts < end or begin == ts for begin, end in slices[place]), "an arrow is tied to work"
+    assert len(arrows) == 3
 
 
 def test_it_keeps_the_latest_spans_only():
