@@ -24,6 +24,13 @@ from fuelrail.bench.accelerator import DEFAULT_PROFILE, Accelerator, EmulatedAcc
 from fuelrail.bench.clock import NS_PER_MS, MonotonicClock
 from fuelrail.bench.cuda import CudaAccelerator
 from fuelrail.bench.files import publish_json
+from fuelrail.bench.gpu_training import (
+    CheckFailed,
+    cameras_are_fed,
+    decoding_rate,
+    no_wait_in_a_step,
+    resnet_is_fed,
+)
 from fuelrail.bench.machine import MachineFacts, installed_gpus, machine_facts
 from fuelrail.bench.train_report import load_report
 from fuelrail.loaders import DataLoader
@@ -42,10 +49,6 @@ _DELAY_CYCLES = 20_000_000
 _CALIBRATION_CYCLES = 50_000_000
 _PHASE_MS = {"forward": 20.0, "backward": 40.0, "optimiser": 5.0}
 _TIMING_TOLERANCE = 0.05
-
-
-class CheckFailed(Exception):  # noqa: N818 - a finding, not an error of the program
-    """What was checked does not hold; the text says what was found."""
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +236,10 @@ CHECKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "batches outlive their release": batches_outlive_their_release,
     "accelerator times are right": accelerator_times_are_right,
     "training runs": training_runs,
+    "no wait in a step": no_wait_in_a_step,
+    "decoding rate": decoding_rate,
+    "ResNet-50 is fed": resnet_is_fed,
+    "six cameras are fed": cameras_are_fed,
 }
 
 

@@ -22,11 +22,22 @@ from fuelrail.pipeline.schema import GEOMETRY, META, Geometry, Meta, decode_arra
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
-def write_cameras(folder: Path, num_samples: int, *, num_shards: int = 4, image: bytes | None = None) -> Dataset:
-    """Write it anew and open it; all images are one picture (``image``: a JPEG of 1600x900 to take), no lidar."""
+def write_cameras(
+    folder: Path,
+    num_samples: int,
+    *,
+    num_shards: int = 4,
+    image: bytes | None = None,
+    channels: Sequence[str] = CHANNELS,
+) -> Dataset:
+    """Write it anew and open it; all images are one picture (``image``: a JPEG of 1600x900 to take), no lidar.
+
+    ``channels`` are the first cameras of the rig, or all.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     picture = made_image() if image is None else image
@@ -35,10 +46,13 @@ def write_cameras(folder: Path, num_samples: int, *, num_shards: int = 4, image:
     without_lidar = {
         name: getattr(geometry, name)[:0] for name in ("lidar2ego", "lidar_ego2global", "lidar_timestamp_ns")
     }
-    sizes_wh = np.tile(np.array(SOURCE_WH, np.int32), (len(CHANNELS), 1))
-    members[GEOMETRY] = encode_arrays(replace(geometry, img_wh=sizes_wh, **without_lidar))
+    sizes_wh = np.tile(np.array(SOURCE_WH, np.int32), (len(channels), 1))
+    of_cameras = ("cam_valid", "cam_timestamp_ns", "intrinsics", "dist", "cam2ego", "cam_ego2global")
+    of_the_first = {name: getattr(geometry, name)[: len(channels)] for name in of_cameras}
+    members[GEOMETRY] = encode_arrays(replace(geometry, img_wh=sizes_wh, **of_the_first, **without_lidar))
     meta = msgspec.json.decode(members[META], type=Meta)
-    names = [*members, *(f"{channel}.jpg" for channel in CHANNELS)]
+    meta = msgspec.structs.replace(meta, cameras={channel: meta.cameras[channel] for channel in channels})
+    names = [*members, *(f"{channel}.jpg" for channel in channels)]
     bounds = [num_samples * number // num_shards for number in range(num_shards + 1)]
     rows, sizes = [], []
     for shard in range(num_shards):
@@ -46,7 +60,7 @@ def write_cameras(folder: Path, num_samples: int, *, num_shards: int = 4, image:
         for number in range(bounds[shard], bounds[shard + 1]):
             key = f"scene-{number // 40:04d}-{number % 40:06d}"
             own = msgspec.json.encode(msgspec.structs.replace(meta, key=key, clip_id=key[:10], frame_idx=number % 40))
-            raw = {**members, META: own, **{f"{channel}.jpg": picture for channel in CHANNELS}}
+            raw = {**members, META: own, **{f"{channel}.jpg": picture for channel in channels}}
             codec = {name: "raw" if name.endswith(".jpg") else "zstd" for name in raw}
             stored = [
                 StoredMember(name + codecs.suffix(codec[name]), codecs.encode(codec[name], content))
@@ -71,7 +85,7 @@ def write_cameras(folder: Path, num_samples: int, *, num_shards: int = 4, image:
         folder, lengths, num_clips=-(-num_samples // 40), split="train", files=files, shard_bytes=sizes
     )
     cameras = tuple(
-        CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in CHANNELS
+        CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in channels
     )
     manifest = msgspec.structs.replace(manifest, cameras=cameras, fingerprint="")
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))

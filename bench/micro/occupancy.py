@@ -43,6 +43,8 @@ THEORY_FROM, THEORY_WITHIN = 1.1, 0.02
 _NUM_RANKS = 2
 # As in published trainings of such models a step lasts a few tenths of a second, which is what hides a link's latency.
 _BATCH_SIZE = 24
+# A rank that fell behind can then use a core that the other one, whose queue is full, leaves idle.
+_NUM_WORKERS = 2
 _POINTS_A_CAPACITY = 3
 _STEP_SHARES = {"forward_ms": 1 / 3, "backward_ms": 2 / 3}
 _GUESS_SAMPLES_PER_S = 60.0
@@ -134,7 +136,13 @@ def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, sec
     warmup = 5
     steps = warmup + max(10, round(seconds * steps_per_s))
     arguments = arguments_for(
-        dataset, ranks=_NUM_RANKS, batch_size=_BATCH_SIZE, steps=steps, warmup=warmup, model="light"
+        dataset,
+        ranks=_NUM_RANKS,
+        batch_size=_BATCH_SIZE,
+        steps=steps,
+        warmup=warmup,
+        model="light",
+        workers=_NUM_WORKERS,
     )
     if demand is None:
         return TrainRun(arguments, folder / "records", ("training",))

@@ -111,6 +111,8 @@ def train(
                     loss.backward()
             losses.append(loss.detach())
             presences.append((batch["valid"], batch["cam_valid"]))
+            # While we wait for the next batch the loader may use this one's buffer for another: no new memory.
+            del batch, inputs, loss
 
         with accelerator.optimiser():
             optimiser.step()

@@ -34,10 +34,11 @@ class ModelSettings(Settings, frozen=True):
 
 
 # `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample;
-# `base` is a ResNet-like backbone at full resolution.
+# `base` is a ResNet-like backbone at full resolution. `resnet50` is another network, of which only the grid is read.
 MODELS = {
     "light": ModelSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
     "stand-in": ModelSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
+    "resnet50": ModelSettings(width=64, num_stages=4, blocks_per_stage=3, subsample=1),
     "base": ModelSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
 }
 

@@ -35,6 +35,7 @@ from fuelrail.bench.trainer.gradients import data_parallel
 from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.trainer.loop import take, train
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
+from fuelrail.bench.trainer.resnet import ResNet50
 from fuelrail.bench.trainer.settings import MODELS, TrainSettings
 from fuelrail.bench.trainer.tracing import RankTrace
 from fuelrail.pipeline.errors import FuelrailError
@@ -83,7 +84,8 @@ def run_rank(
     # Every rank starts from the same weights: DDP sends rank 0's around, and the seed makes runs repeatable.
     torch.manual_seed(settings.seed)
     model_settings = MODELS[settings.model_name]
-    model: nn.Module = BevOccupancy(model_settings).to(accelerator.torch_device)
+    network = ResNet50() if settings.model_name == "resnet50" else BevOccupancy(model_settings)
+    model: nn.Module = network.to(accelerator.torch_device)
     device_name = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
     writer.write(
         RankHeader(
@@ -156,6 +158,7 @@ def _noting_input(
                 InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled, train_flop=flop)
             )
         yield batch
+        del batch  # or its buffer would not be free while the next one is waited for
 
 
 def _peak_rss_bytes() -> int:
@@ -216,7 +219,7 @@ def _device(settings: TrainSettings) -> str | None:
 
 def _join_group(settings: TrainSettings) -> None:
     device = _device(settings)
-    acts = device is None and settings.model_name != "base" and sys.platform == "linux"
+    acts = device is None and settings.model_name in ("light", "stand-in") and sys.platform == "linux"
     if acts:
         _act_as_device(os.SCHED_FIFO)
     if device is not None:

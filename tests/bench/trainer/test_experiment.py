@@ -12,6 +12,7 @@ from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
 from support.datasets import build_dataset
 
+
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "tiny"

@@ -43,7 +43,7 @@ def test_centres_outside_are_left_out_and_inside_are_in(x, y, grid, range_m):
     assert on_the_edge or occupied_cells([box], grid, range_m).sum() == inside
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
 def test_models_train_on_the_loaders_sizes(name):
     settings_ = MODELS[name]
     model = BevOccupancy(settings_)
