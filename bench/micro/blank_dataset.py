@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
+from fuelrail.bench.synthetic_index import file_entry, write_manifest
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
-from fuelrail.pipeline.manifest import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    FileEntry,
-    Manifest,
-    ShardEntry,
-    SplitEntry,
-    encode_manifest,
-)
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 
 if TYPE_CHECKING:
@@ -38,12 +28,12 @@ def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: 
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     rows: list[IndexRow] = []
-    shards: list[ShardEntry] = []
-    for first in range(0, num_samples, samples_per_shard):
-        count = min(samples_per_shard, num_samples - first)
-        name, offset = f"train-{len(shards):06d}.tar", 0
-        with (folder / name).open("wb") as file:
-            for number in range(first, first + count):
+    lengths = [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
+    sizes: list[int] = []
+    for shard, length in enumerate(lengths):
+        offset = 0
+        with (folder / f"train-{shard:06d}.tar").open("wb") as file:
+            for number in range(shard * samples_per_shard, shard * samples_per_shard + length):
                 key = f"clip-{number:08d}"
                 stored = [
                     StoredMember(field, rng.bytes(int(size * scale * rng.uniform(0.8, 1.2))))
@@ -57,29 +47,11 @@ def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: 
                     for member, at in zip(stored, span.offsets, strict=True)
                 )
                 digest = xxhash.xxh3_64_intdigest(data)
-                rows.append(IndexRow(key, key, 0, number, len(shards), offset, len(data), digest, members))
+                rows.append(IndexRow(key, key, 0, number, shard, offset, len(data), digest, members))
                 offset += len(data)
             file.write(END_OF_ARCHIVE)
-        shards.append(
-            ShardEntry(
-                name=name, split="train", first_sample=first, num_samples=count, bytes=offset + len(END_OF_ARCHIVE),
-                sha256="",
-            )
-        )  # fmt: skip
+        sizes.append(offset + len(END_OF_ARCHIVE))
     write_index(folder / INDEX_FILE, rows, list(MEMBER_BYTES), ["raw"])
-    index = (folder / INDEX_FILE).read_bytes()
-    manifest = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="storage benchmark", fingerprint="", num_samples=num_samples,
-        num_clips=num_samples, seed=0, order_unit="frame", cameras=(), lidars=(), classes=(), attributes=(),
-        time_base="unix", ego_origin="rear_axle_ground", license=None, compression={},
-        splits={
-            "train": SplitEntry(
-                first_sample=0, num_samples=num_samples, first_shard=0, num_shards=len(shards), num_clips=num_samples
-            )
-        },
-        shards=tuple(shards),
-        files=(FileEntry(name=INDEX_FILE, bytes=len(index), sha256=hashlib.sha256(index).hexdigest()),),
-        provenance={},
-    )  # fmt: skip
-    (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
+    files = [file_entry(folder / INDEX_FILE)]
+    write_manifest(folder, lengths, num_clips=num_samples, split="train", files=files, shard_bytes=sizes)
     return open_dataset(folder)

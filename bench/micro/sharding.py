@@ -18,6 +18,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +28,30 @@ from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.sharding_source import list_files, make_dataroot
 from fuelrail.bench.micro.sharding_writers import candidates
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.sharding.restart import with_restart_rows
+from fuelrail.sharding.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NUM_FRAMES = 720
-NUM_ROUNDS = 5
+    from fuelrail.bench.micro.sharding_source import Files
+
+# So many that shards come to an even number: with few of them, one over would be waited for.
+NUM_FRAMES, NUM_LIDAR_FRAMES = 500, 300
+NUM_ROUNDS = 3
+NUM_REWRITTEN = 200
 CASES = {"cameras": False, "cameras and lidar, sweeps compressed": True}
 """Title to whether there are lidar sweeps."""
+
+
+class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``--jpeg restart`` costs when shards are made: the rewriting alone, on all CPUs, and the bytes it leaves."""
+
+    num_images: int
+    images_per_s: float
+    mb_per_s: float
+    bytes_before: int
+    bytes_after: int
 
 
 class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +62,7 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
     num_files: dict[str, int]
     num_bytes: dict[str, int]
+    restart: dict[str, RestartCost]
     not_installed: list[str]
     mb_per_s: dict[str, dict[str, float]]
     cpu_s_per_gb: dict[str, dict[str, float]]
@@ -82,6 +100,19 @@ def touch_memory(folder: Path, num_bytes: int) -> None:
     (folder / "touched").unlink()
 
 
+def restart_cost(files: Files, num_cpus: int) -> RestartCost:
+    """Rewrite some of the images."""
+    images = [path.read_bytes() for _, paths in files for path in paths if path.suffix == ".jpg"][:NUM_REWRITTEN]
+    started = time.perf_counter()
+    after = sum(map(len, in_threads(with_restart_rows, images, num_cpus)))
+    seconds = time.perf_counter() - started
+    before = sum(map(len, images))
+    return RestartCost(
+        num_images=len(images), images_per_s=len(images) / seconds, mb_per_s=before / 1e6 / seconds,
+        bytes_before=before, bytes_after=after,
+    )  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and, with ``--out``, write the report as JSON."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.sharding")
@@ -112,10 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> ShardingReport:
     effort = QUICK if options.quick else Effort(num_rounds=NUM_ROUNDS, min_lap_s=0.0)
-    num_frames, size = (6, (320, 180)) if options.quick else (NUM_FRAMES, (1600, 900))
+    size = (320, 180) if options.quick else (1600, 900)
     report = ShardingReport(
-        benchmark="sharding", machine=machine_facts(), num_cpus=num_cpus, num_files={}, num_bytes={}, not_installed=[],
-        mb_per_s={}, cpu_s_per_gb={}, comparisons=[],
+        benchmark="sharding", machine=machine_facts(), num_cpus=num_cpus, num_files={}, num_bytes={}, restart={},
+        not_installed=[], mb_per_s={}, cpu_s_per_gb={}, comparisons=[],
     )  # fmt: skip
     cases = {options.case: CASES[options.case]} if options.case else CASES
     if options.source is not None:
@@ -125,7 +156,8 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
         if root is None:
             root = work / "source"
             shutil.rmtree(root, ignore_errors=True)
-            make_dataroot(root, num_frames if not lidar else num_frames // 2, lidar=lidar, size=size)
+            num_frames = 6 if options.quick else NUM_LIDAR_FRAMES if lidar else NUM_FRAMES
+            make_dataroot(root, num_frames, lidar=lidar, size=size)
         files = list_files(root)
         num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
         works, missing = candidates(root, files, work, num_cpus)
@@ -138,6 +170,8 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
         report.mb_per_s[title] = {e.name: num_bytes / 1e6 / e.seconds_per_call for e in comparison.entries}
         report.cpu_s_per_gb[title] = {name: clock.median_s * 1e9 / num_bytes for name, clock in clocks.items()}
         report.not_installed[:] = missing
+        if shutil.which("jpegtran"):
+            report.restart[title] = restart_cost(files, num_cpus)
     return report
 
 
@@ -153,6 +187,11 @@ def _table(report: ShardingReport) -> str:
             f"  {title}, {name}: {rate:,.0f} MB/s, {report.cpu_s_per_gb[title][name]:.2f} CPU-s/GB"
             for name, rate in rates.items()
         ]
+    for title, cost in report.restart.items():
+        lines.append(
+            f"  {title}, --jpeg restart, rewriting alone: {cost.images_per_s:,.0f} images/s, "
+            f"{cost.mb_per_s:,.0f} MB/s, {cost.bytes_after / cost.bytes_before - 1:+.2%} bytes"
+        )
     if report.not_installed:
         lines.append(f"not installed, left out: {', '.join(report.not_installed)}")
     return "\n".join(lines)

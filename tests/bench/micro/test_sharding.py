@@ -19,7 +19,7 @@ def test_quick_run_writes_a_whole_report(tmp_path, capsys):
         assert {"tarfile", "fuelrail, 1 worker"} <= set(names)
         for figures in ("mb_per_s", "cpu_s_per_gb"):
             assert set(report[figures][comparison["title"]]) == set(names)
-    assert list(report["num_files"].values()) == [6 * 6, 3 * 7]
+    assert list(report["num_files"].values()) == [6 * 6, 6 * 7]
     assert report["num_cpus"] == 1
     assert "MB/s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["sharding.json"]
