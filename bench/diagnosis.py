@@ -262,7 +262,7 @@ def _cold(again: Counterfactual) -> _Verdict:
         f"The second run over the same samples was {again.gain:.0%} faster: what the first one read from slow storage "
         "lay in a cache by then.",
         "Nothing to mend where epochs fit into memory or the cache: the first one pays. Else warm it up before the job "
-        "(`cat OUT/*.tar > /dev/null`), or give --cache-dir on a local disk.",
+        "(`cat OUT/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
         again.gain,
     )
 
