@@ -16,7 +16,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +41,9 @@ class Mix(Settings, frozen=True):
     attribute: str
     ratios: dict[str, int]
     """Samples of each value in a block, 1 or more; at most ``MAX_BLOCK`` in sum."""
+
+    def __post_init__(self) -> None:
+        check_types(self, OrderError)
 
 
 class EndlessOrder(Protocol):

@@ -18,7 +18,7 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.mix import Mix  # noqa: TC001, msgspec reads the annotation
 from fuelrail.pipeline.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, check_types
 from fuelrail.pipeline.weights import Weighting  # noqa: TC001, msgspec reads the annotation
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class OrderSpec(Settings, frozen=True):
             raise OrderError(f"order kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise OrderError(f"order seed must be an integer in 0 .. 2**63 - 1, got {self.seed}")
+        check_types(self, OrderError)
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:

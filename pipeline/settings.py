@@ -7,6 +7,7 @@ are :class:`~fuelrail.pipeline.errors.ConfigError`; nothing is coerced and nothi
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,6 +28,24 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a subclass's own choice, for
     msgspec does not hand it down.
     """
+
+
+def check_types(settings: msgspec.Struct, error: type[Exception]) -> None:
+    """Raise ``error``, naming the field, where one is not of its type; for ``__post_init__``.
+
+    msgspec checks what it converts, not what a constructor is called with.
+    """
+    for field in _fields(type(settings)):
+        value = getattr(settings, field.name)
+        try:
+            msgspec.convert(value, type=field.type)
+        except msgspec.ValidationError as failure:
+            raise error(f"{type(settings).__name__}: {field.name}={value!r} is not allowed: {failure}") from failure
+
+
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
 
 
 S = TypeVar("S", bound=msgspec.Struct)

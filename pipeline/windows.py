@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -42,6 +42,7 @@ class FrameWindow(Settings, frozen=True):
     pad: Padding = "repeat_edge"
 
     def __post_init__(self) -> None:
+        check_types(self, OrderError)
         if self.stride < 1:
             raise OrderError(f"a window's stride must be 1 or more, got {self.stride}")
         if 0 not in self.frames or len(set(self.frames)) != len(self.frames):

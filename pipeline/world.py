@@ -165,9 +165,13 @@ class Cursor:
 
 
 def _integers(record: object, *names: str) -> None:
-    """Turn integer-like fields (numpy scalars too) into int; TypeError for anything else."""
+    """Turn integer-like fields (numpy scalars too) into int; WorldError for anything else."""
     for name in names:
-        object.__setattr__(record, name, index(getattr(record, name)))
+        value = getattr(record, name)
+        try:
+            object.__setattr__(record, name, index(value))
+        except TypeError as error:
+            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be a whole number") from error
 
 
 def _indivisible(global_batch: int, size: int) -> str:

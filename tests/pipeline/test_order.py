@@ -213,6 +213,15 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
         ({"pieces_per_clip": 2}, "pieces_per_clip=2 goes with order kind 'lanes', got 'shuffled'"),
         ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
         ({"epoch_length": 0}, "epoch_length must be 1 or more, got 0"),
+        ({"seed": True}, "OrderSpec: seed=True is not allowed: Expected `int`, got `bool`"),
+        ({"kind": "windowed", "window": "4"}, "window='4' is not allowed"),
+        ({"filter": 3}, "filter=3 is not allowed"),
+        ({"subset": 3}, "subset=3 is not allowed"),
+        ({"weights": 3}, "weights=3 is not allowed"),
+        ({"weights": ("cbgs",)}, "weights=.* is not allowed"),
+        ({"mix": 3}, "mix=3 is not allowed"),
+        ({"epoch_length": "9"}, "epoch_length='9' is not allowed"),
+        ({"kind": "lanes", "pieces_per_clip": "2"}, "pieces_per_clip='2' is not allowed"),
     ],
 )
 def test_bad_specs_are_refused(spec, text):

@@ -126,7 +126,7 @@ def test_numpy_numbers_are_taken_and_made_plain():
     batching = Batching(np.int64(10), np.int64(4), world, start=np.int64(2))
     assert batching == Batching(10, 4, World(1, 2), start=2)
     assert type(batching.start) is type(world.rank) is type(Cursor(np.int64(3)).epoch) is int
-    with pytest.raises(TypeError):
+    with pytest.raises(WorldError, match="must be a whole number"):
         World(0.0, 1)
 
 
