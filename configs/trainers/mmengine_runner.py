@@ -1,4 +1,4 @@
-"""MMEngine's runner: ``torchrun --nproc-per-node 2 configs/trainers/mmengine_runner.py OUT``; without GPUs ``python``.
+"""MMEngine's runner: ``torchrun --nproc-per-node 2 configs/trainers/mmengine_runner.py OUT``.
 
 A config of the BEVDet kind: beside the imports, Fuelrail changes its `train_dataloader` and its hooks: one
 keeps the position in the checkpoints, and there is no sampler to be seeded. Needs ``pip install mmengine``.
@@ -10,7 +10,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from example import arguments, build_model, inputs, report, targets
+from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
@@ -57,7 +59,9 @@ def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
             "sampler_seed": None,
         },
         "resume": True,
-        "launcher": "pytorch" if torch.cuda.is_available() and "RANK" in os.environ else "none",
+        "launcher": "pytorch" if "RANK" in os.environ else "none",
+        # MMEngine's own choice names a GPU.
+        "model_wrapper_cfg": None if torch.cuda.is_available() else {"device_ids": None},
         "default_scope": "mmengine",
         "log_level": "ERROR",
     }  # fmt: skip
@@ -68,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     import fuelrail.loaders.integrations.mmengine  # noqa: F401 - registers; a config file says custom_imports
 
     options = arguments(argv)
-    Runner(**config(options.dataset, options.steps, str(options.checkpoint))).train()
+    if "RANK" in os.environ and not torch.cuda.is_available() and not dist.is_initialized():
+        dist.init_process_group("gloo")  # MMEngine would look for a GPU
+    Runner.from_cfg(Config(config(options.dataset, options.steps, str(options.checkpoint)))).train()
 
 
 if __name__ == "__main__":

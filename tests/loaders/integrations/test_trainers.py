@@ -82,7 +82,7 @@ def test_what_torch_brings(tiny, tmp_path):
         ("deepspeed", "deepspeed_zero:zero_stage=3", DATA_PARALLEL),
         ("megatron", "megatron_core:tensor_parallel=2", SAME_BATCHES),
         ("megatron", "megatron_core:tensor_parallel=1", DATA_PARALLEL),
-        ("mmengine", "mmengine_runner", (World(0, 1),)),
+        ("mmengine", "mmengine_runner", DATA_PARALLEL),
     ],
 )
 def test_other_trainers(tiny, tmp_path, package, example, worlds):
