@@ -266,6 +266,8 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
     if timed:
         ratio = f"{REFERENCE} is ... times as fast"
         table = Table("loader", "images/s", "range", ratio, "CPU-s/1000", "MB", "first s", box=None, pad_edge=False)
+        for column in table.columns:
+            column.no_wrap = True
         for column in table.columns[1:]:
             column.justify = "right"
         for entry in timed:
@@ -278,7 +280,7 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
                 f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
                 f"{figures.first_batch_s:.2f}",
             )  # fmt: skip
-        console.print(table)
+        console.print(table, crop=False, overflow="ignore", width=max(console.width, 140))
     for entry in report.contestants:
         if entry.left_out is not None:
             console.print(f"left out: {entry.name}: {entry.left_out}", highlight=False, markup=False)

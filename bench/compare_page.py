@@ -64,6 +64,7 @@ def render_compare_html(report: CompareReport) -> str:
 
 def _bars(report: CompareReport) -> str:
     timed = ranking(report)
+    gap = 0.01 * max(entry.figures.images_per_s.high for entry in timed if entry.figures is not None)
     with style():
         drawn, axes = new_figure(0.6 + 0.25 * len(timed))
         for row, entry in enumerate(timed):
@@ -71,7 +72,7 @@ def _bars(report: CompareReport) -> str:
             rate = entry.figures.images_per_s
             axes.barh(row, rate.median, 0.68, color=_GREEN if entry.peer == OURS else BLUE, linewidth=0)
             axes.plot([rate.low, rate.high], [row, row], color="#222222", linewidth=1.0)
-            axes.text(rate.high, row, f"  {rate.median:.0f}", va="center", fontsize=8, color="#333333")
+            axes.text(rate.high + gap, row, f"{rate.median:.0f}", va="center", fontsize=8, color="#333333")
         axes.set_yticks(range(len(timed)), [entry.name for entry in timed])
         axes.invert_yaxis()
         axes.set_xlim(left=0)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.bench.loader_report import LoaderFigures, LoaderReport
+    from fuelrail.bench.loader_run import LoaderRun
     from fuelrail.bench.rates import Rate
 
 HELP = "measure how fast a dataset can be loaded, stage by stage, and what bounds it"
@@ -97,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         recorded = record_stages(dataset, image, choice, max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // batch_size)))
         items = {entry.stage.name: entry.items for entry in recorded}
     names = [entry.stage.name for entry in recorded]
-    runs, stages, stacked, limits = [], [], [], []
+    runs: list[LoaderRun] = []
+    stages: list[list[Rate]] = []
+    stacked: list[list[Rate]] = []
+    limits: list[list[Rate]] = []
     cut_off = None
     # In turns, so that a machine that grows slower or is disturbed for a while favours none of the four.
     try:
@@ -113,8 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
                 limit = measure_limits(
                     items["parse"], items["decode"], lidars, output_bytes, choice.num_workers, part_s, dataset
                 )
-            for kept, value in ((runs, run), (stages, alone), (stacked, upon), (limits, limit)):
-                kept.append(value)
+            runs.append(run)
+            stages.append(alone)
+            stacked.append(upon)
+            limits.append(limit)
     except KeyboardInterrupt:
         if not runs:
             raise

@@ -132,8 +132,8 @@ def _report(
     )
     points = [point for report in reports if (point := plan.point(report)) is not None]
     too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
-    usable = fit is not None and too_short is None and bool(fit.service_ms)
-    curves = make_curves(fit, plan.batch_size, plan.global_batch, conditions) if usable else []
+    usable = fit if fit is not None and too_short is None and fit.service_ms else None
+    curves = [] if usable is None else make_curves(usable, plan.batch_size, plan.global_batch, conditions)
     warnings = sorted({warning for report in reports for warning in report.warnings})
     if too_short is not None:
         warnings.insert(0, f"No figures: {too_short}.")
@@ -150,7 +150,7 @@ def _report(
         accelerator=reports[0].accelerator,
         options=options,
         runs=points,
-        fit=fit if usable else None,
+        fit=usable,
         curves=curves,
         cut_off=cut_off,
         warnings=warnings,

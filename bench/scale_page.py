@@ -52,7 +52,7 @@ def render_scale_html(report: ScaleReport) -> str:
     scalings: tuple[Scaling, ...] = ("weak", "strong")
     for scaling in scalings:
         if any(scaling in run.efficiency for run in report.measured):
-            caption = "Lines: simulated. Dots: measured on this host, all ranks on it."
+            caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
             parts += [f"<h2>{scaling.title()} scaling</h2>", figure(_plot(report, scaling), caption)]
     parts += ["<h2>Measured, and the model's error</h2>", _table(MEASURED_HEADER, measured_rows(report))]
     if report.curves:
@@ -64,6 +64,14 @@ def render_scale_html(report: ScaleReport) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return table([*map(escape, header)], [[*map(escape, row)] for row in rows])
+
+
+def _simulated_batch(report: ScaleReport, scaling: Scaling) -> str:
+    """What the lines of strong scaling share, which the dots do not."""
+    first = next((curve.points[0].result for curve in report.curves if curve.scaling == scaling), None)
+    if scaling == "weak" or first is None:
+        return ""
+    return f", {first.batch_size:,} samples shared among the ranks (the dots: {report.options['global_batch']})"
 
 
 def _plot(report: ScaleReport, scaling: Scaling) -> str:
@@ -78,7 +86,7 @@ def _plot(report: ScaleReport, scaling: Scaling) -> str:
         axes.plot(counts, values, "o", color="#222222", markersize=5, label="measured")
         axes.set_xscale("log", base=2)
         ticks = sorted({2**power for power in range(0, 13, 2)} | set(counts))
-        most = max([point.result.num_ranks for curve in report.curves for point in curve.points] + counts)
+        most = max([p.result.num_ranks for c in report.curves if c.scaling == scaling for p in c.points] + counts)
         axes.set_xticks([tick for tick in ticks if tick <= most], [f"{tick:,}" for tick in ticks if tick <= most])
         axes.minorticks_off()
         axes.set_ylim(0, max([1.05, *(value * 1.05 for value in values)]))

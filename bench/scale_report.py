@@ -136,7 +136,11 @@ def try_model(fit: Fit, runs: Sequence[Measured], seed: int) -> list[Trial]:
 
 
 def make_curves(fit: Fit, batch_size: int, global_batch: int, conditions: Conditions) -> list[Curve]:
-    """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with storage that gives so much."""
+    """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with storage that gives so much.
+
+    Strong scaling shares ``global_batch`` samples, or ``max_ranks`` if that is more: one for each at the end.
+    """
+    global_batch = max(global_batch, conditions.max_ranks)
     ranks = [1]
     while ranks[-1] * 2 <= conditions.max_ranks:
         ranks.append(ranks[-1] * 2)

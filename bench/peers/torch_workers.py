@@ -42,7 +42,8 @@ def stack(samples: Sequence[tuple[int, NDArray[np.uint8]]]) -> tuple[list[int], 
         # torch's default_collate: a copy within the worker is saved.
         storage_type: Any = torch.UntypedStorage
         out = torch.empty(0, dtype=torch.uint8)
-        out.set_(storage_type._new_shared(int(np.prod(shape)), device="cpu"), 0, shape)  # noqa: SLF001
+        set_memory: Any = out.set_
+        set_memory(storage_type._new_shared(int(np.prod(shape)), device="cpu"), 0, shape)  # noqa: SLF001
     return numbers, torch.stack(tensors, out=out)
 
 

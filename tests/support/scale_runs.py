@@ -42,7 +42,8 @@ def scale_report(runs=RUNS, **changes) -> ScaleReport:
     """A report of these runs."""
     model = fit()
     made = {
-        "machine": MACHINE, "dataset": DATASET, "accelerator": {"name": "slow"}, "options": {"seed": 3},
+        "machine": MACHINE, "dataset": DATASET, "accelerator": {"name": "slow"},
+        "options": {"seed": 3, "global_batch": 8},
         "runs": runs, "fit": model, "curves": make_curves(model, 2, 8, CONDITIONS), "cut_off": None, "warnings": [],
         "seed": 3,
     }  # fmt: skip
