@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -106,6 +107,16 @@ def shard(
         np.save(work.plan_rows, plan.rows)
         np.save(work.selection, selected)
         progress.planned(plan, int(table.numbers("size_bytes")[plan.rows].sum() * share))
+        # Before the look at what is whole, where it may be the one file that is not; else once the run is noted as
+        # begun, so that a dictionary in OUT is that of this recipe.
+        settle = partial(settle_dictionary, output, recipe, finished, table, plan.rows)
+        dictionary = settle() if finished is not None else None
+        manifest = _if_whole(output, finished)
+        if manifest is None:
+            work.begin(msgspec.structs.replace(here, shards=plan.shards))
+            output.remove(MANIFEST_FILE)
+        if finished is None:
+            dictionary = settle()
         job = WriteJob(
             out=output.location,
             scan_table=work.scan_table,
@@ -118,13 +129,8 @@ def shard(
             license=recipe.license or info.license,
             lidars=tuple(info.lidars),
             clip_ids=tuple(clip.clip_id for clip in info.clips),
-            dictionary=settle_dictionary(output, recipe, finished, table, plan.rows),
+            dictionary=dictionary,
         )
-
-        manifest = _if_whole(output, finished)
-        if manifest is None:
-            work.begin(msgspec.structs.replace(here, shards=plan.shards))
-            output.remove(MANIFEST_FILE)
         wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(output, manifest, num_workers)
         num_kept = len(plan.shards) - len(wanted)
         for done in engine.make_shards(job, wanted, progress.advanced):

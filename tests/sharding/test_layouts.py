@@ -154,6 +154,24 @@ def test_shards_of_another_dictionary_are_written_again(source, outs, tmp_path):
     assert digests(out) == digests(outs / "dictionary")
 
 
+def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source, outs, tmp_path, monkeypatch):
+    # Begun work is known by its recipe; until that stands in OUT, a run with another one may take over.
+    options = {"shard_size_bytes": SHARD_BYTES, **LAYOUTS["dictionary"]}
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    for name in ("fuelrail.sharding.workspace.Workspace.begin", "fuelrail.sharding.run.settle_dictionary"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                shard_nuscenes(source, tmp_path / name, seed=1, **options)
+        assert not (tmp_path / name / DICTIONARY_FILE).exists()
+    out = tmp_path / "fuelrail.sharding.workspace.Workspace.begin"
+    shard_nuscenes(source, out, **options)
+    assert digests(out) == digests(outs / "dictionary")
+
+
 def test_options_that_do_not_go_together(source, tmp_path):
     for layout in ("frame", "none"):
         with pytest.raises(ConfigError, match=f"a dictionary goes with layout member only, not with layout {layout}"):
