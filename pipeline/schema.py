@@ -16,7 +16,7 @@ dtype and shape in their annotations, and those are what encoding and decoding c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 
 import msgspec
@@ -206,8 +206,14 @@ def decode_meta(data: Buffer) -> Meta:
 
 def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
     """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked (SchemaError)."""
-    arrays = {f.name: getattr(record, f.name) for f in fields(record)}
-    _check(type(record), arrays)
+    kind = type(record)
+    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
+    found = tuple((array.dtype, array.shape) for array in arrays.values())
+    if (kind, found) not in _fitting:
+        _check(kind, arrays)
+        if len(_fitting) == _MOST_FITTING:
+            _fitting.clear()
+        _fitting.add((kind, found))
     return write_tensors(arrays)
 
 
@@ -228,6 +234,11 @@ def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...
 
 
 _SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
+
+
+_MOST_FITTING: Final = 1024
+_fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
+"""What arrays of a record were found to be and passed: the same need no second look."""
 
 
 def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
