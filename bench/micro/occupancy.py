@@ -43,8 +43,6 @@ THEORY_FROM, THEORY_WITHIN = 1.1, 0.02
 _NUM_RANKS = 2
 # As in published trainings of such models a step lasts a few tenths of a second, which is what hides a link's latency.
 _BATCH_SIZE = 24
-# A rank that fell behind can then use a core that the other one, whose queue is full, leaves idle.
-_NUM_WORKERS = 2
 _POINTS_A_CAPACITY = 3
 _STEP_SHARES = {"forward_ms": 1 / 3, "backward_ms": 2 / 3}
 _GUESS_SAMPLES_PER_S = 60.0
@@ -142,7 +140,6 @@ def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, sec
         steps=steps,
         warmup=warmup,
         model="light",
-        workers=_NUM_WORKERS,
     )
     if demand is None:
         return TrainRun(arguments, folder / "records", ("training",))

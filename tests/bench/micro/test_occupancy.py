@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fuelrail.bench.micro import ground_truth, occupancy
+from fuelrail.bench.micro.ground_truth import GroundTruth, Stalled
+from fuelrail.bench.micro.occupancy import OccupancySweep, Point
+
+RESULTS = Path(__file__).parents[3] / "bench" / "results"
+
+
+def point(demand, measured):
+    return Point(
+        demand=demand, demand_samples_per_s=1.0, capacity_samples_per_s=1.0, occupancy=measured,
+        theory=min(1.0, 1 / demand), num_steps=10, data_wait_share=0.0, all_reduce_share=0.0, other_share=0.0,
+        overshoot_share=0.0, overrun_share=0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("demand", "measured", "verdict"),
+    [(0.5, 0.991, "holds"), (0.9, 0.989, "TOO LOW"), (1.0, 0.5, ""), (1.25, 0.79, "holds"), (1.25, 0.77, "OFF")],
+)
+def test_what_must_hold_where(demand, measured, verdict):
+    assert point(demand, measured).verdict == verdict
+
+
+def test_up_to_nine_tenths_of_the_capacity_the_committed_sweep_holds(tmp_path):
+    result = msgspec.json.decode((RESULTS / "occupancy.json").read_bytes(), type=OccupancySweep)
+    fed = [point for point in result.points if point.demand <= occupancy.FED_UP_TO]
+    assert fed
+    assert all(point.verdict == "holds" for point in fed)
+    assert "capacity" in occupancy.render(result)
+    occupancy.save_plot(result, tmp_path / "plot.svg")
+    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+
+
+def test_the_committed_errors_of_the_harness_are_within_what_they_may_be():
+    result = msgspec.json.decode((RESULTS / "ground_truth.json").read_bytes(), type=GroundTruth)
+    assert {run.name.partition(":")[0] for run in result.runs} == {*ground_truth._PHASES, "collate"}
+    assert all(run.holds for run in result.runs)
+    assert result.overhead < ground_truth.OVERHEAD_UNDER
+    assert "book-keeping" in ground_truth.render(result)
+
+
+@pytest.mark.parametrize(
+    ("occupied", "phase_ms", "holds"), [(0.80, 30.0, True), (0.812, 30.0, False), (0.80, 31.0, False)]
+)
+def test_both_errors_count(occupied, phase_ms, holds):
+    run = Stalled(name="x", true_occupancy=0.80, occupancy=occupied, true_phase_ms=30.0, phase_ms=phase_ms)
+    assert run.holds is holds
