@@ -43,13 +43,17 @@ _NODE_DIES_EVERY: Final = 3
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, undisturbed or not: digest of the whole dataset, deaths, how often it was finished."""
+    """One engine, undisturbed or not: digest of the whole dataset, deaths, how often it was finished.
+
+    ``num_failed_with_node``: how often the command did not outlive a node's death (its own node's, say) and was run again.
+    """
 
     engine: str
     killed: bool
     dataset_sha256: str
     num_deaths: int
     num_nodes_killed: int
+    num_failed_with_node: int
     num_finished: int
 
 
@@ -104,7 +108,7 @@ class Trial:
 
     def killed(self, num_deaths: int, took_s: float, draw: random.Random) -> Case:
         """Run it until it died so often, then to its end."""
-        deaths = nodes = num_finished = 0
+        deaths = nodes = failed = num_finished = 0
         finished: set[str] = set()
         while deaths < num_deaths:
             node = self._cluster is not None and deaths % _NODE_DIES_EVERY == 2 and self._name != "Ray, 1 node"
@@ -113,18 +117,25 @@ class Trial:
                 num_finished += 1
                 if not node:
                     continue  # it was done before it was to die
+            else:
+                failed += node
             deaths += 1
             nodes += node
         if self._run(None):
             raise RuntimeError(f"{self._name}: the command failed after {deaths} deaths")
         finished.add(self._finish())
         return self._case(
-            killed=True, finished=finished, num_finished=num_finished + 1, num_deaths=deaths, num_nodes_killed=nodes
+            killed=True,
+            finished=finished,
+            num_finished=num_finished + 1,
+            num_deaths=deaths,
+            num_nodes_killed=nodes,
+            num_failed_with_node=failed,
         )
 
     def _case(self, *, killed: bool, finished: set[str], num_finished: int, **counts: int) -> Case:
         digest = finished.pop() if len(finished) == 1 else "several: " + " ".join(sorted(finished))
-        counts = {"num_deaths": 0, "num_nodes_killed": 0, **counts}
+        counts = {"num_deaths": 0, "num_nodes_killed": 0, "num_failed_with_node": 0, **counts}
         return Case(engine=self._name, killed=killed, dataset_sha256=digest, num_finished=num_finished, **counts)
 
     def _finish(self) -> str:
@@ -142,10 +153,9 @@ class Trial:
             return run.wait(kill_after_s)
         if node and self._cluster is not None:
             self._cluster.tell("kill")
-            if run.wait():
-                raise RuntimeError(f"{self._name}: the command failed when a node died")
+            code = run.wait()
             self._cluster.tell("add")
-            return 0
+            return code
         os.killpg(run.pid, signal.SIGKILL)
         return run.wait()
 
@@ -172,7 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--engines", nargs="+", choices=engines, default=engines, metavar="ENGINE", help=", ".join(engines)
     )
     parser.add_argument("--deaths", type=int, default=20, help="in each killed case (default 20)")
-    parser.add_argument("--frames", type=int, default=160, help="samples of six images and a sweep (default 160)")
+    parser.add_argument(
+        "--frames",
+        type=int,
+        default=160,
+        help="samples of six images and a sweep, 41 at least: two clips (default 160)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
     cases: list[Case] = []
@@ -183,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_shards, num_bytes = probe.counts()
         for case in measure(Path(scratch), source, options.engines, options.deaths):
             cases.append(case)
-            deaths = f"{case.num_deaths} deaths, {case.num_nodes_killed} of nodes" if case.killed else "undisturbed"
+            deaths = "undisturbed"
+            if case.killed:
+                deaths = f"{case.num_deaths} deaths, {case.num_nodes_killed} of nodes"
             digest = case.dataset_sha256[:16]
             sys.stdout.write(f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {digest}\n")
             sys.stdout.flush()
