@@ -45,7 +45,7 @@ _NODE_DIES_EVERY: Final = 3
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, undisturbed or not: digest of the whole dataset, deaths, how often it was finished.
 
-    ``num_failed_with_node``: how often the command did not outlive a node's death (its own node's, say) and was run again.
+    ``num_failed_with_node``: how often the command did not outlive a node's death, and was run again.
     """
 
     engine: str
