@@ -51,11 +51,12 @@ NUM_SAMPLES = (1_000, 100_000)
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process: what it did, wall time [s], resident memory before [bytes] and its peak."""
+    """Of one process: what it did, wall and CPU time [s], resident memory before [bytes] and its peak."""
 
     what: str
     count: int
     seconds: float
+    cpu_seconds: float
     rss_before_bytes: int
     peak_rss_bytes: int
 
@@ -149,10 +150,13 @@ def _child(what: str, path: Path) -> Measured:
         "plan with --select": lambda: make_the_plan(path, "not night"),
         "run": lambda: run_whole(path),
     }
-    before, started = _status("VmRSS"), time.perf_counter()
+    before, started, cpu_started = _status("VmRSS"), time.perf_counter(), time.process_time()
     count = works[what]()
-    seconds = time.perf_counter() - started
-    return Measured(what=what, count=count, seconds=seconds, rss_before_bytes=before, peak_rss_bytes=_status("VmHWM"))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    return Measured(
+        what=what, count=count, seconds=seconds, cpu_seconds=cpu_seconds, rss_before_bytes=before,
+        peak_rss_bytes=_status("VmHWM"),
+    )  # fmt: skip
 
 
 def _measure(what: str, path: Path) -> Measured:
@@ -191,8 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured.append(_measure("run", work / str(length)))
     for entry in measured:
         sys.stdout.write(
-            f"{entry.what}, {entry.count:,} samples: {entry.seconds:.1f} s, peak {entry.peak_rss_bytes / 1e6:,.0f} MB, "
-            f"of which {entry.rss_before_bytes / 1e6:,.0f} MB before it began\n"
+            f"{entry.what}, {entry.count:,} samples: {entry.seconds:.1f} s, {entry.cpu_seconds:.1f} s of CPU, peak "
+            f"{entry.peak_rss_bytes / 1e6:,.0f} MB, of which {entry.rss_before_bytes / 1e6:,.0f} MB before it began\n"
         )
     if options.out is not None:
         report = MemoryReport(benchmark="sharding_memory", machine=machine_facts(), measured=measured)
