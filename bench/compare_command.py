@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from fuelrail.bench.console import report_console
 from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
 from fuelrail.pipeline.errors import ConfigError
 
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         # A failure of our own must not take the rounds before it along.
         session.publish(cut_off="the run was interrupted" if interrupted else None)
-    print_compare_report(session.report(), Console(soft_wrap=True))
+    print_compare_report(session.report(), report_console())
     if interrupted:
         sys.stderr.write("fuelrail: error: the report is partial: the run was interrupted\n")
     return _INTERRUPTED if interrupted else 0
@@ -115,7 +116,7 @@ class _Session:
         self._rounds = before.num_rounds if before else 0
         self._entries = {entry.name: entry for entry in before.contestants} if before else {}
         self._cut_off: str | None = None
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, soft_wrap=True)
         if before is not None:
             self._refuse_other(before)
 
@@ -266,8 +267,6 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
     if timed:
         ratio = f"{REFERENCE} is ... times as fast"
         table = Table("loader", "images/s", "range", ratio, "CPU-s/1000", "MB", "first s", box=None, pad_edge=False)
-        for column in table.columns:
-            column.no_wrap = True
         for column in table.columns[1:]:
             column.justify = "right"
         for entry in timed:
@@ -280,7 +279,7 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
                 f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
                 f"{figures.first_batch_s:.2f}",
             )  # fmt: skip
-        console.print(table, crop=False, overflow="ignore", width=max(console.width, 140))
+        console.print(table)
     for entry in report.contestants:
         if entry.left_out is not None:
             console.print(f"left out: {entry.name}: {entry.left_out}", highlight=False, markup=False)

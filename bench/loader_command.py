@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from fuelrail.bench.console import report_console
 from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
 from fuelrail.bench.machine import machine_facts, usable_cpus
 from fuelrail.bench.memory import peak_memory_bytes
@@ -154,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode() + "\n")
     else:
-        print_loader_report(report, Console(soft_wrap=True))
+        print_loader_report(report, report_console())
         Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, written)), highlight=False)
     if cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")

@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from fuelrail.bench.console import report_console
 from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         cut_off = str(error)
     report = _report(arguments, plan, reports, fit, cut_off)
     _publish(report, arguments)
-    print_scale_report(report, Console(soft_wrap=True))
+    print_scale_report(report, report_console())
     if cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
     return _INTERRUPTED if interrupted else _FAILED if cut_off else 0
@@ -180,8 +181,6 @@ def print_scale_report(report: ScaleReport, console: Console) -> None:
         if not rows:
             continue
         table = Table(*header, box=None, pad_edge=False)
-        for column in table.columns:
-            column.no_wrap = True
         for column in table.columns[1:]:
             column.justify = "right"
         for row in rows:
