@@ -56,6 +56,9 @@ def data_parallel(model: nn.Module, accelerator: "Accelerator") -> DistributedDa
         model,
         bucket_cap_mb=min(_DDP_BUCKET_MIB, num_bytes / _NUM_BUCKETS / 2**20),
         gradient_as_bucket_view=True,
+        # They are constants, or statistics of each rank's own. Sent around they would make every rank wait for the slowest
+        # one's batch at the beginning of its forward pass, in which nothing depends on the others.
+        broadcast_buffers=False,
     )
     wrapped.register_comm_hook(dist.group.WORLD, TimedGradientSync(accelerator, num_bytes).hook)
     return wrapped
