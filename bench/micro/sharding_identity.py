@@ -204,18 +204,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             digest = case.dataset_sha256[:16]
             sys.stdout.write(f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {digest}\n")
             sys.stdout.flush()
+            if options.out is not None:  # after each case: the whole takes its time
+                report = Identity(
+                    benchmark="sharding_identity",
+                    machine=machine_facts(),
+                    num_shards=num_shards,
+                    num_bytes=num_bytes,
+                    identical=len({case.dataset_sha256 for case in cases}) == 1,
+                    cases=cases,
+                )
+                publish_json(options.out, report)
     identical = len({case.dataset_sha256 for case in cases}) == 1
     sys.stdout.write("identical\n" if identical else "NOT identical\n")
-    if options.out is not None:
-        report = Identity(
-            benchmark="sharding_identity",
-            machine=machine_facts(),
-            num_shards=num_shards,
-            num_bytes=num_bytes,
-            identical=identical,
-            cases=cases,
-        )
-        publish_json(options.out, report)
     return 0 if identical else 1
 
 
