@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BATCH_SIZE = 8
+_WARM_BATCHES = 3
+_LAP_S = 1.5
 _IMAGE = ImageAugment(height=OUT_WH[1], width=OUT_WH[0])
 
 
@@ -84,16 +86,20 @@ def rate_of_threads(decode: Callable[[bytes, NDArray[np.uint8]], object], images
         return len(images) / (time.perf_counter() - begun_s)
 
 
-def rate_of_loader(loader: DataLoader, num_batches: int) -> float:
-    """Images a second of a loader that runs already, over the next batches."""
-    seen, begun_s = 0, 0.0
-    for number, batch in enumerate(loader):
-        if number == 2:
-            seen, begun_s = 0, time.perf_counter()
-        seen += batch["img"].shape[0] * batch["img"].shape[1]
-        if number == num_batches + 2:
-            break
-    return seen / (time.perf_counter() - begun_s)
+def rate_of_loader(loader: DataLoader) -> float:
+    """Images a second of a loader, from its third batch on, over epochs."""
+    arrived = 0
+    begun_s = now_s = 0.0
+    while True:
+        for batch in loader:
+            now_s = time.perf_counter()
+            arrived += 1
+            if arrived == _WARM_BATCHES:
+                begun_s = now_s
+            elif arrived > _WARM_BATCHES and now_s - begun_s >= _LAP_S:
+                # Intervals, not batches: the one that the clock started at was made before.
+                num_images: int = (arrived - _WARM_BATCHES) * batch["img"].shape[0] * batch["img"].shape[1]
+                return num_images / (now_s - begun_s)
 
 
 def measure(
@@ -101,14 +107,13 @@ def measure(
 ) -> tuple[dict[str, list[float]], list[bytes]]:
     """Rates of all ways, in turns."""
     images = encoded_images(keep)
-    num_batches = len(images) // (6 * _BATCH_SIZE) - 3
 
     def loader(path: Path, decoder: str = "turbo") -> Callable[[], float]:
         options: dict[str, Any] = {"image": _IMAGE, "num_workers": NUM_THREADS, "decoder": decoder}
 
         def run() -> float:
             with DataLoader(path, _BATCH_SIZE, **options) as made:
-                return rate_of_loader(made, num_batches)
+                return rate_of_loader(made)
 
         return run
 
