@@ -5,6 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fuelrail.bench.files import publish
 from fuelrail.bench.loader_plots import loader_plots
 from fuelrail.bench.page import GIB, facts, figure, head, hero, note, page, table, tiles
@@ -38,6 +40,7 @@ def save_loader_html(report: LoaderReport, path: Path) -> None:
 def render_loader_html(report: LoaderReport) -> str:
     """The page as one string; it refers to nothing outside itself."""
     drawn = loader_plots(report)
+    stacked = [msgspec.structs.replace(rate, name=f"up to here: {rate.name}") for rate in report.stacked]
     threads = report.options["num_workers"]
     line = (
         f"Loading <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
@@ -73,7 +76,7 @@ def render_loader_html(report: LoaderReport) -> str:
         figure(drawn["cpu"], "Blue: the loader's stages. Grey: the libraries alone."),
         table(
             ["", "threads", "samples/s", "CPU time a sample [ms]"],
-            _rows([*report.stages, *report.stacked, *report.limits]),
+            _rows([*report.stages, *stacked, *report.limits]),
         ),
         f'<p class="small">{escape(_ALONE)}</p>',
         "<h2>Rate over time</h2>",
