@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with its own types and refuses text.
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 # the all-reduce of a small model, too, overlaps its backward pass.
 _NUM_BUCKETS = 4
 _DDP_BUCKET_MIB = 25.0
+# What the argument is called depends on torch's version.
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
 
 
 class TimedGradientSync:
@@ -56,9 +60,9 @@ def data_parallel(model: nn.Module, accelerator: "Accelerator") -> DistributedDa
         model,
         bucket_cap_mb=min(_DDP_BUCKET_MIB, num_bytes / _NUM_BUCKETS / 2**20),
         gradient_as_bucket_view=True,
-        # They are constants, or statistics of each rank's own. Sent around they would make every rank wait for the slowest
-        # one's batch at the beginning of its forward pass, in which nothing depends on the others.
-        broadcast_buffers=False,
+        # They are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
+        # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
+        **{_SYNC_BUFFERS: False},
     )
     wrapped.register_comm_hook(dist.group.WORLD, TimedGradientSync(accelerator, num_bytes).hook)
     return wrapped
