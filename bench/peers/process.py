@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from fuelrail.bench.peers.recipes import prepare_worker
 from fuelrail.bench.peers.registry import load_peer
 from fuelrail.bench.peers.samples import read_samples
 from fuelrail.bench.process_tree import tree_cpu_s
+from fuelrail.bench.trainer.elastic import end_with
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.settings import Settings
@@ -194,6 +196,7 @@ def _decoding(task: Task) -> str:
 
 def main(path: str) -> None:
     """Do the task and leave at once: worker processes and threads end with this one, in whatever they are doing."""
+    end_with(os.getppid(), signal.SIGKILL)  # however the comparison ends, nothing of it goes on
     task = msgspec.json.decode(Path(path).read_bytes(), type=Task)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cpus)
