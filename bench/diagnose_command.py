@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def examine(arguments: argparse.Namespace, **changes: object) -> DiagnosisReport:
+def examine(arguments: argparse.Namespace, **changes: Any) -> DiagnosisReport:  # noqa: ANN401
     """Make the runs and judge them; with ``arguments.apply`` try what may help.
 
     ``changes`` replaces fields of every run's settings.
@@ -149,7 +149,7 @@ def _try(
     as_it_is: Report,
     settings: TrainSettings,
     arguments: argparse.Namespace,
-    changes: dict[str, object],
+    changes: dict[str, Any],
 ) -> tuple[list[Tried], dict[str, Report]]:
     """Run what may help, behind one more run as it is: the machine may have drifted since the first."""
     facts = as_it_is.dataset

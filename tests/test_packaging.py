@@ -33,7 +33,12 @@ FLOORS = {
     "bench": set(FOLDERS),
 }
 # What only some modules may ask for, as everything that is heavy or optional: the folders that may.
-HEAVY = {"torch": {"loaders", "bench"}, "webdataset": {"loaders", "bench"}, "ray": {"sharding"}, "nvidia": {"loaders"}}
+HEAVY = {
+    "torch": {"loaders", "bench"},
+    "webdataset": {"loaders", "bench"},
+    "ray": {"sharding"},
+    "nvidia": {"bench", "loaders"},
+}
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 

@@ -210,7 +210,8 @@ def _book_keeping_ms(dataset: Path, folder: Path, *, num_rounds: int = 9, num_st
         work()
         return time.perf_counter() - started_s
 
-    bare(), measured()
+    bare()
+    measured()
     return statistics.median(1e3 * (seconds(measured) - seconds(bare)) / num_steps for _ in range(num_rounds))
 
 

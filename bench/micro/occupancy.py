@@ -44,7 +44,7 @@ _NUM_RANKS = 2
 # As in published trainings of such models a step lasts a few tenths of a second, which is what hides a link's latency.
 _BATCH_SIZE = 24
 _POINTS_A_CAPACITY = 3
-_STEP_SHARES = {"forward_ms": 1 / 3, "backward_ms": 2 / 3}
+_FORWARD_SHARE = 1 / 3
 _GUESS_SAMPLES_PER_S = 60.0
 
 
@@ -144,6 +144,7 @@ def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, sec
     if demand is None:
         return TrainRun(arguments, folder / "records", ("training",))
     sample_ms = 1e3 * _NUM_RANKS / (demand * capacity)
+    phases_ms = sample_ms - 1.0 / _BATCH_SIZE  # without the optimiser's
     profile = AcceleratorProfile(
         name=f"demand-{demand:g}",
         device="a GPU that takes that much",
@@ -153,7 +154,8 @@ def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, sec
         optimiser_ms=1.0,
         sources=["made for this measurement"],
         derivation="The loader's measured capacity times the demand.",
-        **{name: share * (sample_ms - 1.0 / _BATCH_SIZE) for name, share in _STEP_SHARES.items()},
+        forward_ms=_FORWARD_SHARE * phases_ms,
+        backward_ms=(1.0 - _FORWARD_SHARE) * phases_ms,
     )
     return TrainRun(arguments, folder / "records", (), profile=profile)
 

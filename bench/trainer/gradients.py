@@ -62,7 +62,7 @@ def data_parallel(model: nn.Module, accelerator: "Accelerator") -> DistributedDa
         gradient_as_bucket_view=True,
         # They are constants, or statistics of each rank's own. Sent around they would make every rank wait for the
         # slowest one's batch at the beginning of its forward pass, in which nothing depends on the others.
-        **{_SYNC_BUFFERS: False},
+        **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
     )
     wrapped.register_comm_hook(dist.group.WORLD, TimedGradientSync(accelerator, num_bytes).hook)
     return wrapped
