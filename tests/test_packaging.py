@@ -36,7 +36,7 @@ FLOORS = {
 HEAVY = {
     "torch": {"loaders", "bench"},
     "webdataset": {"loaders", "bench"},
-    "ray": {"sharding"},
+    "ray": {"bench", "sharding"},
     "nvidia": {"bench", "loaders"},
 }
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -169,7 +169,9 @@ class TestLayout:
         assert PROJECT["dynamic"] == ["version"]
         assert PYPROJECT["tool"]["hatch"]["version"]["path"] == ".src/fuelrail/__init__.py"
         holders = [f for f in repository_texts() if fuelrail.__version__ in f.read_text(encoding="utf-8")]
-        holders = [f for f in holders if "results" not in f.parts]  # what was measured, and with which version
+        holders = [
+            f for f in holders if "results" not in f.parts and f.name != "RESULTS.md"
+        ]  # what was measured, and with which version
         assert [f.relative_to(ROOT).as_posix() for f in holders if f.name != "CHANGELOG.md"] == [
             ".src/fuelrail/__init__.py"
         ]

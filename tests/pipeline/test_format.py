@@ -97,7 +97,7 @@ class TestTables:
 
     def test_codecs_and_limits(self) -> None:
         text = section("5. Codecs")
-        assert first_column(text) == ["raw", "zstd", "zstd-pR"]
+        assert first_column(text) == ["raw", "zstd", "zstd-dict", "zstd-pR"]
         assert f"R is 1 to {codecs._MAX_ROW_BYTES}" in text
         assert codecs.MAX_MEMBER_BYTES == 1 << 30
         assert "(this implementation: 1 GiB)" in section("3. `index.arrow`")
