@@ -17,7 +17,7 @@ import msgspec
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.geometry import ImageMap
 from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +72,7 @@ class ImageAugment(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        check_types(self, ConfigError)
         if self.height < 1 or self.width < 1:
             raise ConfigError(f"final size height={self.height}, width={self.width} must be at least 1x1")
         if not isinstance(self.resize, str) and self.resize < _MIN_FACTOR:

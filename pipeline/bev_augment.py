@@ -23,7 +23,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -131,6 +131,7 @@ class BevAugment(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        check_types(self, ConfigError)
         for name in ("rotate_deg", "scale"):
             limits = getattr(self, name)
             if not (limits[0] <= limits[1] and all(map(math.isfinite, limits))):

@@ -13,7 +13,7 @@ import msgspec
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
-from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,6 +87,7 @@ class PixelAugment(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        check_types(self, ConfigError)
         if not 0.0 <= self.brightness <= 255.0:
             raise ConfigError(f"brightness={self.brightness} must be from 0 to 255 grey levels")
         if not 0.0 <= self.hue_deg <= 180.0:

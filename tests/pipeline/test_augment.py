@@ -217,3 +217,9 @@ def test_settings_read_from_a_file_say_what_is_allowed() -> None:
     assert convert(good, ImageAugment, "here.yaml").resize_range == (0.38, 0.55)
     with pytest.raises(ConfigError, match=r"here\.yaml"):
         convert({**good, "scope": "rig"}, ImageAugment, "here.yaml")
+
+
+@pytest.mark.parametrize("wrong", [{"height": "256"}, {"resize": None}, {"flip_prob": "half"}, {"rotate_deg": 5.4}])
+def test_wrong_types_are_named(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"ImageAugment: {next(iter(wrong))}=.* is not allowed"):
+        ImageAugment(**{"height": 256, "width": 704, **wrong})
