@@ -1,15 +1,19 @@
 """Fuzzing the decode backends: damaged and lying image files must be refused or decoded, and nothing else may happen.
 
-``python -m fuelrail.bench.micro.decode_fuzz --images FOLDER [--backend turbo] [--count 10000] [--seed 1]``. Real files
-are flipped, cut, spliced, repeated, overwritten and made to lie about their size. For each the backend either fills the
-output or raises ImageError and leaves it untouched; a crash, another exception, a file that takes seconds or memory
-that grows ends the run with an error. With the program jpegtran, progressive files and such with restart markers take
-part too.
+``python -m fuelrail.bench.micro.decode_fuzz --images FOLDER... [--backend turbo pillow] [--out FILE]``.
+Real files are flipped, cut, spliced, repeated, overwritten and made to lie about their size. For each the backend
+either fills the output or raises ImageError and leaves it untouched; a crash, another exception, a file that takes
+seconds or memory that grows ends the run with an error that names the mutation. With the program jpegtran, progressive
+files and such with restart markers take part too.
+
+The mutations are decoded in slices, each in a process of its own: a crash or a hang costs one slice, and what a library
+does not give back of one is not counted against the next. Mutation ``n`` of a seed is the same whatever the slices.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import resource
 import shutil
@@ -17,16 +21,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
+from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fuelrail.loaders.decode import ImageDecoder
 
@@ -35,14 +41,41 @@ _UNTOUCHED = 7
 _MAX_FILES = 24
 
 
-class Tally(NamedTuple):
-    """What became of the files, the longest that one took [CPU seconds], and how far memory grew [MiB]."""
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the files, the longest that one took [CPU seconds], and how far memory grew in a slice [MiB]."""
 
-    decoded: int
-    refused_by_header: int
-    refused_by_decoder: int
-    slowest_s: float
-    grown_mib: float
+    decoded: int = 0
+    refused_by_header: int = 0
+    refused_by_decoder: int = 0
+    slowest_s: float = 0.0
+    grown_mib: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Files in all."""
+        return self.decoded + self.refused_by_header + self.refused_by_decoder
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both of them together."""
+        return Tally(
+            decoded=self.decoded + other.decoded,
+            refused_by_header=self.refused_by_header + other.refused_by_header,
+            refused_by_decoder=self.refused_by_decoder + other.refused_by_decoder,
+            slowest_s=max(self.slowest_s, other.slowest_s),
+            grown_mib=max(self.grown_mib, other.grown_mib),
+        )
+
+
+class FuzzReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the mutations, by backend."""
+
+    benchmark: str
+    machine: MachineFacts
+    num_files: int
+    num_mutations: int
+    slice_size: int
+    seed: int
+    tallies: dict[str, Tally]
 
 
 def mutate(encoded: bytes, rng: random.Random) -> bytes:
@@ -71,18 +104,18 @@ def mutate(encoded: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], count: int, seed: int) -> Tally:
-    """Give the decoder ``count`` mutations, under maps with and without rotation.
+def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[int], seed: int) -> Tally:
+    """Give the decoder the mutations of these numbers, under maps with and without rotation.
 
     Raises AssertionError where a refused image's output was touched, and whatever the decoder raises that is no
     ImageError.
     """
-    rng = random.Random(seed)
     out = np.empty((3, OUT_WH[1], OUT_WH[0]), np.uint8)
     decoded = by_header = by_decoder = 0
     slowest_s = 0.0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(count):
+    for number in numbers:
+        rng = random.Random(f"{seed} {number}")
         encoded = mutate(rng.choice(originals), rng)
         begun_s = time.process_time()
         try:
@@ -101,14 +134,20 @@ def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], count: int, seed: in
                 raise AssertionError(f"mutation {number} of seed {seed} was refused, its output is touched") from None
         slowest_s = max(slowest_s, time.process_time() - begun_s)
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return Tally(decoded, by_header, by_decoder, slowest_s, grown_mib)
+    return Tally(
+        decoded=decoded,
+        refused_by_header=by_header,
+        refused_by_decoder=by_decoder,
+        slowest_s=slowest_s,
+        grown_mib=grown_mib,
+    )
 
 
-def load_files(folder: Path) -> list[bytes]:
-    """Some JPEG and PNG files below the folder, and rewritten ones of the first."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in (".jpg", ".png"))
+def load_files(folders: Sequence[Path]) -> list[bytes]:
+    """Some JPEG and PNG files below the folders, and rewritten ones of the first."""
+    paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".jpg", ".png")]
     if not paths:
-        raise SystemExit(f"no .jpg or .png files below '{folder}'")
+        raise SystemExit(f"no .jpg or .png files below {', '.join(map(str, folders))}")
     originals = [path.read_bytes() for path in paths[:: max(1, len(paths) // _MAX_FILES)]][:_MAX_FILES]
     first = next((data for data in originals if data.startswith(b"\xff\xd8")), None)
     program = shutil.which("jpegtran")
@@ -119,20 +158,81 @@ def load_files(folder: Path) -> list[bytes]:
     return originals
 
 
+def fuzz_slice(options: argparse.Namespace) -> None:
+    """What a slice's process does: it prints each mutation's number before decoding it, and the tally at the end."""
+
+    def announced() -> Iterable[int]:
+        for number in range(*options.only):
+            print(number, flush=True)  # noqa: T201
+            yield number
+
+    (backend,) = options.backend
+    tally = fuzz(make_decoder(backend), load_files(options.images), announced(), options.seed)
+    print(msgspec.json.encode(tally).decode())  # noqa: T201
+
+
+def fuzz_in_slices(backend: str, options: argparse.Namespace) -> Tally:
+    """Give the backend all mutations, a fresh process for each slice; exits, naming the mutation, where one fails."""
+    tally = Tally()
+    for first in range(0, options.count, options.slice):
+        last = min(options.count, first + options.slice)
+        command = [
+            sys.executable, "-m", "fuelrail.bench.micro.decode_fuzz", "--backend", backend,
+            "--images", *map(str, options.images), "--seed", str(options.seed), "--only", str(first), str(last),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=options.timeout
+            )
+        except subprocess.TimeoutExpired as error:
+            at = [str(first), *(error.stdout or b"").decode().split()][-1]
+            raise SystemExit(f"{backend} hangs at mutation {at} of seed {options.seed}") from error
+        lines = done.stdout.splitlines()
+        if done.returncode:
+            at = [str(first), *lines][-1]
+            raise SystemExit(
+                f"{done.stderr[-2000:]}\n{backend} ended with {done.returncode} at mutation {at} of seed {options.seed}"
+            )
+        tally += msgspec.json.decode(lines[-1], type=Tally)
+        if options.verbose:
+            print(f"{backend} {last}: {tally}", flush=True)  # noqa: T201
+    return tally
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tally; 1 where a file took too long or memory grew too far."""
+    """Print the tallies and, with ``--out``, write them; 1 where a file took too long or memory grew too far."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.decode_fuzz")
-    parser.add_argument("--images", type=Path, required=True, metavar="FOLDER", help="real image files")
-    parser.add_argument("--backend", default="turbo", help="decode backend (default %(default)s)")
+    parser.add_argument("--images", type=Path, nargs="+", required=True, metavar="FOLDER", help="real image files")
+    parser.add_argument("--backend", nargs="+", default=["turbo"], help="decode backends (default %(default)s)")
     parser.add_argument("--count", type=int, default=10_000, help="mutations (default %(default)s)")
+    parser.add_argument("--slice", type=int, default=500, help="mutations for each process (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="time that a slice may take")
     parser.add_argument("--max-seconds", type=float, default=5.0, help="CPU time that a file may take")
-    parser.add_argument("--max-mib", type=float, default=1024.0, help="memory that may be taken over that at the start")
+    parser.add_argument("--max-mib", type=float, default=1024.0, help="memory that a slice may take over its start")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the tallies as JSON")
+    parser.add_argument("--verbose", action="store_true", help="print the tally after each slice")
+    parser.add_argument("--only", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    originals = load_files(options.images)
-    tally = fuzz(make_decoder(options.backend), originals, options.count, options.seed)
-    print(f"{options.backend}, {options.count} mutations of {len(originals)} files: {tally}")  # noqa: T201
-    return int(tally.slowest_s > options.max_seconds or tally.grown_mib > options.max_mib)
+    if options.only is not None:
+        fuzz_slice(options)
+        return 0
+    report = FuzzReport(
+        benchmark="decode_fuzz",
+        machine=machine_facts(),
+        num_files=len(load_files(options.images)),
+        num_mutations=options.count,
+        slice_size=options.slice,
+        seed=options.seed,
+        tallies={backend: fuzz_in_slices(backend, options) for backend in options.backend},
+    )
+    for backend, tally in report.tallies.items():
+        print(f"{backend}, {options.count} mutations of {report.num_files} files: {tally}")  # noqa: T201
+    if options.out is not None:
+        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    bad = [t for t in report.tallies.values() if t.slowest_s > options.max_seconds or t.grown_mib > options.max_mib]
+    return int(bool(bad))
 
 
 if __name__ == "__main__":
