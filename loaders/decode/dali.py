@@ -12,6 +12,7 @@ turbo backend, which decodes them or says what is wrong. So what becomes of an i
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.geometry import ImageMap
+
+_LOG = logging.getLogger(__name__)
 
 MAX_BATCH = 64
 """Images of one run; larger batches are several runs."""
@@ -76,6 +79,9 @@ class DaliDecoder:
         self._num_threads, self._facts = num_threads, facts
         self._local = _Pipelines()
         self._turbo = TurboDecoder()
+        self.num_refused = 0
+        """Images that DALI failed on and libjpeg-turbo then decoded."""
+        self._reason = ""
 
     def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return uninitialised uint8 memory on the device; see the protocol."""
@@ -145,11 +151,12 @@ class DaliDecoder:
                 by_turbo.append(at)
             else:
                 jobs.append(job)
+        refused: list[int] = []
         for is_aligned in (True, False):
             group = [job for job in jobs if job.is_aligned is is_aligned]
             for first in range(0, len(group), MAX_BATCH):
-                by_turbo += self._run_or_split(group[first : first + MAX_BATCH], image_maps, out, interpolation)
-        for at in by_turbo:
+                refused += self._run_or_split(group[first : first + MAX_BATCH], image_maps, out, interpolation)
+        for at in by_turbo + refused:
             picture, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
             assert data is not None
             try:
@@ -158,7 +165,14 @@ class DaliDecoder:
                 errors[at] = error
                 continue
             out[at] = torch.from_numpy(picture).to(out.device)
+        self._note_refused([at for at in refused if errors[at] is None])
         return errors
+
+    def _note_refused(self, places: Sequence[int]) -> None:
+        """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes nothing. Said once."""
+        if places and self.num_refused == 0:
+            _LOG.warning("DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", self._reason)
+        self.num_refused += len(places)
 
     def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
         if interpolation not in INTERPOLATIONS:
@@ -196,15 +210,16 @@ class DaliDecoder:
         try:
             for name in ("encoded", "window", "roi", "size", *(() if jobs[0].is_aligned else ("matrix",))):
                 pipeline.feed_input(name, [getattr(job, name) for job in jobs])
-            if out.device.type == "cuda":
-                (pictures,) = pipeline.run(cuda_stream=torch.cuda.current_stream(out.device))
-            else:
-                (pictures,) = pipeline.run()
-        except RuntimeError:
+            # Complete when it returns: an executor that is not pipelined takes no stream to put the outputs on.
+            (pictures,) = pipeline.run()
+        except RuntimeError as error:
+            self._reason = str(error)
             del self._local.pipelines[key]  # an error leaves it unusable
             return False
         # The pipeline's own memory, valid until its next run.
         out[[job.at for job in jobs]] = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
+        if out.device.type == "cuda":
+            torch.cuda.current_stream(out.device).synchronize()
         return True
 
     def _build(self, interpolation: str, is_aligned: bool, out_width: int, out_height: int) -> Pipeline:

@@ -77,6 +77,23 @@ def test_a_batch_is_its_images_one_by_one(count: int, augment: ImageAugment) -> 
         alone = np.empty((3, 48, 64), np.uint8)
         decoder.decode_into(data, image_map, alone)
         assert np.array_equal(picture, alone)
+    assert decoder.num_refused == 0, "libjpeg-turbo did DALI's work"
+
+
+def test_where_dali_fails_altogether_turbo_decodes_and_it_is_said(monkeypatch, caplog) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no decoder on this device")
+
+    monkeypatch.setattr(dali.Pipeline, "run", fails)
+    decoder = make_decoder("dali")
+    encoded, maps = batch(3)
+    out = torch.empty((3, 3, 48, 64), dtype=torch.uint8)
+    for _ in range(2):
+        assert decoder.decode_batch(encoded, maps, out) == [None] * 3
+    assert decoder.num_refused == 6
+    assert [record.getMessage() for record in caplog.records] == [
+        "DALI fails on images that libjpeg-turbo decodes; those are left to it: no decoder on this device"
+    ]
 
 
 def test_bad_images_are_named_and_the_others_come() -> None:
