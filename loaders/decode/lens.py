@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
@@ -49,14 +50,9 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     return tuple(tuple(row) for row in chosen.tolist())
 
 
-@functools.lru_cache(maxsize=256)
 def largest_scale(image_map: ImageMap, lens: Lens) -> float:
     """The largest number of output pixels that a stored pixel's length becomes, over the whole output."""
-    width, height = (max(2, -(-side // _COARSE_PX)) for side in image_map.out_wh)
-    # Every sixteenth output pixel: a map of its own, shrunk about the first pixel's centre.
-    step_x, step_y = (image_map.out_wh[0] - 1) / (width - 1), (image_map.out_wh[1] - 1) / (height - 1)
-    shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
-    x, y = _source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
+    x, y, step_x, step_y = _coarse_places(image_map, lens)
     across = np.hypot(np.diff(x, axis=1), np.diff(y, axis=1)) / max(step_x, 1e-9)
     down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
     steps = np.concatenate((across.ravel(), down.ravel()))
@@ -64,20 +60,55 @@ def largest_scale(image_map: ImageMap, lens: Lens) -> float:
     return float(1.0 / steps.min()) if steps.size else 1.0
 
 
-@functools.lru_cache(maxsize=_KEPT)
-def sampling(image_map: ImageMap, lens: Lens, scale: tuple[float, float], size: tuple[int, int]) -> Sampling:
-    """Where to sample a source that is the stored image scaled by exactly ``scale`` (about its corner).
+def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int, int]:
+    """Return (top, bottom): pixel rows of the stored image that the output samples, or some more, within the image.
 
-    ``size`` is that source's (width, height), which may hold a partial last pixel. Arrays (height, width) of the
-    output; shared, not to be written to.
+    ``support_px`` widens it by the reach of the resampling filter, in stored pixels.
+    """
+    _, y, _, _ = _coarse_places(image_map, lens)
+    height = image_map.source_wh[1]
+    if not np.isfinite(y).all():
+        return 0, height
+    # Between the coarse places the lens bends by less than from one of them to the next.
+    bend = max((float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)), default=0.0)
+    margin = support_px + bend + 1.0
+    top, bottom = math.floor(float(y.min()) + 0.5 - margin), math.ceil(float(y.max()) + 0.5 + margin)
+    return max(0, min(top, height)), max(0, min(bottom, height))
+
+
+@functools.lru_cache(maxsize=256)
+def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
+    """Stored places of about every sixteenth output pixel, the outermost among them, and their steps across and down.
+
+    Shared, not to be written to.
+    """
+    width, height = (max(2, -(-side // _COARSE_PX)) for side in image_map.out_wh)
+    # A map of its own, shrunk about the first pixel's centre.
+    step_x, step_y = (image_map.out_wh[0] - 1) / (width - 1), (image_map.out_wh[1] - 1) / (height - 1)
+    shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
+    x, y = _source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
+    return x, y, step_x, step_y
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def sampling(
+    image_map: ImageMap, lens: Lens, scale: tuple[float, float], size: tuple[int, int], top: int = 0
+) -> Sampling:
+    """Where to sample a source that is the stored image from row ``top`` on, scaled by exactly ``scale``.
+
+    It is scaled about its corner. ``size`` is its (width, height), which may hold a partial last pixel, and need not
+    hold rows that the output does not see (`source_rows`). Arrays (height, width) of the output; shared, not to be
+    written to.
     """
     x, y = _source_places(_centre_matrix(image_map), lens, image_map.out_wh)
-    for places, factor in ((x, scale[0]), (y, scale[1])):
+    (width, height), (sx, sy) = image_map.source_wh, scale
+    if top:
+        y -= top
+    for places, factor in ((x, sx), (y, sy)):
         if factor != 1.0:
             places *= factor
             places += 0.5 * factor - 0.5
-    width, height = image_map.source_wh[0] * scale[0], image_map.source_wh[1] * scale[1]
-    seen = (x >= -0.5) & (x <= width - 0.5) & (y >= -0.5) & (y <= height - 0.5)
+    seen = (x >= -0.5) & (x <= width * sx - 0.5) & (y >= -top * sy - 0.5) & (y <= (height - top) * sy - 0.5)
     columns = image_map.visible_columns()
     if columns is not None:  # the rectified image's own border, and what crops before a rotation left out
         at = np.arange(x.shape[1])

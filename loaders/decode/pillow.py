@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_jpeg
-from fuelrail.loaders.decode.lens import largest_scale, sampling
+from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.splice import splice_rows
@@ -64,7 +64,7 @@ class PillowDecoder:
         info = probe(encoded)
         check_source(info, image_map)
         if image_map.lens is not None:
-            _rectify(self._decode(encoded, info), image_map, image_map.lens, out, interpolation)
+            self._rectify(encoded, info, image_map, image_map.lens, out, interpolation)
             return
         if info.restart_interval:
             reach = (_REACH[interpolation] + 1.0) / min(1.0, image_map.max_scale)
@@ -78,6 +78,32 @@ class PillowDecoder:
             _resize(source, image_map, out, interpolation)
         else:
             _rotate(source, image_map, out, interpolation)
+
+    def _rectify(
+        self,
+        encoded: Buffer,
+        info: ImageInfo,
+        image_map: ImageMap,
+        lens: Lens,
+        out: NDArray[np.uint8],
+        interpolation: str,
+    ) -> None:
+        """An antialiased resize to the output's scale, then lens and map undone by one interpolation, as `_rotate`."""
+        scale, top = min(1.0, largest_scale(image_map, lens)), 0
+        if info.restart_interval:
+            rows = source_rows(image_map, lens, (_REACH[interpolation] + 1.0) / scale)
+            spliced = splice_rows(encoded, info, *rows, scratch=self._scratch)
+            if spliced is not None:
+                encoded, info, top = spliced.encoded, info._replace(height=spliced.height), spliced.top
+        image = self._decode(encoded, info)
+        size = max(1, math.ceil(info.width * scale)), max(1, math.ceil(info.height * scale))
+        if size != (info.width, info.height):
+            image = image.resize(size, _FILTERS[interpolation])
+        places = sampling(image_map, lens, (size[0] / info.width, size[1] / info.height), size, top)
+        remapped = cv2.remap(np.asarray(image), places.x, places.y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+        _split(remapped, out)
+        if places.unseen is not None:
+            out[:, places.unseen] = 0
 
     def _decode(self, encoded: Buffer, info: ImageInfo) -> Image.Image:
         """Return an image of mode RGBX, or RGB where Pillow or CMYK conversion made it. Valid until the next call."""
@@ -142,19 +168,6 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     image = image.transform(image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR)
     _split(image, out)
     black_out_unseen(image_map, out)
-
-
-def _rectify(source: Image.Image, image_map: ImageMap, lens: Lens, out: NDArray[np.uint8], interpolation: str) -> None:
-    """An antialiased resize to the output's scale, then lens and map undone by one interpolation, as in `_rotate`."""
-    scale = min(1.0, largest_scale(image_map, lens))
-    width, height = image_map.source_wh
-    size = max(1, math.ceil(width * scale)), max(1, math.ceil(height * scale))
-    image = source if size == (width, height) else source.resize(size, _FILTERS[interpolation])
-    places = sampling(image_map, lens, (size[0] / width, size[1] / height), size)
-    remapped = cv2.remap(np.asarray(image), places.x, places.y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
-    _split(remapped, out)
-    if places.unseen is not None:
-        out[:, places.unseen] = 0
 
 
 def _split(image: Image.Image | Picture, out: NDArray[np.uint8]) -> None:

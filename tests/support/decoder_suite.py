@@ -6,11 +6,13 @@ by the backend, and found again with sub-pixel accuracy.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import struct
 import threading
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import cv2
@@ -24,6 +26,7 @@ from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.geometry import ImageMap, apply_to_projection
+from fuelrail.pipeline.settings import load_yaml
 from support.pictures import (
     blob_place,
     blobs,
@@ -62,9 +65,18 @@ PRESETS = {
 }
 """Names to image pipelines, those of the trainers and two odd ones."""
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SHIPPED = {file.stem: load_yaml(file, ImageAugment) for file in sorted((CONFIGS / "images").glob("*.yaml"))}
+EVERY_PRESET = {
+    **PRESETS,
+    **SHIPPED,
+    **{f"{name}, evaluation": preset.evaluation() for name, preset in SHIPPED.items() if preset.train},
+}
+"""Those that come with the product too, as they train and as they evaluate."""
+
 
 def preset_map(name: str, sample: int = 3) -> ImageMap:
-    return PRESETS[name].draw([NUSCENES_WH], seed=11, epoch=0, sample=sample)[0]
+    return EVERY_PRESET[name].draw([NUSCENES_WH], seed=11, epoch=0, sample=sample)[0]
 
 
 START = ImageMap.identity(NUSCENES_WH)
@@ -193,11 +205,10 @@ class DecoderSuite:
                     found_any += 1
         assert found_any >= 4
 
-    @pytest.mark.parametrize("name", PRESETS)
+    @pytest.mark.parametrize("name", EVERY_PRESET)
     def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(self, decoder: ImageDecoder, name: str) -> None:
         image_map = preset_map(name, sample=5)
-        square = 100
-        encoded = encode(checkerboard(*NUSCENES_WH, square), subsampling="4:2:0")
+        square, encoded = 100, _encoded_checkerboard(100)
         gray = self.decode(decoder, encoded, image_map).mean(axis=0).astype(np.float32)
         corners = []
         for u in range(square, NUSCENES_WH[0], square):
@@ -428,6 +439,11 @@ class DecoderSuite:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+@functools.cache
+def _encoded_checkerboard(square_px: int) -> bytes:
+    return encode(checkerboard(*NUSCENES_WH, square_px), subsampling="4:2:0")
 
 
 def _cmyk(picture: np.ndarray) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 
 import cv2
@@ -11,24 +12,19 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.decode.lens import rectified_camera
+from fuelrail.loaders.decode.lens import rectified_camera, sampling, source_rows
+from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.geometry import ImageMap
 from fuelrail.pipeline.lens import Lens, read_lens
-from support.decoder_suite import NUSCENES_WH, PRESETS, preset_map
+from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, preset_map
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
-BACKENDS = [
-    "turbo",
-    "pillow",
-    pytest.param(
-        "dali",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
-            reason="NVIDIA DALI is not installed",
-        ),
-    ),
-]
+needs_dali = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
+    reason="NVIDIA DALI is not installed",
+)
+BACKENDS = ["turbo", "pillow", pytest.param("dali", marks=needs_dali)]
 K = ((1110.0, 0.0, 812.3), (0.0, 1105.0, 446.1), (0.0, 0.0, 1.0))
 WIDE = ((620.0, 0.0, 790.0), (0.0, 622.0, 455.0), (0.0, 0.0, 1.0))
 LENSES = {
@@ -38,10 +34,11 @@ LENSES = {
 }
 
 PAIRS = [
-    *(("radtan", preset) for preset in PRESETS),
+    *(("radtan", preset) for preset in EVERY_PRESET),
     *((name, preset) for name in ("rational", "fisheye") for preset in ("bevdet", "eval")),
 ]
 SQUARE = 100
+DALI_PAIRS = [pytest.param(("dali", other), marks=needs_dali) for other in ("turbo", "pillow")]
 
 
 def project(lens: Lens, rectified: np.ndarray) -> np.ndarray:
@@ -111,34 +108,79 @@ def test_checkerboard_corners_land_within_a_tenth_of_a_pixel(backend: str, name:
     lens = LENSES[name]
     image_map = with_lens(preset_map(preset, sample=5), lens)
     gray = decode(backend, board(name), image_map).mean(axis=0).astype(np.float32)
+    reach = max(5, round(12 * image_map.max_scale))  # the board's edges are soft: as much of each at every scale
     corners = []
     for u in range(SQUARE, NUSCENES_WH[0], SQUARE):
         for v in range(SQUARE, NUSCENES_WH[1], SQUARE):
             x, y = (image_map.centre_matrix() @ (u, v, 1.0))[:2]
             stored = project(lens, np.array([[u, v]], np.float64))[0]
-            inside = 12 < x < image_map.out_wh[0] - 13 and 12 < y < image_map.out_wh[1] - 13
+            inside = all(reach + 7 < at < side - reach - 8 for at, side in zip((x, y), image_map.out_wh, strict=True))
             whole = (stored > 40).all() and (stored < np.array(NUSCENES_WH) - 40).all()
             if inside and whole and seen(image_map, 40)[round(y), round(x)]:
                 corners.append((x, y))
     assert len(corners) >= 10
     expected = np.array(corners, np.float32)[:, None]
     criteria = (cv2.TERM_CRITERIA_EPS | cv2.TERM_CRITERIA_COUNT, 100, 1e-4)
-    found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (5, 5), (-1, -1), criteria)
+    found = cv2.cornerSubPix(gray.astype(np.uint8), expected.copy(), (reach, reach), (-1, -1), criteria)
     errors = np.abs(found - expected)[:, 0]
     assert errors.max() < 0.1, f"{errors.max(axis=0)} px"
 
 
+@pytest.mark.parametrize("pair", [("turbo", "pillow"), *DALI_PAIRS])
 @pytest.mark.parametrize(("name", "preset"), PAIRS)
-def test_backends_agree(name: str, preset: str) -> None:
+def test_backends_agree(name: str, preset: str, pair: tuple[str, str]) -> None:
     lens = LENSES[name]
     image_map = with_lens(preset_map(preset), lens)
     encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
-    turbo, pillow = decode("turbo", encoded, image_map), decode("pillow", encoded, image_map)
-    where = cv2.erode(((turbo.max(0) > 0) & (pillow.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
+    one, other = (decode(backend, encoded, image_map) for backend in pair)
+    where = cv2.erode(((one.max(0) > 0) & (other.max(0) > 0)).astype(np.uint8), np.ones((9, 9))) > 0
     where &= seen(image_map, 6.0)
     assert where.mean() > 0.25
-    assert psnr_db(turbo, pillow, where) > 38.0
-    assert max(map(abs, shift_px(turbo, pillow, where))) < 0.05
+    assert psnr_db(one, other, where) > 38.0
+    assert max(map(abs, shift_px(one, other, where))) < 0.05
+
+
+@pytest.mark.parametrize(("name", "preset"), PAIRS)
+def test_the_rows_that_are_needed_are_known_beforehand(name: str, preset: str) -> None:
+    lens = LENSES[name]
+    for sample in range(6):
+        image_map = with_lens(preset_map(preset, sample), lens)
+        places = sampling(image_map, lens, (1.0, 1.0), NUSCENES_WH)
+        rows = places.y if places.unseen is None else places.y[~places.unseen]
+        top, bottom = source_rows(image_map, lens, 0.0)
+        assert 0 <= top <= max(0.0, rows.min())
+        assert min(900.0, rows.max() + 1.0) <= bottom <= 900
+        # Corners that a rotation turns in are not seen, but counted.
+        assert rows.min() - top < 40.0
+        assert bottom - rows.max() < 40.0
+
+
+@pytest.mark.parametrize("backend", ["pillow"])
+@pytest.mark.parametrize("name", LENSES)
+@pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr"])
+def test_only_the_rows_that_are_needed_are_decoded(
+    name: str, preset: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens = LENSES[name]
+    image_map = with_lens(preset_map(preset), lens)
+    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0", restart_marker_rows=1)
+    module = importlib.import_module(f"fuelrail.loaders.decode.{backend}")
+    heights = []
+
+    def spy(*arguments, **options):
+        spliced = splice_rows(*arguments, **options)
+        heights.append(None if spliced is None else spliced.height)
+        return spliced
+
+    monkeypatch.setattr(module, "splice_rows", spy)
+    cut = decode(backend, encoded, image_map)
+    assert [height is not None and height < 800 for height in heights] == [True]
+    monkeypatch.setattr(module, "splice_rows", lambda *arguments, **options: None)
+    whole = decode(backend, encoded, image_map)
+    assert np.array_equal(cut.max(0) == 0, whole.max(0) == 0)
+    # The same pixels go in; a picture of another height is resized on another grid.
+    assert psnr_db(cut, whole) > 44.0
+    assert max(map(abs, shift_px(cut, whole, cut.max(0) > 0))) < 0.01
 
 
 def test_a_lens_that_bends_nothing_changes_nothing() -> None:
