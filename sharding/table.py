@@ -20,6 +20,7 @@ from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
+from fuelrail.pipeline.spill import Spill
 
 if TYPE_CHECKING:
     import os
@@ -118,6 +119,8 @@ class ScanWriter:
         self._attributes = tuple(attributes)
         columns = [pa.field(_PREFIX + name, _ATTRIBUTE_TYPES[kind]) for name, kind in attributes.items()]
         self._schema = pa.schema([*_COLUMNS, *columns])
+        self.spill = Spill(Path(path).parent)
+        """For what the source must look up while it scans: columns on the disk of the table."""
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []

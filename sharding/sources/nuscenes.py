@@ -100,8 +100,8 @@ class NuScenesSource:
             return self._scan(folder, out)
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
-        keyframes = Keyframes(folder)
-        sweeps = LidarSweeps(folder) if self._options.sweeps else None
+        keyframes = Keyframes(folder, out.spill)
+        sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
         num_masked = 0
         for scene_row, samples in keyframes.scenes():
@@ -164,9 +164,9 @@ class NuScenesSource:
             if row < 0:
                 if is_camera:
                     num_missing += 1
-                    self._refuse_missing(f"sample '{keyframes.sample_tokens.array[sample]}' has no row for {name}")
+                    self._refuse_missing(f"sample '{keyframes.sample_tokens[sample]}' has no row for {name}")
                 continue
-            filename = keyframes.filenames[row].as_py()
+            filename = keyframes.filenames[row]
             size = self._file_bytes(filename)
             if size is None:
                 what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
@@ -192,7 +192,7 @@ class NuScenesSource:
         for name, row in zip(keyframes.lidars, keyframes.sensor_rows[sample, len(keyframes.cameras) :], strict=True):
             if row < 0:
                 continue
-            found = sweeps.before(keyframes.data_tokens[int(row)].as_py(), self._options.sweeps)
+            found = sweeps.before(keyframes.data_tokens[int(row)], self._options.sweeps)
             num_bytes = 0
             for filename in found.files:
                 size = self._file_bytes(filename)

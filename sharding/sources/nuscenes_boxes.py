@@ -10,26 +10,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 
 from fuelrail.pipeline.schema import Boxes, rotation_matrices
+from fuelrail.pipeline.spill import ROWS_AT_ONCE
 from fuelrail.sharding.sources.nuscenes_tables import (
     Annotation,
     Instance,
     Named,
-    Tokens,
     Visibility,
     check_finite,
     read_all,
     read_table,
-    strings,
 )
+from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from fuelrail.pipeline.spill import Spill
 
 CLASSES: Final = (
     "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
@@ -58,99 +59,132 @@ DETECTION_CLASS: Final = {
 MAX_GAP_S: Final = 1.5
 """Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
 
+_COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
+    "sample": (np.int64, ()),
+    "label": (np.int16, ()),
+    "instance_id": (np.int64, ()),
+    "visibility": (np.int8, ()),
+    "attribute": (np.int16, ()),
+    "translation": (np.float64, (3,)),
+    "size_wlh": (np.float64, (3,)),
+    "rotation": (np.float64, (4,)),
+    "num_lidar_pts": (np.int32, ()),
+    "num_radar_pts": (np.int32, ()),
+}
 _VISIBILITY: Final = {"v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4}
 
 
 class Annotations:
-    """All annotations of a dataroot, sorted by sample."""
+    """All annotations of a dataroot as columns on disk, found by sample."""
 
-    def __init__(self, folder: Path, samples: Tokens, timestamp_us: NDArray[np.int64]) -> None:
+    def __init__(self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64]) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        categories = read_all(folder, "category", Named)
+        self._spill, self._timestamp_us = spill, timestamp_us
         attributes = read_all(folder, "attribute", Named)
-        instances = read_all(folder, "instance", Instance)
         self.attribute_names = [record.name for record in attributes]
-        self._attributes = Tokens.of("attribute", attributes)
-        self._instances = Tokens.of("instance", instances)
-        category_of = Tokens.of("category", categories).need(
-            strings(record.category_token for record in instances),
-            table="instance",
-            column="category_token",
-            owners=self._instances.array,
-        )
-        labels = [CLASSES.index(DETECTION_CLASS[c.name]) if c.name in DETECTION_CLASS else -1 for c in categories]
-        self._instance_label = np.array(labels, np.int16)[category_of] if len(instances) else np.empty(0, np.int16)
-        self._instance_id = np.array([_stable_id(record.token) for record in instances], np.int64)
+        self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
         visibilities = read_all(folder, "visibility", Visibility)
-        self._visibilities = Tokens.of("visibility", visibilities)
+        self._visibilities = Tokens("visibility", spill, [record.token for record in visibilities])
         self._visibility_code = np.array([_VISIBILITY.get(record.level, -1) for record in visibilities] + [-1], np.int8)
-        self._sample: NDArray[np.int64]
-        self._columns: dict[str, NDArray[Any]]
+        self._read_instances(folder)
         self._read(folder, samples)
-        self._derive(timestamp_us)
-        order = np.argsort(self._sample, kind="stable")
-        self._columns = {name: column[order] for name, column in self._columns.items()}
-        self._starts = np.searchsorted(self._sample[order], np.arange(len(samples) + 1))
+        self._sort_by_sample(len(samples))
 
     def __len__(self) -> int:
-        return len(self._sample)
+        return len(self._columns["sample"])
+
+    def _read_instances(self, folder: Path) -> None:
+        """Tracks: label and id of each."""
+        categories = read_all(folder, "category", Named)
+        tokens = Tokens("category", self._spill, [record.token for record in categories])
+        labels = [CLASSES.index(DETECTION_CLASS[c.name]) if c.name in DETECTION_CLASS else -1 for c in categories]
+        label_of = np.array(labels, np.int16)
+        self._instances = Tokens("instance", self._spill)
+        label, number = self._spill.column(np.int16), self._spill.column(np.int64)
+        for piece in read_table(folder, "instance", Instance):
+            own = [record.token for record in piece]
+            self._instances.extend(own)
+            linked = [record.category_token for record in piece]
+            label.append(label_of[tokens.need(linked, table="instance", column="category_token", owners=own)])
+            number.append([_stable_id(token) for token in own])
+        self._instances.check_unique()
+        self._instance_label: NDArray[np.int16] = label.values
+        self._instance_id: NDArray[np.int64] = number.values
 
     def _read(self, folder: Path, samples: Tokens) -> None:
         """Read ``sample_annotation`` into columns; links become row numbers."""
-        pieces: list[dict[str, NDArray[Any]]] = []
-        tokens: dict[str, list[pa.Array]] = {"token": [], "prev": [], "next": []}
+        tokens = Tokens("sample_annotation", self._spill)
+        links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
+        columns = {name: self._spill.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
         for records in read_table(folder, "sample_annotation", Annotation):
-            owners = strings(r.token for r in records)
-            of = {"table": "sample_annotation", "owners": owners}
-            # An annotation has one attribute or none; should it have several, the first counts.
-            attributes = strings(next(iter(r.attribute_tokens), "") for r in records)
-            visibilities = strings(r.visibility_token for r in records)
-            pieces.append(
-                {
-                    "sample": samples.need(strings(r.sample_token for r in records), column="sample_token", **of),
-                    "instance": self._instances.need(
-                        strings(r.instance_token for r in records), column="instance_token", **of
-                    ),
-                    "visibility": self._visibilities.resolve(visibilities, column="visibility_token", **of),
-                    "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
-                    "translation": np.array([r.translation for r in records], np.float64).reshape(-1, 3),
-                    "size_wlh": np.array([r.size for r in records], np.float64).reshape(-1, 3),
-                    "rotation": np.array([r.rotation for r in records], np.float64).reshape(-1, 4),
-                    "num_lidar_pts": np.array([r.num_lidar_pts for r in records], np.int32),
-                    "num_radar_pts": np.array([r.num_radar_pts for r in records], np.int32),
-                }
-            )
-            tokens["token"].append(owners)
-            tokens["prev"].append(strings(r.prev for r in records))
-            tokens["next"].append(strings(r.next for r in records))
-        read = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
-        own = pa.concat_arrays(tokens["token"])
-        rows = Tokens("sample_annotation", own)
-        for name in ("prev", "next"):
-            read[name] = rows.resolve(
-                pa.concat_arrays(tokens[name]), table="sample_annotation", column=name, owners=own
-            )
-        for name in ("translation", "size_wlh", "rotation"):
-            check_finite(read[name], own, table="sample_annotation", column=name)
-        self._sample = read.pop("sample")
-        self._columns = read
+            own = [record.token for record in records]
+            tokens.extend(own)
+            for name, column in links.items():
+                column.extend([getattr(record, name) for record in records])
+            for name, values in self._columns_of(records, own, samples).items():
+                columns[name].append(values)
+        tokens.check_unique()
+        self._columns: dict[str, NDArray[Any]] = {name: column.values for name, column in columns.items()}
+        for name, links_of in links.items():
+            self._columns[name] = tokens.resolve_all(links_of, table="sample_annotation", column=name, owners=tokens)
 
-    def _derive(self, timestamp_us: NDArray[np.int64]) -> None:
-        """Replace links by what they lead to, and take velocities from the neighbouring annotations."""
-        columns = self._columns
-        instance = columns.pop("instance")
-        columns["label"] = self._instance_label[instance]
-        columns["instance_id"] = self._instance_id[instance]
-        columns["visibility"] = self._visibility_code[columns["visibility"]]
-        columns["attribute"] = columns["attribute"].astype(np.int16)
-        columns["velocity"] = velocities(
-            columns["translation"], timestamp_us[self._sample], columns.pop("prev"), columns.pop("next")
-        )
+    def _columns_of(self, records: list[Annotation], own: list[str], samples: Tokens) -> dict[str, Any]:
+        of: dict[str, Any] = {"table": "sample_annotation", "owners": own}
+        sample = samples.need([record.sample_token for record in records], column="sample_token", **of)
+        instance = self._instances.need([record.instance_token for record in records], column="instance_token", **of)
+        visibilities = [record.visibility_token for record in records]
+        # An annotation has one attribute or none; should it have several, the first counts.
+        attributes = [next(iter(record.attribute_tokens), "") for record in records]
+        found: dict[str, Any] = {
+            "sample": sample,
+            "label": self._instance_label[instance],
+            "instance_id": self._instance_id[instance],
+            "visibility": self._visibility_code[
+                self._visibilities.resolve(visibilities, column="visibility_token", **of)
+            ],
+            "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
+            "translation": np.array([record.translation for record in records], np.float64).reshape(-1, 3),
+            "size_wlh": np.array([record.size for record in records], np.float64).reshape(-1, 3),
+            "rotation": np.array([record.rotation for record in records], np.float64).reshape(-1, 4),
+            "num_lidar_pts": [record.num_lidar_pts for record in records],
+            "num_radar_pts": [record.num_radar_pts for record in records],
+        }
+        for name in ("translation", "size_wlh", "rotation"):
+            check_finite(found[name], own, table="sample_annotation", column=name)
+        return found
+
+    def _sort_by_sample(self, num_samples: int) -> None:
+        """For each sample, where its annotations begin in ``_order``, which has rows of the table plus a sample's
+        number times ``_radix``."""
+        self._radix = max(len(self), 1)
+        order = self._spill.column(np.int64)
+        for first in range(0, len(self), ROWS_AT_ONCE):
+            sample = self._columns["sample"][first : first + ROWS_AT_ONCE]
+            order.append(sample * self._radix + np.arange(first, first + len(sample)))
+        self._order: NDArray[np.int64] = order.values
+        self._order.sort()
+        starts = self._spill.column(np.int64)
+        for first in range(0, num_samples + 1, ROWS_AT_ONCE):
+            numbers = np.arange(first, min(first + ROWS_AT_ONCE, num_samples + 1))
+            starts.append(np.searchsorted(self._order, numbers * self._radix))
+        self._starts: NDArray[np.int64] = starts.values
+        self._spill.release()
+
+    def _velocity(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
+        links = [self._columns[name][rows] for name in ("prev", "next")]
+        needed, place = np.unique(np.concatenate([rows, *links]), return_inverse=True)
+        own, *linked = np.split(place, 3)
+        prev, following = np.full((2, len(needed)), -1)
+        prev[own], following[own] = (np.where(link < 0, -1, at) for link, at in zip(links, linked, strict=True))
+        sample = self._columns["sample"][needed]
+        return velocities(self._columns["translation"][needed], self._timestamp_us[sample], prev, following)[own]
 
     def of_sample(self, sample: int, ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]) -> Boxes:
         """The boxes of one sample in ego, whose pose in global is rotation (4,) and translation (3,)."""
-        here = slice(self._starts[sample], self._starts[sample + 1])
-        columns = {name: column[here] for name, column in self._columns.items()}
+        rows = self._order[self._starts[sample] : self._starts[sample + 1]] % self._radix
+        self._spill.used(4 * len(rows))
+        columns = {name: self._columns[name][rows] for name in _COLUMNS}
         ego2global = rotation_matrices(ego_wxyz)
         rotation_wxyz = relative_rotations(ego_wxyz, columns["rotation"])
         rotation = rotation_matrices(rotation_wxyz)
@@ -162,7 +196,7 @@ class Annotations:
         return Boxes(
             boxes3d=np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
             rotation_wxyz=rotation_wxyz.astype(np.float32),
-            velocity=(columns["velocity"] @ ego2global).astype(np.float32),
+            velocity=(self._velocity(rows) @ ego2global).astype(np.float32),
             label=columns["label"],
             instance_id=columns["instance_id"],
             num_lidar_pts=columns["num_lidar_pts"],

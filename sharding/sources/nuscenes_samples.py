@@ -73,7 +73,7 @@ def sample_meta(
             exposed_us = int(keyframes.data_timestamp_us[row])
             offsets_us.append(abs(exposed_us - timestamp_us))
             cameras[name.lower()] = CameraMeta(
-                token=keyframes.data_tokens[row].as_py(),
+                token=keyframes.data_tokens[row],
                 timestamp_ns=exposed_us * NS_PER_US,
                 width=width,
                 height=height,
@@ -83,7 +83,7 @@ def sample_meta(
         schema=SCHEMA,
         dataset="",
         key=frame_key(clip_id, frame),
-        sample_token=keyframes.sample_tokens.array[sample].as_py(),
+        sample_token=keyframes.sample_tokens[sample],
         clip_id=clip_id,
         clip_token=scene.token,
         clip_name=scene.name,

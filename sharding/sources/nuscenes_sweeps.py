@@ -12,24 +12,18 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.schema import Sweeps, encode_arrays, rigid
-from fuelrail.sharding.sources.nuscenes_tables import (
-    CalibratedSensor,
-    EgoPose,
-    SampleData,
-    Sensor,
-    Tokens,
-    check_finite,
-    read_all,
-    read_table,
-    strings,
-)
+from fuelrail.pipeline.schema import Sweeps, encode_arrays
+from fuelrail.sharding.sources.nuscenes_poses import Calibrations, Poses
+from fuelrail.sharding.sources.nuscenes_tables import SampleData, read_table
+from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from fuelrail.pipeline.spill import Spill
 
 
 class _Linked(SampleData, frozen=True, gc=False):
@@ -70,56 +64,45 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LidarSweeps:
-    """The rows of ``sample_data`` of all lidars, linked backwards in time."""
+    """The rows of ``sample_data`` of all lidars, as columns on disk, linked backwards in time."""
 
-    def __init__(self, folder: Path) -> None:
-        lidars = {record.token for record in read_all(folder, "sensor", Sensor) if record.modality == "lidar"}
-        calibrated = [r for r in read_all(folder, "calibrated_sensor", CalibratedSensor) if r.sensor_token in lidars]
-        calibrated_tokens = Tokens.of("calibrated_sensor", calibrated)
-        of_lidars = {record.token for record in calibrated}
-        self._rows: dict[str, _Linked] = {
-            record.token: record
-            for piece in read_table(folder, "sample_data", _Linked)
-            for record in piece
-            if record.calibrated_sensor_token in of_lidars
-        }
-        rows = list(self._rows.values())
-        wanted = strings(record.ego_pose_token for record in rows)
-        kept: list[EgoPose] = []
-        unique = Tokens("ego_pose", wanted.unique())
-        for piece in read_table(folder, "ego_pose", EgoPose):
-            found = unique.find(strings(record.token for record in piece))
-            kept += [piece[int(at)] for at in np.flatnonzero(found >= 0)]
-        own = strings(record.token for record in rows)
-        poses = Tokens.of("ego_pose", kept)
-        pose_of = poses.need(wanted, table="sample_data", column="ego_pose_token", owners=own)
-        calibrated_of = calibrated_tokens.find(strings(record.calibrated_sensor_token for record in rows))
-        ego2global = _rigid(kept, poses, "ego_pose")[pose_of]
-        lidar2ego = _rigid(calibrated, calibrated_tokens, "calibrated_sensor")[calibrated_of]
-        self._lidar2global = ego2global @ lidar2ego
-        self._place = {record.token: place for place, record in enumerate(rows)}
+    def __init__(self, folder: Path, spill: Spill) -> None:
+        self._calibrations = Calibrations(folder, spill)
+        is_lidar = self._calibrations.of_kind("lidar")
+        self._tokens, self._prev = Tokens("sample_data", spill), TokenColumn(spill)
+        self._files, pose_tokens = spill.texts(), Tokens("ego_pose", spill)
+        timestamp_us, calibrated_of = spill.column(np.int64), spill.column(np.int32)
+        for piece in read_table(folder, "sample_data", _Linked):
+            linked = self._calibrations.tokens.find([record.calibrated_sensor_token for record in piece])
+            at = np.flatnonzero((linked >= 0) & is_lidar[linked])
+            rows = [piece[number] for number in at.tolist()]
+            self._tokens.extend([record.token for record in rows])
+            self._prev.extend([record.prev for record in rows])
+            self._files.append([record.filename.encode() for record in rows])
+            pose_tokens.extend([record.ego_pose_token for record in rows])
+            timestamp_us.append([record.timestamp for record in rows])
+            calibrated_of.append(linked[at])
+        self._tokens.check_unique()
+        self._timestamp_us: NDArray[np.int64] = timestamp_us.values
+        self._calibrated_of: NDArray[np.int32] = calibrated_of.values
+        self._poses = Poses(folder, spill, pose_tokens, self._tokens)
 
     def before(self, token: str, num_sweeps: int) -> SweepList:
         """The ``num_sweeps`` sweeps before the row ``token``, fewer where its links end; raises SourceError."""
-        files, times, poses = [], [], []
-        row = self._rows[token]
-        for _ in range(num_sweeps):
-            if not row.prev:
-                break
-            before = self._rows.get(row.prev)
-            if before is None or before.timestamp >= row.timestamp:
-                what = "is not a lidar's row" if before is None else "is not earlier than it"
-                raise SourceError(f"table 'sample_data': row '{row.token}' has the prev '{row.prev}', which {what}")
+        row = int(self._tokens.find([token])[0])
+        found: list[int] = []
+        while len(found) < num_sweeps and (prev := self._prev[row]):
+            before = int(self._tokens.find([prev])[0])
+            if before < 0 or self._timestamp_us[before] >= self._timestamp_us[row]:
+                what = "is not a lidar's row" if before < 0 else "is not earlier than it"
+                raise SourceError(f"table 'sample_data': row '{self._tokens[row]}' has the prev '{prev}', which {what}")
             row = before
-            files.append(row.filename)
-            times.append(row.timestamp * 1000)
-            poses.append(self._lidar2global[self._place[row.token], :3].ravel().tolist())
-        return SweepList(files, times, poses)
-
-
-def _rigid(records: list[EgoPose] | list[CalibratedSensor], tokens: Tokens, table: str) -> NDArray[np.float64]:
-    translation = np.array([record.translation for record in records]).reshape(-1, 3)
-    rotation = np.array([record.rotation for record in records]).reshape(-1, 4)
-    for name, values in (("translation", translation), ("rotation", rotation)):
-        check_finite(values, tokens.array, table=table, column=name)
-    return rigid(rotation, translation)
+            found.append(row)
+        rows = np.array(found, np.int64)
+        lidar2ego = self._calibrations.sensor2ego[self._calibrated_of[rows]]
+        lidar2global = self._poses.ego2global(self._poses.of_row[rows]) @ lidar2ego
+        return SweepList(
+            [self._files[row] for row in found],
+            (self._timestamp_us[rows] * 1000).tolist(),
+            lidar2global[:, :3].reshape(-1, 12).tolist(),
+        )

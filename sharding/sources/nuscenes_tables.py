@@ -1,36 +1,36 @@
-"""nuScenes' thirteen JSON tables, read strictly and into columns.
+"""nuScenes' thirteen JSON tables, read strictly and piece by piece.
 
-A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces of two megabytes, checked against its
-record type, and only its columns stay (rows that nobody needs never do). Links between tables are resolved to row
-numbers; a token that leads nowhere is a SourceError naming table, row and token.
+A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces of half a megabyte, each checked
+against its record type. What stays of a piece is for the caller to say; of the large tables only columns do, and those
+on disk (:mod:`fuelrail.pipeline.spill`).
 
 Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.images import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
     from typing import BinaryIO
 
     from numpy.typing import NDArray
 
+    from fuelrail.sharding.sources.nuscenes_tokens import Owners
+
 TABLES: Final = (
     "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
     "sample_data", "scene", "sensor", "visibility",
 )  # fmt: skip
-_PIECE_BYTES: Final = 2 << 20
+_PIECE_BYTES: Final = 1 << 19
 
 Vector3 = tuple[float, float, float]
 Vector4 = tuple[float, float, float, float]
@@ -140,8 +140,6 @@ class Annotation(Record, frozen=True, gc=False):
 
 
 R = TypeVar("R", bound=Record)
-Column = Any
-"""Arrow array or numpy array; Arrow has no types."""
 
 
 def check_tables(folder: Path) -> None:
@@ -178,24 +176,6 @@ def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
 def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
     """All records of a small table."""
     return [record for piece in read_table(folder, table, of) for record in piece]
-
-
-def read_columns(
-    folder: Path, table: str, of: type[R], columns: Callable[[list[R]], dict[str, Column]]
-) -> dict[str, Any]:
-    """A table's columns, each as ``columns`` makes it of a piece's records, joined; the records do not stay."""
-    pieces = [columns(records) for records in read_table(folder, table, of)]
-    return join_columns(pieces)
-
-
-def join_columns(pieces: Sequence[Mapping[str, Column]]) -> dict[str, Any]:
-    """Columns of pieces, of one piece at least, one after the other."""
-    return {
-        name: pa.concat_arrays([piece[name] for piece in pieces])
-        if isinstance(first, pa.Array)
-        else np.concatenate([piece[name] for piece in pieces])
-        for name, first in pieces[0].items()
-    }
 
 
 def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
@@ -238,52 +218,7 @@ def _is_json(piece: bytes) -> bool:
     return True
 
 
-class Tokens:
-    """A table's tokens in row order; resolves other tables' links to row numbers."""
-
-    def __init__(self, table: str, tokens: pa.Array) -> None:
-        """Raises SourceError where a token stands twice."""
-        self.table, self.array = table, tokens
-        if len(pc.unique(tokens)) != len(tokens):
-            counts = pc.value_counts(tokens)
-            twice = next(entry["values"] for entry in counts.to_pylist() if entry["counts"] > 1)
-            raise SourceError(f"table '{table}' has the token '{twice}' twice")
-
-    @classmethod
-    def of(cls, table: str, records: list[R]) -> Tokens:
-        """From a table's records."""
-        return cls(table, pa.array([record.token for record in records], pa.string()))
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def find(self, tokens: pa.Array) -> NDArray[np.int64]:
-        """Row number of each token, -1 where there is none."""
-        return np.asarray(pc.fill_null(pc.index_in(tokens, value_set=self.array), -1).to_numpy(), np.int64)
-
-    def resolve(self, tokens: pa.Array, *, table: str, column: str, owners: pa.Array) -> NDArray[np.int64]:
-        """Row number of each token; -1 for an empty one. ``owners`` are the tokens of the rows that link here.
-
-        Raises SourceError for a token that this table has not.
-        """
-        rows = self.find(tokens)
-        for at in np.flatnonzero(rows < 0):
-            if tokens[int(at)].as_py():
-                raise SourceError(
-                    f"table '{table}': row '{owners[int(at)]}' has {column} '{tokens[int(at)]}', "
-                    f"which table '{self.table}' has not"
-                )
-        return rows
-
-    def need(self, tokens: pa.Array, *, table: str, column: str, owners: pa.Array) -> NDArray[np.int64]:
-        """As :meth:`resolve`, and an empty token is a SourceError too."""
-        rows = self.resolve(tokens, table=table, column=column, owners=owners)
-        if (empty := np.flatnonzero(rows < 0)).size:
-            raise SourceError(f"table '{table}': row '{owners[int(empty[0])]}' has an empty {column}")
-        return rows
-
-
-def check_finite(values: NDArray[np.float64], owners: pa.Array, *, table: str, column: str) -> None:
+def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:
     """Raise SourceError naming the first row that holds NaN or infinity, or a rotation that is no unit quaternion."""
     wrong = ~np.isfinite(values).all(axis=1)
     if column == "rotation":
@@ -291,8 +226,3 @@ def check_finite(values: NDArray[np.float64], owners: pa.Array, *, table: str, c
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise SourceError(f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}")
-
-
-def strings(values: Iterable[str]) -> pa.Array:
-    """Strings as an Arrow array."""
-    return pa.array(list(values), pa.string())

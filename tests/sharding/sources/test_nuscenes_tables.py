@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +14,10 @@ from fuelrail.sharding.sources import nuscenes_tables
 from fuelrail.sharding.sources.nuscenes_tables import (
     Named,
     Scene,
-    Tokens,
     check_finite,
     check_tables,
     read_all,
     read_table,
-    strings,
 )
 
 # Texts that look like the gap between two records.
@@ -93,23 +90,8 @@ def test_missing_tables_are_all_named(tmp_path):
         check_tables(tmp_path)
 
 
-def test_links():
-    tokens = Tokens("log", strings(["a", "b", "c"]))
-    owners = strings(["x", "y", "z"])
-    link = {"table": "scene", "column": "log_token", "owners": owners}
-    assert tokens.find(strings(["c", "q", ""])).tolist() == [2, -1, -1]
-    assert tokens.resolve(strings(["c", "", "a"]), **link).tolist() == [2, -1, 0]
-    assert tokens.need(strings(["b", "b"]), **link).tolist() == [1, 1]
-    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', which table 'log' has not"):
-        tokens.resolve(strings(["a", "q"]), **link)
-    with pytest.raises(SourceError, match="row 'z' has an empty log_token"):
-        tokens.need(strings(["a", "b", ""]), **link)
-    with pytest.raises(SourceError, match="table 'log' has the token 'a' twice"):
-        Tokens("log", strings(["a", "b", "a"]))
-
-
 def test_numbers_that_are_none():
-    owners = pa.array(["p", "q"])
+    owners = ["p", "q"]
     good = np.array([[1.0, 0, 0, 0], [0, 1, 0, 0]])
     check_finite(good, owners, table="ego_pose", column="rotation")
     for value, column in ((np.nan, "translation"), (np.inf, "translation"), (0.9, "rotation")):
