@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ import simplejpeg
 import torch
 
 from fuelrail.__main__ import main as fuelrail_main
+from fuelrail.bench.micro.decode import SOURCE_WH
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.stages import LoaderChoice, measure_stages, record_stages
 from fuelrail.bench.train_report import Report, load_report
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
 from fuelrail.bench.trainer.settings import MODELS
 from fuelrail.loaders import DataLoader
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.protocol import BatchDecoder
 from fuelrail.loaders.loader import DEFAULT_IMAGE
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.pipeline.dataset import open_dataset
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
 MIN_OCCUPANCY = 0.98
 _NUM_SYNC_STEPS = 6
 _BARE_BATCH = 64
+# More than one run of DALI's takes.
+_NUM_COMPARED, _MIN_PSNR_DB = 96, 35.0
 _ONE_CAMERA = ("cam_front",)
 
 
@@ -57,27 +63,70 @@ def no_wait_in_a_step(bench: Bench) -> dict[str, Any]:
     model = BevOccupancy(settings).to(bench.device)
     optimiser = torch.optim.AdamW(model.parameters())
     device = bench.device if bench.on_gpu else None
-    steps = 0
+    # Torch watches all threads, and the loader's own must wait for their copies: no loader runs beside the steps.
     with DataLoader(bench.dataset, 2, device=device, decoder=decoder_of(bench)) as loader:
-        for batch in itertools.islice(loader, _NUM_SYNC_STEPS):
-            # The first steps may: kernels are chosen, memory is reserved.
-            strict = bench.on_gpu and steps >= 2
+        batches = list(itertools.islice(loader, _NUM_SYNC_STEPS))
+    for number, batch in enumerate(batches):
+        # The first steps may: kernels are chosen, memory is reserved.
+        strict = bench.on_gpu and number >= 2
+        if strict:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            inputs = tuple(tensor.to(bench.device, non_blocking=True) for tensor in model_inputs(batch, settings))
+            with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
+                loss = model(*inputs)
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+        except RuntimeError as error:
+            raise CheckFailed(f"a step waits for the device: {error}") from error
+        finally:
             if strict:
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                inputs = tuple(tensor.to(bench.device, non_blocking=True) for tensor in model_inputs(batch, settings))
-                with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
-                    loss = model(*inputs)
-                loss.backward()
-                optimiser.step()
-                optimiser.zero_grad()
-            except RuntimeError as error:
-                raise CheckFailed(f"a step waits for the device: {error}") from error
-            finally:
-                if strict:
-                    torch.cuda.set_sync_debug_mode("default")
-            steps += 1
-    return {"steps": steps, "watched": bench.on_gpu}
+                torch.cuda.set_sync_debug_mode("default")
+    return {"steps": len(batches), "watched": bench.on_gpu}
+
+
+def decoders_agree(bench: Bench) -> dict[str, Any]:
+    """The decoder in use delivers the pictures that another one does, and leaves none of them to libjpeg-turbo."""
+    dataset = open_dataset(_cameras(bench, "cameras", None))
+    decoder = make_decoder(decoder_of(bench), str(bench.device) if bench.on_gpu else None)
+    reference = make_decoder("turbo" if decoder.name == "dali" else "pillow")
+    images = [bytes(image) for image in SampleReader(dataset).sample(0).images.values()]
+    count = len(images)
+    images = list(itertools.islice(itertools.cycle(images), _NUM_COMPARED))
+    maps = [
+        image_map
+        for sample in range(-(-_NUM_COMPARED // count))
+        for image_map in DEFAULT_IMAGE.draw([SOURCE_WH] * count, seed=7, epoch=0, sample=sample)
+    ][:_NUM_COMPARED]
+    shape = (_NUM_COMPARED, 3, DEFAULT_IMAGE.height, DEFAULT_IMAGE.width)
+    if isinstance(decoder, BatchDecoder):
+        out = decoder.new_output(shape)
+        errors = [error for error in decoder.decode_batch(images, maps, out) if error is not None]
+        if errors:
+            raise CheckFailed(f"{len(errors)} of {_NUM_COMPARED} images cannot be decoded: {errors[0]}")
+        found = out.cpu().numpy()
+    else:
+        found = np.empty(shape, np.uint8)
+        for image, image_map, picture in zip(images, maps, found, strict=True):
+            decoder.decode_into(image, image_map, picture)
+    psnr_db = math.inf
+    expected = np.empty(shape[1:], np.uint8)
+    for image, image_map, picture in zip(images, maps, found, strict=True):
+        reference.decode_into(image, image_map, expected)
+        error = float(np.mean((picture.astype(np.float32) - expected) ** 2))
+        psnr_db = min(psnr_db, 10 * math.log10(255**2 / error) if error else math.inf)
+    refused = getattr(decoder, "num_refused", 0)
+    facts = {
+        "decoder": decoder.name,
+        "reference": reference.name,
+        "images": _NUM_COMPARED,
+        "lowest_psnr_db": round(psnr_db, 1),
+        "left_to_turbo": refused,
+    }
+    if refused or psnr_db < _MIN_PSNR_DB:
+        raise CheckFailed(f"the pictures are not as they must be (at least {_MIN_PSNR_DB:g} dB, none refused): {facts}")
+    return facts
 
 
 def decoding_rate(bench: Bench) -> dict[str, Any]:
@@ -87,7 +136,8 @@ def decoding_rate(bench: Bench) -> dict[str, Any]:
     choice = LoaderChoice(
         split="train", batch_size=8, num_workers=2, decoder=decoder, verify=True, points=False, seed=0
     )
-    recorded = record_stages(dataset, DEFAULT_IMAGE, choice, num_batches=2)
+    device = str(bench.device) if bench.on_gpu else None
+    recorded = record_stages(dataset, DEFAULT_IMAGE, choice, num_batches=2, device=device)
     seconds = 3.0 if bench.on_gpu else 0.1
     rate = next(
         rate.samples_per_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
@@ -75,8 +76,14 @@ class NvmlWatch:
         return True
 
     def _watch(self) -> None:
+        try:
+            self._sample()
+        except Exception:  # noqa: BLE001 - NVML's own errors: a part of a card (MIG) has no utilisation, a card is lost
+            self._samples = [[] for _ in range(self._num_gpus)]
+
+    def _sample(self) -> None:
         nvml = self._nvml
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(self._num_gpus)]
+        handles = [self._handle(index) for index in range(self._num_gpus)]
         while True:
             for samples, handle in zip(self._samples, handles, strict=True):
                 rates = nvml.nvmlDeviceGetUtilizationRates(handle)
@@ -92,6 +99,15 @@ class NvmlWatch:
                 )
             if self._stop.wait(_INTERVAL_S):
                 return
+
+    def _handle(self, index: int) -> Any:  # noqa: ANN401
+        """NVML numbers all of the host's GPUs, CUDA those that CUDA_VISIBLE_DEVICES names, in that order."""
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        if not visible:
+            return self._nvml.nvmlDeviceGetHandleByIndex(index)
+        if visible[index].isdigit():
+            return self._nvml.nvmlDeviceGetHandleByIndex(int(visible[index]))
+        return self._nvml.nvmlDeviceGetHandleByUUID(visible[index])
 
     def _engine(self, name: str, handle: Any) -> float | None:  # noqa: ANN401
         """A decoding unit's share, where this driver and card know one."""

@@ -48,9 +48,14 @@ def make_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice) -> 
     return _make(DataLoader, dataset, image, choice)
 
 
-def record_stages(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, num_batches: int) -> list[Recorded]:
-    """Run a loader for some batches and keep what its stages worked on, in the order in which data flows."""
-    with _make(_Recorder, dataset, image, choice) as loader:
+def record_stages(
+    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, num_batches: int, device: str | None = None
+) -> list[Recorded]:
+    """Run a loader for some batches and keep what its stages worked on, in the order in which data flows.
+
+    ``device``: where its batches go; host memory unless given.
+    """
+    with _make(_Recorder, dataset, image, choice, device) as loader:
         batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
         for _ in batches:
             pass
@@ -152,7 +157,7 @@ class _Recorder(DataLoader):
         return [dataclasses.replace(stage, work=partial(work, number)) for number, stage in enumerate(stages)]
 
 
-def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderChoice) -> _L:
+def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderChoice, device: str | None = None) -> _L:
     return kind(
         dataset,
         choice.batch_size,
@@ -163,5 +168,6 @@ def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderC
         decoder=choice.decoder,
         verify=choice.verify,
         points=choice.points,
+        device=device,
         world=World(rank=0, size=1),
     )

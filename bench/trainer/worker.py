@@ -143,7 +143,8 @@ def parameters_digest(model: nn.Module) -> str:
 
 
 def _flop_a_sample(model: nn.Module, settings: ModelSettings, batch: Mapping[str, Any]) -> int:
-    return count_training_flop(model, model_inputs(batch, settings)) // len(batch["img"])
+    # Of one sample, in full precision: a whole batch's activations could take twice what the training does.
+    return count_training_flop(model, [tensor[:1] for tensor in model_inputs(batch, settings)])
 
 
 def _noting_input(

@@ -27,6 +27,9 @@ class Card:
     def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
         return index
 
+    def nvmlDeviceGetHandleByUUID(self, name):  # noqa: N802
+        return {"GPU-b": 3}[name]
+
     def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
         return types.SimpleNamespace(gpu=90 + handle, memory=40)
 
@@ -57,6 +60,25 @@ def test_every_gpu_is_sampled_from_start_to_end(jpeg):
     assert first.jpeg == (pytest.approx(0.5) if jpeg else None)
     assert (first.peak_memory_bytes, first.mean_sm_clock_mhz) == (2**34, 1980)
     assert card.calls == ["init", "shutdown"]
+
+
+@pytest.mark.parametrize(("visible", "handles"), [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])])
+def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with NvmlWatch(2, Card()) as watch:
+        while watch.use() is None:
+            pass
+    assert [gpu.kernels for gpu in watch.use()] == [pytest.approx(0.90 + handle / 100) for handle in handles]
+
+
+def test_a_card_that_does_not_tell_leaves_nothing_to_say(monkeypatch):
+    def unsupported(self, handle):
+        raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr(Card, "nvmlDeviceGetUtilizationRates", unsupported)
+    with NvmlWatch(1, Card()) as watch:
+        pass
+    assert watch.use() is None
 
 
 @pytest.mark.parametrize(("num_gpus", "card"), [(0, Card()), (1, Card(driver=False))])
