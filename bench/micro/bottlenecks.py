@@ -2,9 +2,11 @@
 
 Two ranks train on six cameras of 1600x900 with emulated accelerators slow enough that this machine can feed them; then
 something is made slow for real: reads, a server's link, a stage, one rank, the all-reduce. What only a GPU has (the
-copy, launches, decoding beside the training) is made slow in the emulation. `bench diagnose` must name each.
+copy, launches, decoding beside the training) is made slow in the emulation. `bench diagnose` must name each. With
+``--apply`` it also tries its advice, as far as settings of the trainer go; what came of that is kept, and printed as a
+table.
 
-    python -m fuelrail.bench.micro.bottlenecks --out bench/results/bottlenecks.json [--only NAME ...]
+    python -m fuelrail.bench.micro.bottlenecks --apply --out bench/results/bottlenecks.json [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
-from fuelrail.bench.diagnose_command import configure, examine
+from fuelrail.bench.diagnose_command import configure, examine, told
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.markdown import table
 from fuelrail.bench.micro.fault_server import FaultServerProcess
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import arguments_for
+from fuelrail.bench.remedies import Tried, best
 from fuelrail.bench.trainer.injection import compute_in_python
 from fuelrail.bench.trainer.settings import Injection
 
@@ -120,7 +124,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     expected_gain: float
     gains: dict[str, float]
-    tried: dict[str, float] | None
+    tried: list[Tried] | None
 
     @property
     def right(self) -> bool:
@@ -161,7 +165,7 @@ def judge(name: str, folder: Path, *, apply: bool, steps: int) -> Judged:
         step_ms=diagnosis.step_ms,
         expected_gain=diagnosis.expected_gain,
         gains={entry.left_out: entry.gain for entry in diagnosis.counterfactuals},
-        tried=None if result.tried is None else {entry.options: entry.gain for entry in result.tried},
+        tried=result.tried,
     )
 
 
@@ -172,6 +176,21 @@ def _served(dataset: Path, case: Case) -> Iterator[Path | str]:
         return
     with FaultServerProcess(dataset, **case.server) as server:
         yield server.url
+
+
+def rendered(cases: Sequence[Judged]) -> list[str]:
+    """The cases as a table's lines (Markdown)."""
+    rows = []
+    for case in cases:
+        winner = best(case.tried or [])
+        came = "not tried" if case.tried is None else "nothing to try" if not case.tried else "nothing tried helps"
+        if winner is not None:
+            came = f"{winner.options}: {winner.gain:+.0%} ({winner.gain_low:+.0%} to {winner.gain_high:+.0%})"
+        others = [f"{entry.options}: {entry.gain:+.0%}" for entry in case.tried or [] if entry is not winner]
+        named = case.found if case.right else f"WRONG: {case.found}"
+        gain = f"{case.expected_gain:+.0%}" if case.expected_gain else ""
+        rows.append([case.injected, named, f"{case.step_ms:.0f}", gain, came, "; ".join(others)])
+    return table(("put in", "named", "step ms", "gain if lifted", "best of what was tried", "also tried"), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,11 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = judged[name] = judge(name, Path(folder), apply=options.apply, steps=options.steps)
             gains = ", ".join(f"{what} {gain:+.0%}" for what, gain in found.gains.items())
             print(f"{'ok   ' if found.right else 'WRONG'} {name}: {found.found} ({gains})", flush=True)  # noqa: T201
-            if found.tried is not None:
-                print(f"      tried: {found.tried}", flush=True)  # noqa: T201
+            for line in told(found.tried):
+                print(f"      {line}", flush=True)  # noqa: T201
             if options.out is not None:
                 cases = [judged[name] for name in CASES if name in judged]
                 publish_json(options.out, Bottlenecks(benchmark="bottlenecks", machine=machine_facts(), cases=cases))
+    print("\n".join(rendered([judged[name] for name in CASES if name in judged])))  # noqa: T201
     return 0 if all(judged[name].right for name in options.only) else 1
 
 
