@@ -47,6 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of order, weights and simulation (default: %(default)s)")
     add("--loader-seconds", type=float, default=6.0, help="how long the loader runs alone (default: %(default)s)")
     add("--max-ranks", type=int, default=4096, help="how far the simulation goes (default: %(default)s)")
+    add(
+        "--strong-batch",
+        type=int,
+        help="samples that simulated strong scaling shares among all ranks (default: one for each of --max-ranks)",
+    )
     add("--ranks-per-host", type=int, default=1, help="ranks that share a host like this one (default: %(default)s)")
     add("--straggler-share", type=float, default=0.01, help="share of ranks that are slow (default: %(default)s)")
     add("--straggler-slowdown", type=float, default=0.2, help="how much longer they compute (default: %(default)s)")
@@ -101,9 +106,10 @@ def _check(arguments: argparse.Namespace) -> list[int]:
     ranks = sorted(set(map(int, words)))
     if ranks[0] != 1:
         raise ConfigError(f"--ranks {arguments.ranks}: efficiency is told against one rank; begin with 1")
-    for name in ("batch_size", "steps", "max_ranks", "ranks_per_host"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 1 or more")
+    for name in ("batch_size", "steps", "max_ranks", "ranks_per_host", "strong_batch"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
     for name in ("straggler_share", "straggler_slowdown", "storage_gb_per_s"):
         if not 0 <= getattr(arguments, name) < float("inf"):
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be 0 or more")
@@ -130,6 +136,7 @@ def _report(
         slow_by=arguments.straggler_slowdown,
         storage_gb_per_s=arguments.storage_gb_per_s,
         seed=arguments.seed,
+        strong_batch=arguments.strong_batch,
     )
     points = [point for report in reports if (point := plan.point(report)) is not None]
     too_short = next((report.window.too_short for report in reports if report.window.too_short), None)

@@ -89,7 +89,11 @@ class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated besides the cluster as it was measured."""
+    """What is simulated besides the cluster as it was measured.
+
+    ``strong_batch``: samples that strong scaling shares among all ranks; None for one on each of ``max_ranks``, or as
+    many as were measured if that is more.
+    """
 
     max_ranks: int
     ranks_per_host: int
@@ -97,6 +101,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     slow_by: float
     storage_gb_per_s: float
     seed: int
+    strong_batch: int | None = None
 
 
 def efficiencies(points: Sequence[tuple[int, float]]) -> list[float]:
@@ -138,9 +143,10 @@ def try_model(fit: Fit, runs: Sequence[Measured], seed: int) -> list[Trial]:
 def make_curves(fit: Fit, batch_size: int, global_batch: int, conditions: Conditions) -> list[Curve]:
     """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with storage that gives so much.
 
-    Strong scaling shares ``global_batch`` samples, or ``max_ranks`` if that is more: one for each at the end.
+    Strong scaling shares ``conditions.strong_batch`` samples, and ends where each rank has one. ``global_batch`` is
+    what it shared as it was measured.
     """
-    global_batch = max(global_batch, conditions.max_ranks)
+    strong_batch = conditions.strong_batch or max(global_batch, conditions.max_ranks)
     ranks = [1]
     while ranks[-1] * 2 <= conditions.max_ranks:
         ranks.append(ranks[-1] * 2)
@@ -156,7 +162,7 @@ def make_curves(fit: Fit, batch_size: int, global_batch: int, conditions: Condit
         for name, case in cases:
             results = []
             for count in ranks:
-                size = batch_size if scaling == "weak" else global_batch // count
+                size = batch_size if scaling == "weak" else strong_batch // count
                 if size < 1:
                     break
                 cluster = Cluster(count, size, conditions.ranks_per_host, **case)

@@ -57,6 +57,7 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
         (("--ranks", "2,4"), "begin with 1"),
         (("--ranks", "1,3,4"), "use powers of two"),
         (("--steps", 0), "--steps 0 must be 1 or more"),
+        (("--strong-batch", 0), "--strong-batch 0 must be 1 or more"),
         (("--batch-size", 99), "has 16 samples"),
         (("--decoder", "nope"), "nope"),
         (("--accelerator", "emulated:nope"), "nope"),

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from fuelrail.bench.diff import compare
 from fuelrail.bench.scale_markdown import render_scale_markdown
 from fuelrail.bench.scale_page import render_scale_html
+from fuelrail.bench.scale_report import make_curves
 from support.html_page import Page
-from support.scale_runs import RUNS, measured, scale_report
+from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
 
 
 def test_efficiency_is_told_against_one_rank():
@@ -42,6 +44,14 @@ def test_curves_show_what_stragglers_and_storage_cost():
     assert starved.result.step_ms == pytest.approx(256, rel=0.01)
     last = ends["strong", "as measured"].result
     assert (last.num_ranks, last.batch_size) == (64, 1)
+
+
+@pytest.mark.parametrize(("strong_batch", "last"), [(None, (64, 1)), (16, (16, 1)), (256, (64, 4))])
+def test_strong_scaling_shares_what_it_is_told_and_ends_at_one_sample_a_rank(strong_batch, last):
+    conditions = msgspec.structs.replace(CONDITIONS, strong_batch=strong_batch)
+    for curve in make_curves(fit(), 2, 8, conditions):
+        end = curve.points[-1].result
+        assert (end.num_ranks, end.batch_size) == (last if curve.scaling == "strong" else (64, 2))
 
 
 @pytest.mark.parametrize("cut_off", [None, "4 ranks: the run was interrupted"])
