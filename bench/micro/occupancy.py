@@ -1,15 +1,24 @@
 """Occupancy against demand: does the loader keep accelerators busy up to its capacity, and fall as theory says behind?
 
-Two ranks train on six cameras of 1600x900 with emulated accelerators. First the loader alone says what both ranks
-together can load (the *capacity*: batches taken and dropped as fast as they come), then the accelerators ask for
-0.5 to 2 times that, the capacity measured anew in between: this machine's speed may drift. All of it in the same two
-processes. A loader that loses nothing gives
+Two ranks train on six cameras of 1600x900 with emulated accelerators. Two references are measured, by runs of their
+own that lie between the checked ones, since this machine's speed drifts:
 
-    occupancy = min(1, capacity / demand)
+- *alone*: batches taken and dropped as fast as they come, each rank for itself: the loader's own capacity.
+- *in step*: the same training with accelerators that take no time. A step lasts T_load: until the slower of the two
+  ranks has its batch, and with what the trainer itself takes of the CPUs that decode.
 
-and what must hold is: at least 0.99 up to a demand of 0.9, within 2 % of theory from 1.1 on.
+An accelerator that computes for T_compute a step, beside a loader that works meanwhile, makes steps as long as the
+longer of both: the bound of any two stages that overlap, known as the roofline (Williams, Waterman, Patterson 2009,
+doi:10.1145/1498765.1498785). With busy time over wall time, as MLPerf Storage defines its utilisation,
 
-    python -m fuelrail.bench.micro.occupancy --out bench/results/occupancy.json
+    occupancy = T_compute / max(T_compute, T_load) = min(1, capacity in step / demand)
+
+T_load never comes from the run that is checked, but from those right before and behind it. What must hold, over all
+rounds: at least 0.99 up to a demand of 0.9 of the capacity *alone*, which is the larger one; within 2 % of theory from
+1.1 of the capacity in step on. A run's speed differs by some percent from the next one's on a virtual machine, so it
+takes rounds to tell that.
+
+    python -m fuelrail.bench.micro.occupancy --rounds 3 --out bench/results/occupancy.json [--add]
 """
 
 from __future__ import annotations
@@ -19,7 +28,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -28,6 +37,7 @@ from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import arguments_for
+from fuelrail.bench.steady import Interval, ratio_interval
 from fuelrail.bench.train_run import TrainRun, measure_all
 from fuelrail.pipeline.errors import FuelrailError
 
@@ -43,16 +53,23 @@ THEORY_FROM, THEORY_WITHIN = 1.1, 0.02
 _NUM_RANKS = 2
 # As in published trainings of such models a step lasts a few tenths of a second, which is what hides a link's latency.
 _BATCH_SIZE = 24
-_POINTS_A_CAPACITY = 3
 _FORWARD_SHARE = 1 / 3
+_INSTANT_MS = 1e-6
 _GUESS_SAMPLES_PER_S = 60.0
+
+Reference = Literal["alone", "in step"]
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One demand: in parts of the capacity measured around it, and in samples/s; what came out and what theory says."""
+    """One run. ``asked``: the demand as it was planned; ``demand``: in parts of the capacity around it.
 
+    ``reference`` says which capacity: the loader's alone where all demand must be met, in step beyond.
+    """
+
+    asked: float
     demand: float
     demand_samples_per_s: float
+    reference: Reference
     capacity_samples_per_s: float
     occupancy: float
     theory: float
@@ -63,13 +80,25 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     overshoot_share: float
     overrun_share: float
 
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """All runs of one planned demand: means, and occupancy over theory (geometric mean, 95 % interval)."""
+
+    asked: float
+    reference: Reference
+    demand: float
+    occupancy: float
+    lowest: float
+    theory: float
+    of_theory: Interval
+
     @property
     def verdict(self) -> str:
         """Whether it is as it must be; empty between the two regions."""
-        if self.demand <= FED_UP_TO + 1e-9:
+        if self.asked <= FED_UP_TO:
             return "holds" if self.occupancy >= FED else "TOO LOW"
-        if self.demand >= THEORY_FROM - 1e-9:
-            return "holds" if abs(self.occupancy / self.theory - 1) <= THEORY_WITHIN else "OFF"
+        if self.asked >= THEORY_FROM:
+            return "holds" if abs(self.of_theory.median - 1) <= THEORY_WITHIN else "OFF"
         return ""
 
 
@@ -81,38 +110,58 @@ class OccupancySweep(msgspec.Struct, frozen=True, kw_only=True):
     others_cpus: float | None
     num_ranks: int
     batch_size: int
-    capacities_samples_per_s: list[float]
+    capacities_samples_per_s: dict[Reference, list[float]]
+    levels: list[Level]
     points: list[Point]
 
 
-def sweep(folder: Path, demands: Sequence[float], seconds: float, capacity: float | None = None) -> OccupancySweep:
-    """Measure; ``seconds`` is about how long each point's measured window lasts.
+def levels_of(points: Sequence[Point]) -> list[Level]:
+    """The runs by planned demand."""
+    found = []
+    for asked in sorted({point.asked for point in points}):
+        runs = [point for point in points if point.asked == asked]
+        found.append(
+            Level(
+                asked=asked,
+                reference=runs[0].reference,
+                demand=statistics.mean(run.demand for run in runs),
+                occupancy=statistics.mean(run.occupancy for run in runs),
+                lowest=min(run.occupancy for run in runs),
+                theory=statistics.mean(run.theory for run in runs),
+                of_theory=ratio_interval([run.occupancy / run.theory for run in runs]),
+            )
+        )
+    return found
 
-    ``capacity`` is a first guess, which saves its own run; what counts is measured around each point.
+
+def sweep(folder: Path, demands: Sequence[float], seconds: float, capacity: float | None = None) -> OccupancySweep:
+    """Measure; ``seconds`` is about how long each run's measured window lasts.
+
+    ``capacity`` is a first guess, which saves its own run; what counts is measured right before and behind each point.
     """
     dataset = folder / "cameras"
     write_cameras(dataset, 96)
     if capacity is None:
-        capacity = _capacity(_run(dataset, folder / "first", None, _GUESS_SAMPLES_PER_S, seconds))
-    plan: list[float | None] = [None]
-    for first in range(0, len(demands), _POINTS_A_CAPACITY):
-        plan += [*demands[first : first + _POINTS_A_CAPACITY], None]
-    runs = [_run(dataset, folder / f"run-{number}", demand, capacity, seconds) for number, demand in enumerate(plan)]
+        report, _ = _run(dataset, folder / "first", "in step", _GUESS_SAMPLES_PER_S, seconds).measure()
+        capacity = _rate(report)
+    plan: list[Reference | float] = []
+    for demand in demands:
+        reference = _reference(demand)
+        if not plan or plan[-1] != reference:
+            plan.append(reference)
+        plan += [demand, reference]
+    runs = [_run(dataset, folder / f"run-{number}", what, capacity, seconds) for number, what in enumerate(plan)]
     reports, outcome = measure_all(runs)
     if len(reports) < len(runs) or reports[-1].cut_off is not None:
         raise FuelrailError(f"the sweep was cut off: {reports[-1].cut_off or outcome}")
-    capacities = {
-        number: _rate(report)
-        for number, (demand, report) in enumerate(zip(plan, reports, strict=True))
-        if demand is None
-    }
+    capacities: dict[Reference, list[float]] = {"alone": [], "in step": []}
     points = []
-    for number, (demand, report) in enumerate(zip(plan, reports, strict=True)):
-        if demand is None:
-            continue
-        before = max(place for place in capacities if place < number)
-        after = min(place for place in capacities if place > number)
-        points.append(_point(report, demand * capacity, (capacities[before] + capacities[after]) / 2))
+    for number, (what, report) in enumerate(zip(plan, reports, strict=True)):
+        if isinstance(what, str):
+            capacities[what].append(_rate(report))
+        else:
+            around = (_rate(reports[number - 1]) + _rate(reports[number + 1])) / 2
+            points.append(_point(report, what, around))
     cpu: CpuUse | None = reports[0].cpu
     return OccupancySweep(
         benchmark="occupancy",
@@ -120,18 +169,23 @@ def sweep(folder: Path, demands: Sequence[float], seconds: float, capacity: floa
         others_cpus=None if cpu is None else cpu.others,
         num_ranks=_NUM_RANKS,
         batch_size=_BATCH_SIZE,
-        capacities_samples_per_s=list(capacities.values()),
-        points=sorted(points, key=lambda point: point.demand),
+        capacities_samples_per_s=capacities,
+        levels=levels_of(points),
+        points=points,
     )
 
 
-def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, seconds: float) -> TrainRun:
-    """A run that asks for ``demand`` times the capacity; None: the loader alone."""
-    rate = capacity * min(1.0, demand or 1.0)
+def _reference(demand: float) -> Reference:
+    return "alone" if demand <= FED_UP_TO else "in step"
+
+
+def _run(dataset: Path, folder: Path, what: Reference | float, capacity: float, seconds: float) -> TrainRun:
+    """A run that asks for that many times the capacity, or one that measures it."""
+    rate = capacity if isinstance(what, str) else capacity * min(1.0, what)
     steps_per_s = rate / _NUM_RANKS / _BATCH_SIZE
     folder.mkdir()
     # What lay ready when the window opens must not feed a notable part of it: first the stock is used up.
-    warmup = 5
+    warmup = 4
     steps = warmup + max(10, round(seconds * steps_per_s))
     arguments = arguments_for(
         dataset,
@@ -141,17 +195,20 @@ def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, sec
         warmup=warmup,
         model="light",
     )
-    if demand is None:
+    if what == "alone":
         return TrainRun(arguments, folder / "records", ("training",))
-    sample_ms = 1e3 * _NUM_RANKS / (demand * capacity)
-    phases_ms = sample_ms - 1.0 / _BATCH_SIZE  # without the optimiser's
+    if isinstance(what, str):
+        optimiser_ms = phases_ms = _INSTANT_MS
+    else:
+        optimiser_ms = 1.0
+        phases_ms = 1e3 * _NUM_RANKS / (what * capacity) - optimiser_ms / _BATCH_SIZE
     profile = AcceleratorProfile(
-        name=f"demand-{demand:g}",
+        name=f"demand-{what}",
         device="a GPU that takes that much",
         network="none",
         per="sample",
         reference_input=ReferenceInput(cameras=6, height=256, width=704),
-        optimiser_ms=1.0,
+        optimiser_ms=optimiser_ms,
         sources=["made for this measurement"],
         derivation="The loader's measured capacity times the demand.",
         forward_ms=_FORWARD_SHARE * phases_ms,
@@ -160,29 +217,26 @@ def _run(dataset: Path, folder: Path, demand: float | None, capacity: float, sec
     return TrainRun(arguments, folder / "records", (), profile=profile)
 
 
-def _capacity(run: TrainRun) -> float:
-    report, _ = run.measure()
-    return _rate(report)
-
-
 def _rate(report: Report) -> float:
     if report.figures is None:
         raise FuelrailError(f"no figures: {report.cut_off or report.window.too_short}")
     return report.figures.throughput.samples_per_s
 
 
-def _point(report: Report, demand_samples_per_s: float, capacity: float) -> Point:
+def _point(report: Report, asked: float, capacity: float) -> Point:
     figures = report.figures
     if figures is None:
         raise FuelrailError(f"no figures: {report.cut_off or report.window.too_short}")
     shares = {phase.phase: phase.share for phase in figures.phases}
-    demand = figures.throughput.demand_samples_per_s / capacity
+    demand_samples_per_s = figures.throughput.demand_samples_per_s
     return Point(
-        demand=demand,
+        asked=asked,
+        demand=demand_samples_per_s / capacity,
         demand_samples_per_s=demand_samples_per_s,
+        reference=_reference(asked),
         capacity_samples_per_s=capacity,
         occupancy=figures.occupancy.mean,
-        theory=min(1.0, 1 / demand),
+        theory=min(1.0, capacity / demand_samples_per_s),
         num_steps=report.window.num_measured_steps,
         data_wait_share=shares["data_wait"],
         all_reduce_share=shares["all_reduce"],
@@ -194,22 +248,22 @@ def _point(report: Report, demand_samples_per_s: float, capacity: float) -> Poin
 
 def render(result: OccupancySweep) -> str:
     """The result as text."""
-    capacity = statistics.mean(result.capacities_samples_per_s)
-    spread = max(result.capacities_samples_per_s) / min(result.capacities_samples_per_s) - 1
     others = "unknown" if result.others_cpus is None else f"{result.others_cpus:.2f}"
-    head = (
-        f"capacity {capacity:.1f} samples/s on {result.num_ranks} ranks, measured "
-        f"{len(result.capacities_samples_per_s)} times, spread {spread:.1%}; CPUs that others used: {others}"
-    )
-    lines = [
-        head,
-        "demand  occupancy  theory   data wait  all-reduce  other  woke late",
-    ]
+    lines = [f"{result.num_ranks} ranks; CPUs that others used: {others}"]
     lines += [
-        f"{point.demand:6.2f}  {point.occupancy:9.4f}  {point.theory:6.4f}  {point.data_wait_share:9.2%}"
-        f"  {point.all_reduce_share:9.2%} {point.other_share:6.2%}  {point.overshoot_share:8.2%}  {point.verdict}"
-        for point in result.points
+        f"capacity {reference}: {statistics.mean(found):.1f} samples/s, measured {len(found)} times, "
+        f"{min(found):.1f} to {max(found):.1f}"
+        for reference, found in result.capacities_samples_per_s.items()
+        if found
     ]
+    lines.append("demand  of capacity  rounds  occupancy  lowest  theory  off      95 % interval")
+    for level in result.levels:
+        ratio = level.of_theory
+        lines.append(
+            f"{level.demand:6.2f}  {level.reference:11}  {ratio.num_repeats:6}  {level.occupancy:9.4f}"
+            f"  {level.lowest:.4f}  {level.theory:.4f}  {ratio.median - 1:+6.1%}"
+            f"  {ratio.low - 1:+6.1%} to {ratio.high - 1:+6.1%}  {level.verdict}"
+        )
     return "\n".join(lines)
 
 
@@ -221,39 +275,49 @@ def save_plot(result: OccupancySweep, path: Path) -> None:
     axes = figure.subplots()
     grid = [0.4 + 0.01 * number for number in range(171)]
     axes.plot(grid, [min(1, 1 / demand) for demand in grid], color="#888", label="theory: min(1, capacity / demand)")
-    points = result.points
-    axes.plot([p.demand for p in points], [p.occupancy for p in points], "o", color="#1668a7", label="measured")
-    axes.set(xlabel="demand / the loader's own capacity", ylabel="occupancy", ylim=(0, 1.05))
+    for reference, marker in (("alone", "o"), ("in step", "s")):
+        points = [point for point in result.points if point.reference == reference]
+        at, found = [point.demand for point in points], [point.occupancy for point in points]
+        axes.plot(at, found, marker, color="#1668a7", markersize=4, alpha=0.5, label=f"a run; capacity {reference}")
+    means = [level for level in result.levels if level.of_theory.num_repeats > 1]
+    if means:
+        at, found = [level.demand for level in means], [level.occupancy for level in means]
+        axes.plot(at, found, "_", color="#c33", markersize=16, markeredgewidth=2, label="mean of the runs")
+    axes.set(xlabel="demand / capacity", ylabel="occupancy", ylim=(0, 1.05))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 1 if a point is not as it must be."""
+    """Measure, print and write; 1 if a demand is not met as it must be."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.occupancy", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON, and a plot beside it")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each point (default: %(default)s)")
-    parser.add_argument("--demands", type=float, nargs="+", default=DEMANDS, help="in parts of the capacity")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="over all demands (default: %(default)s)")
+    parser.add_argument("--demands", type=float, nargs="+", default=list(DEMANDS), help="in parts of the capacity")
     parser.add_argument("--capacity", type=float, help="first guess of the capacity, in samples/s")
     parser.add_argument("--add", action="store_true", help="to the points that the result file has already")
-    parser.add_argument("--quick", action="store_true", help="two points of a second, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="two demands of a second, to see that it runs")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="fuelrail-occupancy-") as folder:
-        demands, seconds = ((0.5, 2.0), 1.0) if options.quick else (options.demands, options.seconds)
+        demands, seconds = ((0.5, 2.0), 1.0) if options.quick else (options.demands * options.rounds, options.seconds)
         result = sweep(Path(folder), demands, seconds, options.capacity)
     if options.add:
         before = msgspec.json.decode(options.out.read_bytes(), type=OccupancySweep)
+        points = before.points + result.points
+        capacities = {
+            reference: before.capacities_samples_per_s[reference] + found
+            for reference, found in result.capacities_samples_per_s.items()
+        }
         result = msgspec.structs.replace(
-            result,
-            capacities_samples_per_s=before.capacities_samples_per_s + result.capacities_samples_per_s,
-            points=sorted(before.points + result.points, key=lambda point: point.demand),
+            result, capacities_samples_per_s=capacities, points=points, levels=levels_of(points)
         )
     print(render(result))  # noqa: T201
     if options.out is not None:
         publish_json(options.out, result)
         save_plot(result, options.out.with_suffix(".svg"))
-    return 1 if any(point.verdict in ("TOO LOW", "OFF") for point in result.points) else 0
+    return 1 if any(level.verdict in ("TOO LOW", "OFF") for level in result.levels) else 0
 
 
 if __name__ == "__main__":
