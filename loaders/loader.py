@@ -226,7 +226,8 @@ class DataLoader:
         self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)
         cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
         self._num_images = where.frames * len(cameras)
-        image_decoder = make_decoder(decoder, device, lambda: image_facts(sources))
+        threads = num_workers if num_workers is not None and num_workers != "auto" else default_num_workers()
+        image_decoder = make_decoder(decoder, device, lambda: image_facts(sources), int(threads))
         check_pixels(image_decoder, pixels)
         self._transfer = make_transfer(device, normalize)
         self._make = Production(
@@ -243,7 +244,7 @@ class DataLoader:
             self._tuner = make_tuner(budget, batch_size, math.prod(shape), prefetch_factor)
             self.num_workers, self.prefetch_factor = self._tuner.tuning
         else:
-            self.num_workers = default_num_workers() if num_workers is None else num_workers
+            self.num_workers = threads
         most = Tuning(self.num_workers, prefetch_factor) if self._tuner is None else self._tuner.most
         self._buffers = BufferPool(shape, pinned=pinned, keep=batches_in_flight(most, batch_size))
         self._start = self._position = Cursor()

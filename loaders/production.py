@@ -53,7 +53,11 @@ class Production(NamedTuple):
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):
             decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
-            stages.append(Stage("decode", decode_all, 1, 1, group=group))
+            if self.decoder.device.type == "cpu":
+                stages.append(Stage("decode", decode_all, 1, 1, group=group))
+            else:
+                # Two threads: while one waits for its pictures, the other parses headers and feeds the next batch.
+                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, 2, 1)]
             group = None  # from here on the items are batches
         else:
             decode_one = partial(work.decode, self.decoder, self.cameras, fill, self.bad, parse)

@@ -101,7 +101,7 @@ class _ExperimentLoader(DataLoader):
         if "decompression" in settings.leave_out:
             empty["parse"] = lambda stage: _Remembered(stage.work)
         if "decode" in settings.leave_out:
-            empty["decode"] = lambda stage: _undecoded if stage.group is None else _all_undecoded
+            empty["decode"] = lambda _: _undecoded
         return [replace(stage, work=empty[stage.name](stage)) if stage.name in empty else stage for stage in stages]
 
 
@@ -157,10 +157,8 @@ class _Remembered:
         return parsed._replace(task=fetched.task)
 
 
-def _undecoded(parsed: Parsed) -> DecodedSample:
-    """A sample whose place in the batch's buffer is left as it was."""
+def _undecoded(parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSample]:
+    """A sample, or those of a batch, whose places in the batch's buffer are left as they were."""
+    if isinstance(parsed, list):
+        return [one.decoded(one.task.slot) for one in parsed]
     return parsed.decoded(parsed.task.slot)
-
-
-def _all_undecoded(parsed: Sequence[Parsed]) -> list[DecodedSample]:
-    return [_undecoded(one) for one in parsed]

@@ -38,12 +38,16 @@ _ON_DEVICES = frozenset({"dali"})
 
 
 def make_decoder(
-    name: str = "auto", device: torch.device | str | None = None, facts: Callable[[], ImageFacts] | None = None
+    name: str = "auto",
+    device: torch.device | str | None = None,
+    facts: Callable[[], ImageFacts] | None = None,
+    num_threads: int = 2,
 ) -> ImageDecoder:
     """Return the decode backend of that name; ``"auto"`` picks the fastest that is always installed, ``"turbo"``.
 
     ``device`` is for those that know devices, which are `BatchDecoder` too ("dali"); None is the CPU. ``facts`` is
-    called where the images' sizes and coding help: for a GPU.
+    called where the images' sizes and coding help: for a GPU. ``num_threads`` is for those with threads of their own,
+    which again is "dali".
 
     Raises ConfigError for an unknown name, or with what to install for a backend whose package is missing.
     """
@@ -52,8 +56,7 @@ def make_decoder(
         raise ConfigError(f"decoder={name!r} must be one of auto, {', '.join(BACKENDS)}")
     module, _, attribute = target.partition(":")
     backend = getattr(import_module(module), attribute)
-    if device is None or name not in _ON_DEVICES:
+    if name not in _ON_DEVICES:
         return cast("ImageDecoder", backend())
-    if facts is None or str(device) == "cpu":
-        return cast("ImageDecoder", backend(device))
-    return cast("ImageDecoder", backend(device, facts=facts()))
+    options = {} if facts is None or device is None or str(device) == "cpu" else {"facts": facts()}
+    return cast("ImageDecoder", backend(device or "cpu", num_threads=num_threads, **options))

@@ -5,9 +5,9 @@ map turns rows or leaves the image, planes out. Every parameter is per image and
 draws nothing and is the same on both devices; on a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware
 decoder where there is one. On the CPU it decodes in full resolution and is slower than the turbo backend.
 
-An error inside a DALI pipeline names no image and leaves the pipeline unusable. So headers are checked first, and if a
-run fails all the same, the pipeline is rebuilt and the batch is halved until the culprits stand alone. Those go to the
-turbo backend, which decodes them or says what is wrong. So what becomes of an image never depends on its neighbours.
+An error inside a DALI pipeline names no image and costs the run. So headers are checked first, and if a run fails all
+the same, the batch is halved until the culprits stand alone. Those go to the turbo backend, which decodes them or says
+what is wrong. So what becomes of an image never depends on its neighbours.
 """
 
 from __future__ import annotations
@@ -210,14 +210,15 @@ class DaliDecoder:
         try:
             for name in ("encoded", "window", "roi", "size", *(() if jobs[0].is_aligned else ("matrix",))):
                 pipeline.feed_input(name, [getattr(job, name) for job in jobs])
-            # Complete when it returns: an executor that is not pipelined takes no stream to put the outputs on.
+            # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
             (pictures,) = pipeline.run()
         except RuntimeError as error:
             self._reason = str(error)
-            del self._local.pipelines[key]  # an error leaves it unusable
+            if "operator" not in self._reason:  # not an operator's complaint about its input, but the pipeline's own
+                del self._local.pipelines[key]
             return False
         # The pipeline's own memory, valid until its next run.
-        out[[job.at for job in jobs]] = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
+        out[_places(jobs)] = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
         if out.device.type == "cuda":
             torch.cuda.current_stream(out.device).synchronize()
         return True
@@ -226,18 +227,18 @@ class DaliDecoder:
         """Return a built pipeline: inputs as in `Job`, output uint8 (3, height, width) on the device."""
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
         on_gpu = self.device.type == "cuda"
+        # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
         pipeline = Pipeline(
             batch_size=MAX_BATCH,
             num_threads=self._num_threads,
             device_id=self.device.index if on_gpu else None,
-            prefetch_queue_depth=1,
-            exec_async=False,
-            exec_pipelined=False,
+            prefetch_queue_depth=1,  # a run is of what was fed last
         )
         options: dict[str, Any] = {}
         if on_gpu:
             options = {
                 "device": "mixed",
+                "affine": False,  # several pipelines and ranks would tie their threads to the same cores
                 "hw_decoder_load": HARDWARE_SHARE * self._facts.baseline_share,
                 "preallocate_width_hint": self._facts.largest_wh[0],
                 "preallocate_height_hint": self._facts.largest_wh[1],
@@ -281,6 +282,12 @@ class _Pipelines(threading.local):
         if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
+
+
+def _places(jobs: Sequence[Job]) -> slice | list[int]:
+    """Where the jobs stand in the caller's batch; consecutive ones as a slice, which needs no index on the device."""
+    first, last = jobs[0].at, jobs[-1].at
+    return slice(first, last + 1) if last - first == len(jobs) - 1 else [job.at for job in jobs]
 
 
 def _black_out_unseen(places: Sequence[int], image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:

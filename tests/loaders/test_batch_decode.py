@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -90,6 +92,28 @@ def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool, wind
     assert_same(load(dataset, "turbo", **options), load(dataset, "batched", **options))
     frames = len(window.get("frames", [0]))
     assert Batched.sizes[:2] == [10 * frames, 10 * frames]  # all frames and cameras of a batch in one call
+
+
+def test_on_a_device_two_threads_take_batches_in_turns(dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    class Elsewhere(Batched):
+        """Says that it is on another device; its memory is the host's."""
+
+        def __init__(self) -> None:
+            super().__init__("meta")
+
+        def decode_batch(self, *arguments):
+            threads.add(threading.get_ident())
+            time.sleep(0.02)
+            return super().decode_batch(*arguments)
+
+    import fuelrail.loaders.decode.turbo as module
+
+    monkeypatch.setattr(module, "Batched", Elsewhere)
+    options = {"pixels": PixelAugment(), "batch_size": 2}
+    assert_same(load(dataset, "turbo", **options), load(dataset, "batched", **options))
+    assert len(threads) == 2
 
 
 def test_transform_and_collate_get_single_samples(dataset) -> None:

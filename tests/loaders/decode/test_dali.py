@@ -118,6 +118,24 @@ def test_bad_images_are_named_and_the_others_come() -> None:
     assert torch.equal(again, expected)
 
 
+def test_failed_runs_cost_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    build = dali.DaliDecoder._build
+    monkeypatch.setattr(dali.DaliDecoder, "_build", lambda *arguments: built.append(arguments) or build(*arguments))
+    decoder = make_decoder("dali")
+    encoded, maps = batch(8, AUGMENT.evaluation())
+    expected, out = (torch.empty((8, 3, 48, 64), dtype=torch.uint8) for _ in range(2))
+    decoder.decode_batch(encoded, maps, expected)
+    for bad in range(8):
+        damaged = bytearray(encoded[bad])
+        if damaged.startswith(b"\xff\xd8"):
+            damaged[damaged.index(b"\xff\xc4") + 5] = 0xFF
+            decoder.decode_batch([*encoded[:bad], bytes(damaged), *encoded[bad + 1 :]], maps, out)
+    assert decoder.decode_batch(encoded, maps, out) == [None] * 8
+    assert torch.equal(out, expected)
+    assert len(built) == 1
+
+
 @pytest.mark.parametrize("name", ALL_MAPS)
 def test_it_agrees_with_the_turbo_backend(name: str) -> None:
     image_map = ALL_MAPS[name]
