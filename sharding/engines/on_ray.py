@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import socket
+import time
 import uuid
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,10 @@ _POLL_S: Final = 0.5
 _STOP_S: Final = 30.0
 _PROBE_S: Final = 10.0
 _TASKS_AHEAD: Final = 2  # submitted for each CPU of the cluster, so that none waits for the next one
+_LOOK_S: Final = 5.0
+NO_NODE_S: Final = 300.0
+"""How long the cluster may be without a node that a task fits on, until a lost one is replaced or scaled up."""
+_RESULT_S: Final = 120.0  # for the line of result of a task that is done
 
 
 class RayEngine:
@@ -66,14 +71,19 @@ class RayEngine:
         shared = ray.put(job)
         waiting = iter(numbers)
         pending: list[Any] = []
+        nodes = _Nodes(ray)
         try:
             while True:
-                wanted = self._num_workers or int(ray.cluster_resources().get("CPU", 1)) * _TASKS_AHEAD
-                pending += [task.remote(shared, run, n) for n in itertools.islice(waiting, wanted - len(pending))]
+                wanted = self._num_workers or nodes.num_cpus() * _TASKS_AHEAD
+                # Fewer than are under way are wanted, once a node has died.
+                more = max(wanted - len(pending), 0)
+                pending += [task.remote(shared, run, n) for n in itertools.islice(waiting, more)]
                 if not pending:
                     return
                 done, pending = ray.wait(pending, timeout=_POLL_S)
                 advance(0)
+                if not done:
+                    nodes.check()
                 for reference in done:
                     result = self._result(reference)
                     advance(result.num_bytes)
@@ -84,9 +94,14 @@ class RayEngine:
     def _result(self, reference: Any) -> ShardDone:  # noqa: ANN401 - Ray's, which has no types for it
         ray = self._ray
         try:
-            result: ShardDone | FuelrailError = ray.get(reference)
+            result: ShardDone | FuelrailError = ray.get(reference, timeout=_RESULT_S)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise FuelrailError(
+                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; the same command "
+                "goes on with what is not finished"
+            ) from error
         except ray.exceptions.RayError as error:
             raise FuelrailError(
                 f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
@@ -149,6 +164,39 @@ class RayEngine:
             yield
         finally:
             ray.shutdown()
+
+
+class _Nodes:
+    """What is left of the cluster; a look at it costs a call, so there is one every few seconds."""
+
+    def __init__(self, ray: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
+        self._ray = ray
+        self._looked_s = self._fitting_s = time.monotonic()
+        self._cpus: list[int] = []
+        self._look()
+
+    def num_cpus(self) -> int:
+        """CPUs of the nodes that are there, 1 at least."""
+        if time.monotonic() - self._looked_s > _LOOK_S:
+            self._look()
+        return max(sum(self._cpus), 1)
+
+    def check(self) -> None:
+        """Raise FuelrailError where for a long time no node has been there that could take a task."""
+        self.num_cpus()
+        if not self._cpus and time.monotonic() - self._fitting_s > NO_NODE_S:
+            raise FuelrailError(
+                f"the Ray cluster has had no node with a CPU and {TASK_MEMORY_BYTES >> 20} MiB of memory for "
+                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then the same command goes on"
+            )
+
+    def _look(self) -> None:
+        self._looked_s = time.monotonic()
+        found = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fitting = (node for node in found if node.get("memory", 0) >= TASK_MEMORY_BYTES)
+        self._cpus = [int(node["CPU"]) for node in fitting if node.get("CPU", 0) >= 1]
+        if self._cpus:
+            self._fitting_s = self._looked_s
 
 
 _writer: tuple[str, ShardWriter] | None = None

@@ -12,7 +12,8 @@ import time
 import pytest
 
 from fuelrail.bench.micro.ray_cluster import ray_cluster
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError
+from fuelrail.sharding.engines import on_ray
 from fuelrail.sharding.engines.on_ray import RayEngine
 from fuelrail.sharding.output import WORK_FOLDER
 from fuelrail.sharding.progress import Quiet
@@ -55,20 +56,32 @@ def test_three_nodes_give_the_same_bytes(source, expected, cluster, tmp_path):
     assert outcome.num_written == len(outcome.manifest.shards) > 6
 
 
-def test_a_node_that_dies_in_the_middle_costs_time_only(source, expected, cluster, tmp_path):
+def test_nodes_that_die_in_the_middle_cost_time_only(source, expected, cluster, tmp_path, monkeypatch):
+    # More tasks are under way than the one node that is left asks for.
+    monkeypatch.setattr(on_ray, "_LOOK_S", 0.0)
+
     class Killer(Quiet):
-        killed = False
+        num_killed = 0
 
         def shard_done(self, shard):
-            if not self.killed:
-                self.killed = True
+            if self.num_killed < 2:
+                self.num_killed += 1
                 cluster.tell("kill")
 
     killer = Killer()
     shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), progress=killer, **OPTIONS)
-    cluster.tell("add")
-    assert killer.killed
+    for _ in range(killer.num_killed):
+        cluster.tell("add")
+    assert killer.num_killed == 2
     assert digests(tmp_path / "out") == expected
+
+
+def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(source, cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(on_ray, "TASK_MEMORY_BYTES", 1 << 50)
+    monkeypatch.setattr(on_ray, "NO_NODE_S", 0.5)
+    monkeypatch.setattr(on_ray, "_LOOK_S", 0.1)
+    with pytest.raises(FuelrailError, match=r"no node with a CPU and \d+ MiB of memory for 0 s, which each task needs"):
+        shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
 
 
 def test_a_driver_that_is_killed_goes_on_with_the_same_command(source, expected, cluster, tmp_path):
