@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
-import os
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -15,6 +13,7 @@ from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.frames import encode_frame, encode_seek_table
 from fuelrail.pipeline.index import IndexRow, MemberEntry
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.sharding.blocks import BlockWriter
 from fuelrail.sharding.dali import IndexText
 
 if TYPE_CHECKING:
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dictionary import Dictionary
     from fuelrail.pipeline.shardfile import PackedSpan
-
-_MOST_PIECES: Final = os.sysconf("SC_IOV_MAX")
+    from fuelrail.sharding.reading import ReadBuffer
 
 _stored_name = functools.lru_cache(maxsize=1024)(codecs.stored_name)
 
@@ -51,10 +49,14 @@ class ShardPacker:
     """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
 
     A sample's bytes go from where they were read to the file and into the digests, and are not copied in between.
+    ``buffer`` is where its files were read.
     """
 
-    def __init__(self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None = None) -> None:
-        self._file, self._number, self._level, self._dictionary = file, number, level, dictionary
+    def __init__(
+        self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
+    ) -> None:
+        self._file, self._number, self._level, self._dictionary = BlockWriter(file), number, level, dictionary
+        self._buffer = buffer
         self._rows: list[IndexRow] = []
         self._listing = IndexText()
         self._digest = hashlib.sha256()
@@ -68,7 +70,7 @@ class ShardPacker:
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
-        self._write(pieces, length)
+        self._write(pieces)
         entries = tuple(
             MemberEntry(name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec)
             for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
@@ -83,7 +85,8 @@ class ShardPacker:
     def close(self) -> Packed:
         """Write the end of the archive."""
         end = self._end()
-        self._write([end], len(end))
+        self._write([end])
+        self._file.flush()
         return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, self._dali_index())
 
     def _encode(self, codec: str, data: Buffer) -> Buffer:
@@ -94,7 +97,7 @@ class ShardPacker:
     ) -> tuple[Sequence[Buffer], int]:
         """A sample's span as the file takes it, in pieces, and its length."""
         self._listing.add(key, self._offset, stored, packed.offsets)
-        return packed.pieces, packed.length
+        return self._buffer.joined(packed.pieces), packed.length
 
     def _end(self) -> bytes:
         return END_OF_ARCHIVE
@@ -102,17 +105,17 @@ class ShardPacker:
     def _dali_index(self) -> bytes:
         return self._listing.encode()
 
-    def _write(self, pieces: Sequence[Buffer], num_bytes: int) -> None:
+    def _write(self, pieces: Sequence[Buffer]) -> None:
         for piece in pieces:
             self._digest.update(piece)
-        write_pieces(self._file, pieces, num_bytes)
+        self._file.write(pieces)
 
 
 class FramedPacker(ShardPacker):
     """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
 
-    def __init__(self, file: BinaryIO, number: int, level: int) -> None:
-        super().__init__(file, number, level)
+    def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
+        super().__init__(file, number, level, None, buffer)
         self._sizes: list[tuple[int, int]] = []
 
     def _stored_span(
@@ -122,7 +125,8 @@ class FramedPacker(ShardPacker):
         packed: PackedSpan,
     ) -> tuple[Sequence[Buffer], int]:
         try:
-            frame = encode_frame(b"".join(packed.pieces), self._level)
+            pieces = self._buffer.joined(packed.pieces)
+            frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
         except MemberTooLargeError as error:
             raise MemberTooLargeError(error.message, key=key) from error
         self._sizes.append((len(frame), packed.length))
@@ -134,16 +138,3 @@ class FramedPacker(ShardPacker):
 
     def _dali_index(self) -> bytes:
         return b""
-
-
-def write_pieces(file: BinaryIO, pieces: Sequence[Buffer], num_bytes: int) -> None:
-    """Write all pieces, of ``num_bytes`` together; where ``file`` is one of this machine's, in one system call."""
-    # A buffered file would copy what is small and cut what is large; nothing is in its buffer, all writes are these.
-    if not isinstance(file, io.BufferedWriter) or not isinstance(file.raw, io.FileIO) or len(pieces) > _MOST_PIECES:
-        file.writelines(pieces)
-        return
-    written = os.writev(file.fileno(), pieces)
-    if written < num_bytes:  # a signal came, or the disk is full: the next call says so
-        rest = memoryview(b"".join(pieces))[written:]
-        while rest:
-            rest = rest[os.write(file.fileno(), rest) :]

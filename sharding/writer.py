@@ -123,7 +123,10 @@ class ShardWriter:
         framed, level = job.recipe.layout == "frame", job.recipe.compression_level
         name = shard.stem + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
         with self._out.publish(name) as file:
-            packer = FramedPacker(file, number, level) if framed else ShardPacker(file, number, level, job.dictionary)
+            if framed:
+                packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
+            else:
+                packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
             for row in self._rows_of(shard):
                 scanned = self._table.row(row)
                 digest.add(scanned)

@@ -17,6 +17,7 @@ from fuelrail.pipeline.dictionary import train_dictionary
 from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.shardfile import iter_members
 from fuelrail.sharding.packing import FramedPacker, RawMember, ShardPacker
+from fuelrail.sharding.reading import ReadBuffer
 
 DICTIONARY = train_dictionary([b'{"key": "%06d", "schema": "fuelrail/1"}' % number for number in range(500)], 1024, 3)
 CODECS = st.sampled_from([RAW, ZSTD, ZSTD_DICT, planes(4), planes(20)])
@@ -31,7 +32,8 @@ SAMPLES = st.dictionaries(
 
 def pack(samples, *, framed):
     file = io.BytesIO()
-    packer = FramedPacker(file, 3, 3) if framed else ShardPacker(file, 3, 3, DICTIONARY)
+    buffer = ReadBuffer()
+    packer = FramedPacker(file, 3, 3, buffer) if framed else ShardPacker(file, 3, 3, DICTIONARY, buffer)
     for number, (key, members) in enumerate(samples.items()):
         packer.add(key, "clip", number, number, [RawMember(name, *how) for name, how in members.items()])
     return packer.close(), file.getvalue()
