@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dictionary import Dictionary
     from fuelrail.pipeline.shardfile import PackedSpan
-    from fuelrail.sharding.reading import ReadBuffer
 
 _stored_name = functools.lru_cache(maxsize=1024)(codecs.stored_name)
 
@@ -48,15 +47,11 @@ class Packed(NamedTuple):
 class ShardPacker:
     """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
 
-    A sample's bytes go from where they were read to the file and into the digests, and are not copied in between.
-    ``buffer`` is where its files were read.
+    A sample's bytes go from where they were read to the file and into the digests, copied once at most in between.
     """
 
-    def __init__(
-        self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
-    ) -> None:
+    def __init__(self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None = None) -> None:
         self._file, self._number, self._level, self._dictionary = BlockWriter(file), number, level, dictionary
-        self._buffer = buffer
         self._rows: list[IndexRow] = []
         self._listing = IndexText()
         self._digest = hashlib.sha256()
@@ -97,7 +92,7 @@ class ShardPacker:
     ) -> tuple[Sequence[Buffer], int]:
         """A sample's span as the file takes it, in pieces, and its length."""
         self._listing.add(key, self._offset, stored, packed.offsets)
-        return self._buffer.joined(packed.pieces), packed.length
+        return packed.pieces, packed.length
 
     def _end(self) -> bytes:
         return END_OF_ARCHIVE
@@ -114,8 +109,8 @@ class ShardPacker:
 class FramedPacker(ShardPacker):
     """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
 
-    def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
-        super().__init__(file, number, level, None, buffer)
+    def __init__(self, file: BinaryIO, number: int, level: int) -> None:
+        super().__init__(file, number, level)
         self._sizes: list[tuple[int, int]] = []
 
     def _stored_span(
@@ -125,8 +120,7 @@ class FramedPacker(ShardPacker):
         packed: PackedSpan,
     ) -> tuple[Sequence[Buffer], int]:
         try:
-            pieces = self._buffer.joined(packed.pieces)
-            frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
+            frame = encode_frame(b"".join(packed.pieces), self._level)
         except MemberTooLargeError as error:
             raise MemberTooLargeError(error.message, key=key) from error
         self._sizes.append((len(frame), packed.length))
