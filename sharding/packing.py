@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dictionary import Dictionary
     from fuelrail.pipeline.shardfile import PackedSpan
+    from fuelrail.sharding.reading import ReadBuffer
 
 _stored_name = functools.lru_cache(maxsize=1024)(codecs.stored_name)
 
@@ -48,10 +49,14 @@ class ShardPacker:
     """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
 
     A sample's bytes go from where they were read to the file and into the digests, copied once at most in between.
+    ``buffer`` is where its files were read.
     """
 
-    def __init__(self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None = None) -> None:
+    def __init__(
+        self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
+    ) -> None:
         self._file, self._number, self._level, self._dictionary = BlockWriter(file), number, level, dictionary
+        self._buffer = buffer
         self._rows: list[IndexRow] = []
         self._listing = IndexText()
         self._digest = hashlib.sha256()
@@ -92,7 +97,7 @@ class ShardPacker:
     ) -> tuple[Sequence[Buffer], int]:
         """A sample's span as the file takes it, in pieces, and its length."""
         self._listing.add(key, self._offset, stored, packed.offsets)
-        return packed.pieces, packed.length
+        return self._buffer.joined(packed.pieces), packed.length
 
     def _end(self) -> bytes:
         return END_OF_ARCHIVE
@@ -109,8 +114,8 @@ class ShardPacker:
 class FramedPacker(ShardPacker):
     """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
 
-    def __init__(self, file: BinaryIO, number: int, level: int) -> None:
-        super().__init__(file, number, level)
+    def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
+        super().__init__(file, number, level, None, buffer)
         self._sizes: list[tuple[int, int]] = []
 
     def _stored_span(
@@ -120,7 +125,8 @@ class FramedPacker(ShardPacker):
         packed: PackedSpan,
     ) -> tuple[Sequence[Buffer], int]:
         try:
-            frame = encode_frame(b"".join(packed.pieces), self._level)
+            pieces = self._buffer.joined(packed.pieces)
+            frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
         except MemberTooLargeError as error:
             raise MemberTooLargeError(error.message, key=key) from error
         self._sizes.append((len(frame), packed.length))
