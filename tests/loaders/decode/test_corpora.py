@@ -116,7 +116,7 @@ def test_reference_pictures_are_met(backend: str) -> None:
             continue
         got = decode_or_refuse(decoder, file.read_bytes())
         if isinstance(got, str):
-            if backend == "turbo" and file.name == "jpg-cmyk-2.jpg":
+            if backend != "pillow" and file.name == "jpg-cmyk-2.jpg":  # DALI's CMYK is turbo's
                 assert "decoder='pillow' takes it" in got
             else:
                 assert REFUSED[file.name] in got, file.name
@@ -172,6 +172,7 @@ def test_mutated_files_never_hurt(backend: str) -> None:
     ]
     tally = fuzz(make_decoder(backend), originals, range(400), 20)
     assert tally.count == 400
-    assert 0 < tally.decoded < 200
+    # DALI takes damaged pixel data at which libjpeg warns, which the others refuse.
+    assert 0 < tally.decoded < (300 if backend == "dali" else 200)
     assert tally.refused_by_header > 30
     assert tally.grown_mib < 1024, "a lie about the size may cost one picture of the limit, not more"
