@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_ANSWER_S: Final = 300.0  # Ray's own waits are shorter
+_STARTS: Final = 3  # a node on a busy machine may miss Ray's own deadline
 
 
 def main(num_nodes: int) -> None:
@@ -32,7 +36,13 @@ def main(num_nodes: int) -> None:
         if command.strip() == "kill":
             cluster.remove_node(nodes.pop(), allow_graceful=False)
         else:
-            nodes.append(cluster.add_node(**node(is_head=False)))
+            for start in range(_STARTS):
+                try:
+                    nodes.append(cluster.add_node(**node(is_head=False)))
+                    break
+                except Exception:
+                    if start == _STARTS - 1:
+                        raise
         print("done", flush=True)  # noqa: T201
     cluster.shutdown()
 
@@ -44,11 +54,13 @@ class RayCluster:
         self._process, self.address = process, address
 
     def tell(self, command: str) -> None:
-        """``kill`` a node or ``add`` one, and wait until it is done."""
+        """``kill`` a node or ``add`` one, and wait until it is done; raises RuntimeError where it is not."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
+            raise RuntimeError(f"the cluster has not answered '{command}' within {_ANSWER_S:.0f} s")
         if self._process.stdout.readline() != "done\n":
             raise RuntimeError("the cluster has ended")
 
@@ -65,7 +77,8 @@ def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        address = process.stdout.readline().strip()
+        answered = select.select([process.stdout], [], [], _ANSWER_S)[0]
+        address = process.stdout.readline().strip() if answered else ""
         if not address:
             raise RuntimeError("the cluster did not start: is Ray installed?")
         yield RayCluster(process, address)

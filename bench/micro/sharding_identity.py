@@ -4,6 +4,9 @@ Each case shards one source with the command line, as a user does. *Killed* case
 command and its processes (of a Ray cluster, which lives on, every third time to a node instead) and run the same
 command again, until there were as many deaths as asked for; a run that finishes in between is compared and begun anew.
 What is compared is the SHA-256 of every file of the dataset.
+
+With ``--out`` the report is written after each case, and the same command goes on with the cases that it lacks; with
+``--seconds`` none is begun after that time.
 """
 
 from __future__ import annotations
@@ -40,12 +43,14 @@ LOCAL: Final = {
 }
 NODES: Final = {"Ray, 1 node": 1, "Ray, 2 nodes": 2, "Ray, 3 nodes": 3}
 _NODE_DIES_EVERY: Final = 3
+_RUN_S: Final = 600.0  # in which a command ends, whatever has died under it
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, undisturbed or not: digest of the whole dataset, deaths, how often it was finished.
+    """One engine, undisturbed or not: digest of the whole dataset, deaths, how often it was finished, time taken [s].
 
-    ``num_failed_with_node``: how often the command did not outlive a node's death, and was run again.
+    ``shards_at_deaths``: how many shards there were at each death. ``failures``: what the command said when it did not
+    outlive a node's death, and was run again.
     """
 
     engine: str
@@ -53,18 +58,23 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     dataset_sha256: str
     num_deaths: int
     num_nodes_killed: int
-    num_failed_with_node: int
+    shards_at_deaths: list[int]
+    failures: list[str]
     num_finished: int
+    took_s: float
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The report. ``identical``: every finished dataset of every case had the same bytes."""
+    """The report. ``identical``: every finished dataset of every case had the same bytes; ``missing``: not yet run."""
 
     benchmark: str
     machine: MachineFacts
+    num_frames: int
     num_shards: int
     num_bytes: int
+    num_deaths: int
     identical: bool
+    missing: list[str]
     cases: list[Case]
 
 
@@ -85,93 +95,143 @@ class Trial:
         self, name: str, source: Path, folder: Path, options: Sequence[str], cluster: RayCluster | None
     ) -> None:
         self._name, self._out, self._cluster = name, folder / "out", cluster
+        self._said = folder / "said"
         self._command = [
             sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{source}", str(self._out), "--seed", "11",
-            "--shard-size", "6MB", "--splits", "train=0.75,val=0.25", *options,
+            "--shard-size", "4MB", "--splits", "train=0.75,val=0.25", *options,
         ]  # fmt: skip
 
-    def undisturbed(self) -> tuple[Case, float]:
-        """Run it once; the case, and how long it took [s]."""
+    def undisturbed(self) -> Case:
+        """Run it once."""
         begun = time.monotonic()
-        if self._run(None):
-            raise RuntimeError(f"{self._name}: the command failed")
-        took = time.monotonic() - begun
-        return self._case(killed=False, finished={self._finish()}, num_finished=1), took
+        self._run_to_the_end()
+        took_s = time.monotonic() - begun
+        return self._case({self._finish()}, took_s=took_s, num_finished=1)
 
     def counts(self) -> tuple[int, int]:
         """How many shards it makes, and of how many bytes."""
-        if self._run(None):
-            raise RuntimeError(f"{self._name}: the command failed")
+        self._run_to_the_end()
         sizes = [path.stat().st_size for path in self._out.glob("*.tar")]
         shutil.rmtree(self._out)
         return len(sizes), sum(sizes)
 
-    def killed(self, num_deaths: int, took_s: float, draw: random.Random) -> Case:
+    def killed(self, num_deaths: int, undisturbed_s: float, draw: random.Random) -> Case:
         """Run it until it died so often, then to its end."""
-        deaths = nodes = failed = num_finished = 0
+        begun = time.monotonic()
+        num_nodes = num_finished = 0
+        at_deaths: list[int] = []
+        failures: list[str] = []
         finished: set[str] = set()
-        while deaths < num_deaths:
-            node = self._cluster is not None and deaths % _NODE_DIES_EVERY == 2 and self._name != "Ray, 1 node"
-            if not self._run(draw.uniform(0.25, 1.0) * took_s, node=node):
+        while len(at_deaths) < num_deaths:
+            node = self._cluster is not None and len(at_deaths) % _NODE_DIES_EVERY == 2 and self._name != "Ray, 1 node"
+            there: list[int] = []
+            if not self._run(draw.uniform(0.25, 1.0) * undisturbed_s, there, node=node):
                 finished.add(self._finish())
                 num_finished += 1
-                if not node:
-                    continue  # it was done before it was to die
-            else:
-                failed += node
-            deaths += 1
-            nodes += node
-        if self._run(None):
-            raise RuntimeError(f"{self._name}: the command failed after {deaths} deaths")
+            elif not there:
+                raise RuntimeError(f"{self._name}: the command failed before anything died: {self._last_words()}")
+            elif node:
+                failures.append(self._last_words())
+            at_deaths += there  # nothing, if it was done before it was to die
+            num_nodes += node and bool(there)
+        self._run_to_the_end()
         finished.add(self._finish())
         return self._case(
+            finished,
             killed=True,
-            finished=finished,
+            took_s=time.monotonic() - begun,
             num_finished=num_finished + 1,
-            num_deaths=deaths,
-            num_nodes_killed=nodes,
-            num_failed_with_node=failed,
+            num_nodes_killed=num_nodes,
+            shards_at_deaths=at_deaths,
+            failures=failures,
         )
 
-    def _case(self, *, killed: bool, finished: set[str], num_finished: int, **counts: int) -> Case:
-        digest = finished.pop() if len(finished) == 1 else "several: " + " ".join(sorted(finished))
-        counts = {"num_deaths": 0, "num_nodes_killed": 0, "num_failed_with_node": 0, **counts}
-        return Case(engine=self._name, killed=killed, dataset_sha256=digest, num_finished=num_finished, **counts)
+    def _case(
+        self,
+        finished: set[str],
+        *,
+        took_s: float,
+        num_finished: int,
+        killed: bool = False,
+        num_nodes_killed: int = 0,
+        shards_at_deaths: Sequence[int] = (),
+        failures: Sequence[str] = (),
+    ) -> Case:
+        return Case(
+            engine=self._name,
+            killed=killed,
+            dataset_sha256=finished.pop() if len(finished) == 1 else "several: " + " ".join(sorted(finished)),
+            num_deaths=len(shards_at_deaths),
+            num_nodes_killed=num_nodes_killed,
+            shards_at_deaths=list(shards_at_deaths),
+            failures=list(failures),
+            num_finished=num_finished,
+            took_s=round(took_s, 1),
+        )
 
     def _finish(self) -> str:
         digest = digest_of(self._out)
         shutil.rmtree(self._out)
         return digest
 
-    def _run(self, kill_after_s: float | None, *, node: bool = False) -> int:
-        """Run the command, or kill it, or a node under it; returns its exit code."""
+    def _last_words(self) -> str:
+        return " ".join(self._said.read_text(errors="replace").split())[-500:]
+
+    def _run_to_the_end(self) -> None:
+        if self._run(None, []):
+            raise RuntimeError(f"{self._name}: the command failed: {self._last_words()}")
+
+    def _run(self, kill_after_s: float | None, at_deaths: list[int], *, node: bool = False) -> int:
+        """Run the command, or kill it, or a node under it, and note how many shards there are; returns its exit code.
+
+        Raises RuntimeError where it is not done within :data:`_RUN_S`.
+        """
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
-        run = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return run.wait(kill_after_s)
+        with self._said.open("w") as said:
+            run = subprocess.Popen(
+                self._command, stdout=subprocess.DEVNULL, stderr=said, env=environment, start_new_session=True
+            )
+        try:
+            if kill_after_s is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return run.wait(kill_after_s)
+                at_deaths.append(len(list(self._out.glob("*.tar"))))
+                if not node or self._cluster is None:
+                    os.killpg(run.pid, signal.SIGKILL)
+                    return run.wait()
+                self._cluster.tell("kill")
+            code = run.wait(_RUN_S)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{self._name}: the command was not done after {_RUN_S:.0f} s") from error
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.wait()
         if node and self._cluster is not None:
-            self._cluster.tell("kill")
-            code = run.wait()
             self._cluster.tell("add")
-            return code
-        os.killpg(run.pid, signal.SIGKILL)
-        return run.wait()
+        return code
 
 
-def measure(folder: Path, source: Path, engines: Sequence[str], num_deaths: int) -> Iterator[Case]:
-    """All cases, one after the other."""
-    draw = random.Random(0)
+def measure(
+    folder: Path, source: Path, engines: Sequence[str], num_deaths: int, done: Sequence[Case], until_s: float
+) -> Iterator[Case]:
+    """The cases that are not ``done``, one after the other; none is begun after ``until_s`` on the monotonic clock."""
+    draw = random.Random(len(done))
     for name in engines:
+        known = [case for case in done if case.engine == name]
+        if len(known) == 2:
+            continue
+        if time.monotonic() > until_s:
+            return
         with contextlib.ExitStack() as stack:
             cluster = stack.enter_context(ray_cluster(NODES[name])) if name in NODES else None
             options = LOCAL[name] if cluster is None else ("--engine", "ray", "--ray-address", cluster.address)
             trial = Trial(name, source, folder, options, cluster)
-            case, took_s = trial.undisturbed()
-            yield case
-            if num_deaths:
-                yield trial.killed(num_deaths, took_s, draw)
+            undisturbed = trial.undisturbed()
+            if not known:
+                yield undisturbed
+            if num_deaths and time.monotonic() < until_s:
+                yield trial.killed(num_deaths, undisturbed.took_s, draw)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,38 +245,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--frames",
         type=int,
-        default=160,
-        help="samples of six images and a sweep, 41 at least: two clips (default 160)",
+        default=120,
+        help="samples of six images and a sweep, 41 at least: two clips (default 120)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after that time")
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="where to write (default: the temporary folder)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="report as JSON; what it has already is not run again")
     options = parser.parse_args(argv)
-    cases: list[Case] = []
-    with tempfile.TemporaryDirectory(prefix="fuelrail-identity-") as scratch:
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fuelrail-identity-", dir=options.dir) as scratch:
         source = Path(scratch) / "source"
         make_dataroot(source, options.frames, lidar=True)
-        probe = Trial("in-process", source, Path(scratch) / "probe", LOCAL["in-process"], None)
-        num_shards, num_bytes = probe.counts()
-        for case in measure(Path(scratch), source, options.engines, options.deaths):
-            cases.append(case)
-            deaths = "undisturbed"
-            if case.killed:
-                deaths = f"{case.num_deaths} deaths, {case.num_nodes_killed} of nodes"
-            digest = case.dataset_sha256[:16]
-            sys.stdout.write(f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {digest}\n")
+        num_shards, num_bytes = Trial("in-process", source, Path(scratch), LOCAL["in-process"], None).counts()
+
+        def report_of(cases: list[Case]) -> Identity:
+            ran = {(case.engine, case.killed) for case in cases}
+            kinds = (False, True) if options.deaths else (False,)
+            return Identity(
+                benchmark="sharding_identity",
+                machine=machine_facts(),
+                num_frames=options.frames,
+                num_shards=num_shards,
+                num_bytes=num_bytes,
+                num_deaths=options.deaths,
+                identical=len({case.dataset_sha256 for case in cases}) == 1,
+                missing=[
+                    f"{name}, {'killed' if kind else 'undisturbed'}"
+                    for name in options.engines
+                    for kind in kinds
+                    if (name, kind) not in ran
+                ],
+                cases=cases,
+            )
+
+        report = report_of(_cases_in(options.out, options.frames, options.deaths, num_shards, num_bytes))
+        for case in measure(
+            Path(scratch), source, options.engines, options.deaths, report.cases, begun + options.seconds
+        ):
+            report = report_of([*report.cases, case])
+            deaths = f"{case.num_deaths} deaths, {case.num_nodes_killed} of nodes" if case.killed else "undisturbed"
+            sys.stdout.write(
+                f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {case.dataset_sha256[:16]} "
+                f"{case.took_s:6.1f} s\n"
+            )
             sys.stdout.flush()
-            if options.out is not None:  # after each case: the whole takes its time
-                report = Identity(
-                    benchmark="sharding_identity",
-                    machine=machine_facts(),
-                    num_shards=num_shards,
-                    num_bytes=num_bytes,
-                    identical=len({case.dataset_sha256 for case in cases}) == 1,
-                    cases=cases,
-                )
+            if options.out is not None:
                 publish_json(options.out, report)
-    identical = len({case.dataset_sha256 for case in cases}) == 1
-    sys.stdout.write("identical\n" if identical else "NOT identical\n")
-    return 0 if identical else 1
+    sys.stdout.write("identical\n" if report.identical else "NOT identical\n")
+    if report.missing:
+        sys.stdout.write(f"not run yet: {'; '.join(report.missing)}\n")
+    return 0 if report.identical else 1
+
+
+def _cases_in(out: Path | None, num_frames: int, num_deaths: int, num_shards: int, num_bytes: int) -> list[Case]:
+    """The cases of an earlier run with the same data and deaths."""
+    try:
+        earlier = msgspec.json.decode(out.read_bytes(), type=Identity) if out is not None else None
+    except (OSError, msgspec.DecodeError):
+        return []
+    wanted = (num_frames, num_deaths, num_shards, num_bytes)
+    if earlier is None or (earlier.num_frames, earlier.num_deaths, earlier.num_shards, earlier.num_bytes) != wanted:
+        return []
+    return earlier.cases
 
 
 if __name__ == "__main__":

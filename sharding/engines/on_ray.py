@@ -99,8 +99,8 @@ class RayEngine:
             raise error.cause from error
         except ray.exceptions.GetTimeoutError as error:
             raise FuelrailError(
-                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; the same command "
-                "goes on with what is not finished"
+                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; the same "
+                "command goes on with what is not finished"
             ) from error
         except ray.exceptions.RayError as error:
             raise FuelrailError(
