@@ -6,6 +6,7 @@ into checked members.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,7 +181,7 @@ def read_members(
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     members: dict[str, memoryview] = {}
-    size, key = len(view), row.key
+    size, front = len(view), row.key.encode("ascii", "replace") + b"."
     for entry in row.members:
         field, offset, stored_bytes, raw_bytes, codec = entry
         if wanted is not None and field not in wanted:
@@ -191,8 +192,8 @@ def read_members(
                 f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} "
                 f"of a span of {len(view)} bytes"
             )
-        if verify and not is_member_at(view, offset, f"{key}.{field}{codecs.suffix(codec)}", stored_bytes):
-            name = f"{key}.{field}{codecs.suffix(codec)}"
+        if verify and not is_member_at(view, offset, front + _name_in_tar(field, codec), stored_bytes):
+            name = f"{row.key}.{field}{codecs.suffix(codec)}"
             raise IndexFileError(
                 f"index entry of {row.key}.{entry.name}: no member '{name}' of {entry.stored_bytes} bytes "
                 f"lies at {_address(row, entry.offset, shard)}"
@@ -207,6 +208,12 @@ def read_members(
                 f"{error.message} ({_address(row, entry.offset, shard)})", key=row.key, member=entry.name
             ) from error
     return members
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_in_tar(field: str, codec: str) -> bytes:
+    """What follows the key and a dot in a member's name."""
+    return (field + codecs.suffix(codec)).encode("ascii", "replace")
 
 
 def _address(row: IndexRow, offset: int, shard: str) -> str:

@@ -31,6 +31,8 @@ INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
 ROWS_PER_BATCH: Final = 1 << 16
 _ROWS_PER_PART: Final = 1 << 12
+_WORDS_KEPT: Final = 1 << 10
+"""Different lists of members that are held as words."""
 
 _MEMBER_TYPE = pa.struct(
     [
@@ -82,6 +84,7 @@ class IndexRow(NamedTuple):
 
 _make_member = partial(tuple.__new__, MemberEntry)
 """A MemberEntry from an iterable, at half the price of the call."""
+_make_row = partial(tuple.__new__, IndexRow)
 
 
 class IndexWriter:
@@ -218,6 +221,7 @@ class SampleIndex:
                 suffix(codec)
             except ConfigError as error:
                 raise IndexFileError(f"index '{self._path}': {error}") from error
+        self._words: dict[tuple[bytes, bytes], tuple[list[str], list[str]]] = {}
         self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
         # Only the last batch may be short, so its length alone gives the total.
         last = len(self._batches) - 1
@@ -230,15 +234,20 @@ class SampleIndex:
         """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for a damaged batch."""
         if not 0 <= index < self._length:
             raise OrderError(f"sample {index} is outside the index of {self._length} samples")
-        batch = self._batch(index // ROWS_PER_BATCH)
-        at = index % ROWS_PER_BATCH
+        number, at = divmod(index, ROWS_PER_BATCH)
+        batch = self._batches[number] or self._batch(number)
         first, end = batch.row_starts[at], batch.row_starts[at + 1]
-        name, codec, offsets, stored, raw = [values[first:end].tolist() for values in batch.row_members]
-        names, codecs = [self.names[code] for code in name], [self.codecs[code] for code in codec]
-        members = tuple(map(_make_member, zip(names, offsets, stored, raw, codecs, strict=True)))
-        frame, timestamp_ns, shard, offset, length, xxh3 = [values[at] for values in batch.row_scalars]
-        key, clip_id = batch.row_key(at), batch.row_clip_id(at)
-        return IndexRow(key, clip_id, frame, timestamp_ns, shard, offset, length, xxh3, members)
+        name, codec, offsets, stored, raw = batch.row_members
+        numbers = name[first:end].tobytes(), codec[first:end].tobytes()
+        names, codecs = self._words.get(numbers) or self._look_up(*numbers)
+        entries = zip(
+            names, offsets[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(), codecs, strict=True
+        )
+        frame, timestamp_ns, shard, offset, length, xxh3 = batch.row_scalars
+        return _make_row((
+            batch.row_key(at), batch.row_clip_id(at), frame[at], timestamp_ns[at], shard[at], offset[at], length[at],
+            xxh3[at], tuple(map(_make_member, entries)),
+        ))  # fmt: skip
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
         """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
@@ -277,6 +286,16 @@ class SampleIndex:
             if at >= 0:
                 return number * ROWS_PER_BATCH + int(at)
         return None
+
+    def _look_up(self, names: bytes, codecs: bytes) -> tuple[list[str], list[str]]:
+        """Names and codecs of a row's members by their numbers; hardly any two rows have different ones."""
+        words = (
+            [self.names[number] for number in memoryview(names).cast("h")],
+            [self.codecs[number] for number in memoryview(codecs).cast("h")],
+        )
+        if len(self._words) < _WORDS_KEPT:
+            self._words[names, codecs] = words
+        return words
 
     def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 import tarfile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -31,6 +32,8 @@ MAX_STORED_BYTES: Final = 0o77777777777
 _KEY = re.compile(r"(?!__)[a-z0-9_-]+\Z")  # webdataset skips files called __...__
 _FIELD = re.compile(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+\Z")
 _USTAR_NAME_BYTES: Final = 100
+_NAME_AND_SIZE: Final = struct.Struct("100s24x12s")
+"""Fields of a ustar header."""
 _MODE_UID_GID = b"".join(b"%07o\0" % number for number in (0o644, 0, 0))
 _MTIME = b"%011o\0" % 0
 _DEVICES = 2 * (b"%07o\0" % 0)
@@ -145,16 +148,15 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
     return PackedSpan(pieces, offsets, position)
 
 
-def is_member_at(span: memoryview, offset: int, name: str, size: int) -> bool:
+def is_member_at(span: memoryview, offset: int, name: bytes, size: int) -> bool:
     """Whether the member whose data begin at ``offset`` is called ``name`` and has ``size`` bytes, by its header."""
     at = offset - BLOCK_BYTES
-    if at < 0:
+    if not 0 <= at <= len(span) - BLOCK_BYTES:
         return False
-    front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
-    if len(front) < _USTAR_NAME_BYTES:
-        front += b"\0"
-    # Comparing views takes no copy of the block; what follows a shorter name's end is zeros, which nobody reads.
-    return span[at : at + len(front)] == front and span[at + 124 : at + 136] == b"%011o\0" % size
+    return _NAME_AND_SIZE.unpack_from(span, at) == (
+        name[:_USTAR_NAME_BYTES].ljust(_USTAR_NAME_BYTES, b"\0"),
+        b"%011o\0" % size,
+    )
 
 
 def split_member_name(name: str) -> tuple[str, str]:

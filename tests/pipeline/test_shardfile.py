@@ -323,13 +323,14 @@ def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [5, 99, 100, 101, 300])
 def test_is_member_at(length) -> None:
-    name = "n" * length
-    span = memoryview(member_header(name, 7) + bytes(512))
+    name = b"n" * length
+    span = memoryview(member_header(name.decode(), 7) + bytes(512))
     offset = len(span) - 512
     assert is_member_at(span, offset, name, 7)
     assert not is_member_at(span, offset, name, 8)
-    assert not is_member_at(span, offset, name[:99] + "m", 7) or length > 100
+    assert not is_member_at(span, offset, name[:99] + b"m", 7) or length > 100
     assert not is_member_at(span, offset, name[:-1], 7) or length > 100
     assert not is_member_at(span, offset + 1, name, 7)
     assert not is_member_at(span, 100, name, 7)
     assert not is_member_at(span, -1, name, 7)
+    assert not is_member_at(span, offset + 512 + 511, name, 7)  # its header would end behind the span
