@@ -42,6 +42,7 @@ from fuelrail.pipeline.schema import (
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CAMERAS = ("cam_front", "cam_back")
@@ -117,11 +118,13 @@ def build_dataset(
     layout: str = "member",
     dictionary: Dictionary | None = None,
     lens: tuple[str, list[float]] = ("none", []),
+    rewrite: Callable[[int, str, bytes], bytes] | None = None,
 ) -> dict[str, dict[str, bytes]]:
     """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
 
     ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members.
-    ``lens`` is the first camera's ``dist_model`` and its coefficients. Returns the raw members of every sample by key.
+    ``lens`` is the first camera's ``dist_model`` and its coefficients. ``rewrite`` makes the stored file of an image of
+    (row, channel, JPEG). Returns the raw members of every sample by key.
     """
     small = "zstd" if dictionary is None else codecs.ZSTD_DICT
     framed = layout == "frame"
@@ -140,6 +143,9 @@ def build_dataset(
                 row = len(rows)
                 key = f"clip-{row // 4:04d}-{row % 4:06d}"
                 members = _sample(rng, row, key, split, size, missing, labelled, lens)
+                for channel in CAMERAS if rewrite is not None else ():
+                    if (row, channel) not in missing:
+                        members[f"{channel}.jpg"] = rewrite(row, channel, members[f"{channel}.jpg"])
                 raw[key] = members
                 codec = {
                     n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith(".jpg") else small for n in members
