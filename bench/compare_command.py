@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.console import report_console
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
+from fuelrail.bench.files import REPORT_JSON, prepare_folder
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,18 +189,11 @@ class _Session:
 
     def publish(self, cut_off: str | None) -> None:
         """Write the report's files; the page only of what is finished."""
+        from fuelrail.bench.report_files import write_report
+
         self._cut_off = cut_off
-        report, out = self.report(), self._arguments.out
-        publish_json(out / REPORT_JSON, report)
-        if cut_off == _UNDER_WAY:
-            return
-        from fuelrail.bench.compare_markdown import render_compare_markdown
-
-        publish(out / REPORT_MARKDOWN, render_compare_markdown(report).encode())
-        if not self._arguments.no_html:
-            from fuelrail.bench.compare_page import render_compare_html  # matplotlib, only where a page is wanted
-
-            publish(out / REPORT_HTML, render_compare_html(report).encode())
+        finished = cut_off != _UNDER_WAY
+        write_report(self.report(), self._arguments.out, html=finished and not self._arguments.no_html)
 
     def _refuse_other(self, before: CompareReport) -> None:
         pairs = {

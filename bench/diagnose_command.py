@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from fuelrail.bench.diagnose_report import (
+    RUNS_HEADER,
+    SCHEMA,
+    VERSION,
+    DiagnoseReport,
+    RunMade,
+    conclusion,
+    run_rows,
+    tried_rows,
+)
 from fuelrail.bench.diagnosis import Diagnosis, Evidence, diagnose
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, prepare_folder, publish_json
+from fuelrail.bench.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.occupancy import MIN_MEASURED_STEPS
-from fuelrail.bench.remedies import Trial, Tried, best, judge, trials
+from fuelrail.bench.remedies import Trial, Tried, judge, trials
+from fuelrail.bench.report_files import write_report
 from fuelrail.bench.shard_probe import shard_scaling
 from fuelrail.bench.train_command import configure_run
-from fuelrail.bench.train_report import save_report
 from fuelrail.bench.train_run import TrainRun, measure_all
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.remote import is_url
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from fuelrail.bench.train_report import Report
     from fuelrail.bench.trainer.settings import LeaveOut, TrainSettings
@@ -32,20 +43,25 @@ HELP = "find out what bounds a training run by leaving things out, and try what 
 DESCRIPTION = (
     "Runs `bench train` as it is, then with batches from memory, without reading, decompressing, decoding, copying, "
     "without the all-reduce, and once more as it is; the differences say what bounds the run and what lifting it would "
-    "gain. Takes the arguments of `bench train`, which hold for each run."
+    "gain. Writes report.json, report.md and report.html. Takes the arguments of `bench train`, for each run."
 )
+_INTERRUPTED, _FAILED = 130, 1
 _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
 
 
-class DiagnosisReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The file: the diagnosis and what was tried; each run's own report lies in a folder beside it."""
+class _CutOff(Exception):  # noqa: N818 - a reason to stop, no error of the program
+    """Not all runs could be made."""
 
-    schema: str
-    version: int
-    diagnosis: Diagnosis
-    tried: list[Tried] | None
-    runs: dict[str, str]
-    warnings: list[str]
+    def __init__(self, reason: str, *, interrupted: bool) -> None:
+        super().__init__(reason)
+        self.interrupted = interrupted
+
+
+class Examined(NamedTuple):
+    """What came of an examination; ``interrupted``: somebody asked for its end."""
+
+    report: DiagnoseReport
+    interrupted: bool
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,28 +72,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run, compare, tell, try. Raises FuelrailError if a run is cut off or too short: it would show nothing."""
+    """Run, compare, tell, try. Raises FuelrailError if a run is too short: it would show nothing."""
     num_measured = None if arguments.steps is None else arguments.steps - arguments.warmup
     if num_measured is not None and num_measured < MIN_MEASURED_STEPS:
         raise ConfigError(
             f"--steps {arguments.steps} and --warmup {arguments.warmup} leave {num_measured} steps to measure; "
             f"{MIN_MEASURED_STEPS} are needed"
         )
-    result = examine(arguments)
-    publish_json(arguments.out / REPORT_JSON, result)
+    report, interrupted = examine(arguments)
+    written = write_report(report, arguments.out, html=not arguments.no_html)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(result), indent=1).decode() + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
     else:
-        _print(result, Console(soft_wrap=True))
-        told = f"\nwritten: {arguments.out / REPORT_JSON}, and each run's report beside it"
+        _print(report, Console(soft_wrap=True))
+        told = f"\nwritten: {', '.join(map(str, written))}, and each run's report in a folder beside them"
         Console(soft_wrap=True).print(told, highlight=False)
-    return 0
+    if report.cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
+    return _INTERRUPTED if interrupted else _FAILED if report.cut_off is not None else 0
 
 
-def examine(arguments: argparse.Namespace, **changes: Any) -> DiagnosisReport:  # noqa: ANN401
+def examine(arguments: argparse.Namespace, **changes: Any) -> Examined:  # noqa: ANN401
     """Make the runs and judge them; with ``arguments.apply`` try what may help.
 
-    ``changes`` replaces fields of every run's settings.
+    ``changes`` replaces fields of every run's settings. Where not all runs could be made, the report says so and
+    holds those that were; raises FuelrailError or KeyboardInterrupt if there are none.
     """
     out: Path = arguments.out
     first = TrainRun(arguments, out / _AS_IT_IS / "records", **changes)
@@ -88,28 +107,73 @@ def examine(arguments: argparse.Namespace, **changes: Any) -> DiagnosisReport:  
         _AGAIN: TrainRun(arguments, out / _AGAIN / "records", **changes),
     }
     prepare_folder(out, html=not arguments.no_html)
-    reports = _measure(runs, arguments)
+    made: dict[str, Report] = {}
+    diagnosis, tried, cut_off, interrupted = None, None, None, False
+    try:
+        _measure(runs, arguments, made)
+        diagnosis = _judge(made, left_out, first.settings, is_remote=is_url(arguments.dataset))
+        if arguments.apply:
+            tried = _try(diagnosis, made, first.settings, arguments, changes)
+    except _CutOff as error:
+        if not made:
+            if error.interrupted:
+                raise KeyboardInterrupt from error
+            raise FuelrailError(f"no run was made whole: {error}") from error
+        cut_off, interrupted = str(error), error.interrupted
+    except KeyboardInterrupt:
+        if not made:
+            raise
+        cut_off, interrupted = "the run was interrupted", True
+    return Examined(_report(made, diagnosis, tried, cut_off), interrupted)
+
+
+def _judge(
+    made: Mapping[str, Report], left_out: Mapping[str, LeaveOut], settings: TrainSettings, *, is_remote: bool
+) -> Diagnosis:
     evidence = Evidence(
-        as_it_is=reports[_AS_IT_IS],
-        without={what: reports[name] for name, what in left_out.items()},
-        again=reports[_AGAIN],
-        is_remote=is_url(arguments.dataset),
+        as_it_is=made[_AS_IT_IS],
+        without={what: made[name] for name, what in left_out.items()},
+        again=made[_AGAIN],
+        is_remote=is_remote,
     )
     diagnosis = diagnose(evidence)
     if diagnosis.bound in ("network", "storage"):
-        scaling = shard_scaling(first.settings.dataset, first.settings.split, storage=first.settings.storage)
+        scaling = shard_scaling(settings.dataset, settings.split, storage=settings.storage)
         diagnosis = diagnose(evidence._replace(shard_scaling=scaling))
-    tried = None
-    if arguments.apply:
-        tried, more = _try(diagnosis, reports[_AS_IT_IS], first.settings, arguments, changes)
-        reports |= more
-    return DiagnosisReport(
-        schema="fuelrail-bench-diagnose",
-        version=2,
+    return diagnosis
+
+
+def _report(
+    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[Tried] | None, cut_off: str | None
+) -> DiagnoseReport:
+    base = made[_AS_IT_IS]
+    runs = []
+    for name, report in made.items():
+        figures = report.figures
+        assert figures is not None, "runs without figures are refused"
+        runs.append(
+            RunMade(
+                name=name,
+                report=f"{name}/{REPORT_JSON}",
+                step_ms=figures.step_time.mean_ms,
+                occupancy=figures.occupancy.mean,
+                samples_per_s=figures.throughput.samples_per_s,
+            )
+        )
+    return DiagnoseReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        cut_off=cut_off,
+        machine=base.machine,
+        dataset=base.dataset,
+        accelerator=base.accelerator,
+        options=base.options,
+        num_ranks=base.num_ranks,
         diagnosis=diagnosis,
         tried=tried,
-        runs={name: f"{name}/{REPORT_JSON}" for name in reports},
-        warnings=reports[_AS_IT_IS].warnings,
+        runs=runs,
+        warnings=base.warnings,
     )
 
 
@@ -127,36 +191,34 @@ def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut
     return found
 
 
-def _measure(runs: dict[str, TrainRun], arguments: argparse.Namespace) -> dict[str, Report]:
+def _measure(runs: dict[str, TrainRun], arguments: argparse.Namespace, made: dict[str, Report]) -> None:
+    """Make the runs and add their reports to ``made``, each written into its folder; raises _CutOff."""
     for name in runs:
         prepare_folder(arguments.out / name, html=not arguments.no_html)
-    reports, outcome = measure_all(list(runs.values()))
-    if outcome.interrupted:
-        raise KeyboardInterrupt
+    reports, cut_off, interrupted = measure_all(list(runs.values()))
     for name, report in zip(runs, reports, strict=False):
-        if report.cut_off is not None or report.figures is None:
-            raise FuelrailError(f"the run '{name}' shows nothing: {report.cut_off or report.window.too_short}")
-        save_report(report, arguments.out / name / REPORT_JSON)
-        if not arguments.no_html:
-            from fuelrail.bench.train_page import save_html  # matplotlib, only where a page is wanted
-
-            save_html(report, arguments.out / name / REPORT_HTML)
-    return dict(zip(runs, reports, strict=True))
+        write_report(report, arguments.out / name, html=not arguments.no_html)
+        if report.cut_off is not None:
+            raise _CutOff(f"the run '{name}': {report.cut_off}", interrupted=interrupted)
+        if report.figures is None:
+            raise FuelrailError(f"the run '{name}' shows nothing: {report.window.too_short}")
+        made[name] = report
+    if cut_off is not None:
+        raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
 
 
 def _try(
     diagnosis: Diagnosis,
-    as_it_is: Report,
+    made: dict[str, Report],
     settings: TrainSettings,
     arguments: argparse.Namespace,
     changes: dict[str, Any],
-) -> tuple[list[Tried], dict[str, Report]]:
+) -> list[Tried]:
     """Run what may help, behind one more run as it is: the machine may have drifted since the first."""
-    facts = as_it_is.dataset
-    found = trials(diagnosis.bound, settings, num_shards=facts.num_shards, num_ranks=arguments.ranks, out=arguments.out)
+    facts, out = made[_AS_IT_IS].dataset, arguments.out
+    found = trials(diagnosis.bound, settings, num_shards=facts.num_shards, num_ranks=arguments.ranks, out=out)
     if not found:
-        return [], {}
-    out: Path = arguments.out
+        return []
     plan: list[tuple[str, Trial]] = []
     for number, trial in enumerate(found):
         plan += [
@@ -164,31 +226,30 @@ def _try(
         ]
     runs = {"before-trials": TrainRun(arguments, out / "before-trials" / "records", **changes)}
     runs |= {name: TrainRun(arguments, out / name / "records", **{**changes, **trial.changes}) for name, trial in plan}
-    reports = _measure(runs, arguments)
+    _measure(runs, arguments, made)
     # A cold cache is warm by now: there the first run of all is what a trial is held against.
-    base = as_it_is if diagnosis.bound == "cold cache" else reports["before-trials"]
-    return [judge(trial, base, reports[f"trial-{number}"]) for number, trial in enumerate(found)], reports
+    base = made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
+    return [judge(trial, base, made[f"trial-{number}"]) for number, trial in enumerate(found)]
 
 
-def _print(result: DiagnosisReport, console: Console) -> None:
-    diagnosis = result.diagnosis
-    console.print(f"[bold]bound by: {diagnosis.bound}[/bold]", highlight=False)
-    console.print(f"{diagnosis.finding} {diagnosis.advice}", highlight=False)
-    table = Table("run", "step ms", "faster by", "interval", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    table.add_row("as it is", f"{diagnosis.step_ms:.2f}", "", "")
-    for entry in diagnosis.counterfactuals:
-        table.add_row(
-            "as it is, again" if entry.left_out == "again" else f"without {entry.left_out}",
-            f"{entry.step_ms:.2f}",
-            f"{entry.gain:+.1%}",
-            f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}",
-        )
-    console.print(table)
-    for line in told(result.tried):
+def _print(report: DiagnoseReport, console: Console) -> None:
+    if report.cut_off is not None:
+        console.print(f"[bold]PARTIAL:[/bold] {report.cut_off}", highlight=False)
+    diagnosis = report.diagnosis
+    if diagnosis is None:
+        console.print("No diagnosis: not all runs were made.", highlight=False)
+    else:
+        console.print(f"[bold]bound by: {diagnosis.bound}[/bold]", highlight=False)
+        console.print(f"{diagnosis.finding} {diagnosis.advice}", highlight=False)
+        table = Table(*RUNS_HEADER, box=None, pad_edge=False)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in run_rows(diagnosis):
+            table.add_row(*row)
+        console.print(table)
+    for line in told(report.tried):
         console.print(line, highlight=False)
-    for warning in result.warnings:
+    for warning in report.warnings:
         console.print(f"warning: {warning}", highlight=False)
 
 
@@ -196,15 +257,8 @@ def told(tried: Sequence[Tried] | None) -> list[str]:
     """What came of the trials, a line each; None: nothing was to be tried."""
     if tried is None:
         return []
-    if not tried:
-        return ["tried nothing: no setting of this command lifts that bound; see the advice"]
-    lines = []
-    for entry in tried:
-        verdict = "helps" if entry.helps else "makes no difference" if entry.gain_high > 0 else "is slower"
-        lines.append(
-            f"tried {entry.options}: {verdict}, {entry.samples_per_s:.1f} samples/s, {entry.gain:+.1%} "
-            f"({entry.gain_low:+.1%} to {entry.gain_high:+.1%})"
-        )
-    winner = best(list(tried))
-    lines.append("nothing tried helps; see the advice" if winner is None else f"use: {winner.options}")
-    return lines
+    lines = [
+        f"tried {options}: {verdict}, {rate} samples/s, {gain} ({interval})"
+        for options, rate, gain, interval, verdict in tried_rows(tried)
+    ]
+    return [*lines, conclusion(tried)]

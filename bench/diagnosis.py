@@ -147,7 +147,7 @@ def _judge(
     counting: Mapping[LeaveOut, Counterfactual],
 ) -> _Verdict:
     slow = next((pace for pace in figures.paces if pace.is_slow), None)
-    if slow is not None and "all-reduce" in counting:
+    if slow is not None and "all-reduce" in counting and _is_slow_alone(evidence, slow.rank):
         return _Verdict(
             "slow rank",
             f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its own part of the step, most of it "
@@ -312,6 +312,15 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         f"{figures.occupancy.mean:.1%} of the time."
     )
     return _Verdict("compute", finding, "Only a faster accelerator or a cheaper model makes this run faster.", 0.0)
+
+
+def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
+    """Whether a rank is slow where nobody waits for it, too.
+
+    In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
+    """
+    apart = evidence.without["all-reduce"].figures
+    return apart is not None and any(pace.rank == rank and pace.is_slow for pace in apart.paces)
 
 
 def _is_contention(evidence: Evidence) -> bool:

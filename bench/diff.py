@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.reports import AnyReport
+    from fuelrail.bench.reports import Comparable
 
 _CONFIDENCE = 0.95
 
@@ -52,7 +52,7 @@ class Change(NamedTuple):
         return self.is_real and loss > threshold
 
 
-def compare(before: AnyReport, after: AnyReport) -> list[Change]:
+def compare(before: Comparable, after: Comparable) -> list[Change]:
     """The changes of two reports that have figures.
 
     Raises ConfigError where they are of different kinds, or have no figures of the same thing.
@@ -73,7 +73,7 @@ def compare(before: AnyReport, after: AnyReport) -> list[Change]:
     return changes
 
 
-def differences(before: AnyReport, after: AnyReport) -> list[str]:
+def differences(before: Comparable, after: Comparable) -> list[str]:
     """What else differs between two measurements and may explain a change, one line each."""
     return [
         f"{name}: {old} -> {new}"
@@ -165,7 +165,7 @@ def _work(report: Report) -> tuple[Any, ...]:
     return report.num_ranks, options["batch_size"], options["accumulation"], report.accelerator.get("name")
 
 
-def _conditions(report: AnyReport) -> dict[str, Any]:
+def _conditions(report: Comparable) -> dict[str, Any]:
     machine = report.machine
     conditions = {
         "dataset": report.dataset.fingerprint,

@@ -39,12 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and judge."""
     from fuelrail.bench.diff import compare, differences
-    from fuelrail.bench.reports import load_any_report
+    from fuelrail.bench.reports import load_comparable
 
     if not 0 <= arguments.threshold < 1:
         raise ConfigError(f"--threshold {arguments.threshold:g} must be 0 or more and below 1")
     before, after = (
-        load_any_report(path / "report.json" if path.is_dir() else path) for path in (arguments.before, arguments.after)
+        load_comparable(path / "report.json" if path.is_dir() else path) for path in (arguments.before, arguments.after)
     )
     changes = compare(before, after)
     others = differences(before, after)

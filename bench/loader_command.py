@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.console import report_console
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
+from fuelrail.bench.files import prepare_folder
 from fuelrail.bench.machine import machine_facts, usable_cpus
 from fuelrail.bench.memory import peak_memory_bytes
 from fuelrail.pipeline.dataset import open_dataset
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=3.0, help="length of one run of the loader (default: %(default)s)")
     add("--out", type=Path, default=Path("bench-loader"), help="folder for the report (default: %(default)s)")
     add("--json", action="store_true", help="print the figures as JSON instead of a table")
-    add("--no-html", action="store_true", help="write report.json only; needs no matplotlib")
+    add("--no-html", action="store_true", help="write no report.html; needs no matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,10 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     # torch, only where something is measured
     from fuelrail.bench.dataset_facts import dataset_facts
     from fuelrail.bench.limits import measure_limits, sample_sizes
-    from fuelrail.bench.loader_markdown import render_loader_markdown
     from fuelrail.bench.loader_report import build_loader_report
     from fuelrail.bench.loader_run import run_loader
     from fuelrail.bench.rates import median_rates
+    from fuelrail.bench.report_files import write_report
     from fuelrail.bench.stages import LoaderChoice, measure_stacked, measure_stages, record_stages
     from fuelrail.loaders.loader import DEFAULT_IMAGE
     from fuelrail.pipeline.augment import ImageAugment
@@ -138,14 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         peak_rss_bytes=peak_rss_bytes,
         cut_off=cut_off,
     )
-    written = [arguments.out / REPORT_JSON, arguments.out / REPORT_MARKDOWN]
-    publish_json(written[0], report)
-    publish(written[1], render_loader_markdown(report).encode())
-    if not arguments.no_html:
-        from fuelrail.bench.loader_page import save_loader_html  # matplotlib, only where a page is wanted
-
-        written.append(arguments.out / REPORT_HTML)
-        save_loader_html(report, written[-1])
+    written = write_report(report, arguments.out, html=not arguments.no_html)
     if arguments.json:
         summary = {
             "cut_off": cut_off,

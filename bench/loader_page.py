@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.files import publish
 from fuelrail.bench.loader_plots import loader_plots
 from fuelrail.bench.page import GIB, facts, figure, head, hero, note, page, table, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from fuelrail.bench.loader_report import LoaderFigures, LoaderReport
     from fuelrail.bench.rates import Rate
@@ -30,11 +28,6 @@ _ALONE = (
     "Stages and limits work on samples that are in memory. The limits are what the libraries take for the same bytes "
     "with the loader's number of decoding threads, into reused memory, and nothing around them."
 )
-
-
-def save_loader_html(report: LoaderReport, path: Path) -> None:
-    """Write the report's page, by rename; raises ConfigError."""
-    publish(path, render_loader_html(report).encode())
 
 
 def render_loader_html(report: LoaderReport) -> str:

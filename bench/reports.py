@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from fuelrail.bench import compare_report, loader_report, scale_report, train_report
+from fuelrail.bench import compare_report, diagnose_report, loader_report, scale_report, train_report
 from fuelrail.bench.compare_report import CompareReport
+from fuelrail.bench.diagnose_report import DiagnoseReport
 from fuelrail.bench.files import load_report_of
 from fuelrail.bench.loader_report import LoaderReport
 from fuelrail.bench.scale_report import ScaleReport
@@ -23,7 +24,8 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-AnyReport = Report | LoaderReport | CompareReport | ScaleReport
+Comparable = Report | LoaderReport | CompareReport | ScaleReport
+AnyReport = Comparable | DiagnoseReport
 SCHEMAS = Path(__file__).with_name("schemas")
 
 
@@ -42,12 +44,16 @@ KINDS = {
         Kind(loader_report.SCHEMA, loader_report.VERSION, LoaderReport),
         Kind(compare_report.SCHEMA, compare_report.VERSION, CompareReport),
         Kind(scale_report.SCHEMA, scale_report.VERSION, ScaleReport),
+        Kind(diagnose_report.SCHEMA, diagnose_report.VERSION, DiagnoseReport),
     )
 }
 
 
-def load_any_report(path: Path) -> AnyReport:
-    """Read a report of any kind; raises ConfigError for other files, other versions, and reports without figures."""
+def load_comparable(path: Path) -> Comparable:
+    """Read a report that can be compared with another of its kind.
+
+    Raises ConfigError for other files, other versions, reports without figures, and diagnoses.
+    """
     try:
         raw = msgspec.json.decode(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -57,6 +63,8 @@ def load_any_report(path: Path) -> AnyReport:
     if kind is None:
         raise ConfigError(f"'{path}' has schema {schema!r}; known are {', '.join(KINDS)}")
     report = load_report_of(path, kind.type, kind.schema, kind.version)
+    if isinstance(report, DiagnoseReport):
+        raise ConfigError(f"'{path}' is a diagnosis: compare the reports of its runs, in the folders beside it")
     if isinstance(report, (Report, LoaderReport)) and report.figures is None:
         raise ConfigError(f"report '{path}' has no figures to compare: its run was too short")
     return report

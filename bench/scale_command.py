@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.console import report_console
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
+from fuelrail.bench.files import prepare_folder
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, simulate, report; runs that were done before an interruption are reported, as partial."""
+    from fuelrail.bench.report_files import write_report
     from fuelrail.bench.scale_run import ScalePlan
 
     ranks = _check(arguments)
@@ -74,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     try:
         for count in ranks:
-            measured, interrupted = plan.measure(count)
-            reports += measured
-            cut_off = next((report.cut_off for report in measured if report.cut_off), None)
-            if cut_off is not None:
-                cut_off = f"{count} ranks: {cut_off}"
+            made = plan.measure(count)
+            reports += made.reports
+            interrupted = made.interrupted
+            if made.cut_off is not None:
+                cut_off = f"{count} ranks: {made.cut_off}"
                 break
         if cut_off is None:
             with console.status("the loader alone"):
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         cut_off = str(error)
     report = _report(arguments, plan, reports, fit, cut_off)
-    _publish(report, arguments)
+    write_report(report, arguments.out, html=not arguments.no_html)
     print_scale_report(report, report_console())
     if cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
@@ -164,18 +165,6 @@ def _report(
         warnings=warnings,
         seed=arguments.seed,
     )
-
-
-def _publish(report: ScaleReport, arguments: argparse.Namespace) -> None:
-    from fuelrail.bench.scale_markdown import render_scale_markdown
-
-    out: Path = arguments.out
-    publish_json(out / REPORT_JSON, report)
-    publish(out / REPORT_MARKDOWN, render_scale_markdown(report).encode())
-    if not arguments.no_html:
-        from fuelrail.bench.scale_page import render_scale_html  # matplotlib, only where a page is wanted
-
-        publish(out / REPORT_HTML, render_scale_html(report).encode())
 
 
 def print_scale_report(report: ScaleReport, console: Console) -> None:

@@ -15,7 +15,7 @@ from fuelrail.bench.scale_model import Fit, Overhead
 from fuelrail.bench.scale_report import FITTED_RANKS, Measured, Scaling
 from fuelrail.bench.stages import LoaderChoice
 from fuelrail.bench.steady import bootstrap_means
-from fuelrail.bench.train_run import TrainRun, measure_all
+from fuelrail.bench.train_run import Made, TrainRun, measure_all
 from fuelrail.loaders.loader import DEFAULT_IMAGE
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError
@@ -71,10 +71,9 @@ class ScalePlan:
         words = [str(given.dataset), *(f"--{name}={value}" for name, value in values.items())]
         return parser.parse_args(words if given.workers is None else [*words, f"--workers={given.workers}"])
 
-    def measure(self, count: int) -> tuple[list[Report], bool]:
-        """Run all points of a number of ranks; their reports, and whether somebody interrupted."""
-        reports, outcome = measure_all(self.runs[count])
-        return reports, outcome.interrupted
+    def measure(self, count: int) -> Made:
+        """Run all points of a number of ranks."""
+        return measure_all(self.runs[count])
 
     def point(self, report: Report) -> Measured | None:
         """A report as a point; None where its window was too short for figures."""

@@ -12,19 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.accelerator import DEFAULT_PROFILE, profile_names
-from fuelrail.bench.files import REPORT_HTML, REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder
-from fuelrail.bench.train_report import Report, save_report
-from fuelrail.bench.train_run import TrainRun
+from fuelrail.bench.files import TRACE_JSON, merge_traces, prepare_folder
+from fuelrail.bench.report_files import write_report
+from fuelrail.bench.train_run import TrainRun, measure_all
 from fuelrail.bench.trainer.settings import MODELS, LeaveOut
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
+    from fuelrail.bench.train_report import Report
+
 HELP = "train a small multi-camera model on all ranks and measure how busy the accelerators were"
 DESCRIPTION = (
-    "Trains a small multi-camera model with DDP and writes report.json and report.html: occupancy, the time of each "
-    "phase of the step, the loader's stages, throughput."
+    "Trains a small multi-camera model with DDP and writes report.json, report.md and report.html: occupancy, the time "
+    "of each phase of the step, the loader's stages, throughput."
 )
 _INTERRUPTED = 130
 _FAILED = 1
@@ -96,14 +98,15 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", type=Path, default=Path("bench-train"), help="folder for the report (default: %(default)s)")
     add("--json", action="store_true", help="print the figures as JSON instead of a table")
-    add("--no-html", action="store_true", help="write report.json only; needs no matplotlib")
+    add("--no-html", action="store_true", help="write no report.html; needs no matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check everything that can be checked at once, run the ranks, gather their records, report."""
     training = TrainRun(arguments, arguments.out / "records", arguments.leave_out)
     prepare_folder(arguments.out, html=not arguments.no_html)
-    report, outcome = training.measure()
+    made = measure_all([training])
+    (report,) = made.reports
     _save(report, arguments)
     if arguments.trace:
         num_traces = merge_traces(arguments.out / "trace", arguments.out / TRACE_JSON)
@@ -111,20 +114,14 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"written: {arguments.out / TRACE_JSON}, of {num_traces} ranks; open it in ui.perfetto.dev\n")
     if report.cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
-    if outcome.interrupted:
+    if made.interrupted:
         return _INTERRUPTED
     return _FAILED if report.cut_off else 0
 
 
 def _save(report: Report, arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
-    save_report(report, out / REPORT_JSON)
-    written = [out / REPORT_JSON]
-    if not arguments.no_html:
-        from fuelrail.bench.train_page import save_html  # matplotlib, only where a page is wanted
-
-        save_html(report, out / REPORT_HTML)
-        written.append(out / REPORT_HTML)
+    written = write_report(report, out, html=not arguments.no_html)
     if arguments.json:
         summary = {
             "cut_off": report.cut_off,

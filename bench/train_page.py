@@ -5,13 +5,10 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.files import publish
 from fuelrail.bench.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles
 from fuelrail.bench.train_plots import PHASE_COLOURS, PHASE_LABELS, plots
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fuelrail.bench.clock import Summary
     from fuelrail.bench.train_report import Figures, Report
 
@@ -47,12 +44,7 @@ _EMULATED_PHASES = (
 )
 
 
-def save_html(report: Report, path: Path) -> None:
-    """Write the report's page, by rename; raises ConfigError."""
-    publish(path, render_html(report).encode())
-
-
-def render_html(report: Report) -> str:
+def render_train_html(report: Report) -> str:
     """The page as one string; it refers to nothing outside itself."""
     drawn = plots(report)
     parts = [

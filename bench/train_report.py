@@ -11,7 +11,6 @@ from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.cpu_watch import CpuUse  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.doubts import doubts, ranks_disagree
-from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.nvml import GpuUse  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.occupancy import (
@@ -187,11 +186,6 @@ def build_report(
         ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
         series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
     )
-
-
-def save_report(report: Report, path: Path) -> None:
-    """Write the report as JSON, by rename: a reader never sees half of it. Raises ConfigError."""
-    publish_json(path, report)
 
 
 def load_report(path: Path) -> Report:

@@ -6,7 +6,7 @@ import math
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -40,7 +40,7 @@ _RECORDS = "records"
 
 
 class TrainRun:
-    """A training run whose arguments are checked; :meth:`measure` runs it.
+    """A training run whose arguments are checked; :func:`measure_all` runs it.
 
     ``arguments`` are those of ``fuelrail bench train``; ``changes`` replaces fields of the settings made of them.
     Raises ConfigError and DatasetErrors.
@@ -58,20 +58,12 @@ class TrainRun:
         _check_world(self.num_ranks, self.settings, self._dataset)
         check_decoder(self.settings)
 
-    def measure(self) -> tuple[Report, Outcome]:
-        """Run the ranks and report.
-
-        A run that was cut off is reported too, if there was a step; else raises FuelrailError with the reason, or
-        KeyboardInterrupt.
-        """
-        reports, outcome = measure_all([self])
-        return reports[0], outcome
-
     def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
         """The report of what the ranks left; raises FuelrailError, or KeyboardInterrupt, where there is no step."""
         logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
-        complete = outcome.exit_code == 0 or all(log.end is not None for log in logs)
-        cut_off = None if complete and not outcome.interrupted else why_cut_off(outcome, logs)
+        # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
+        complete = all(log.end is not None for log in logs)
+        cut_off = None if complete else why_cut_off(outcome, logs)
         if cut_off is not None and not any(log.steps for log in logs):
             if outcome.interrupted:
                 raise KeyboardInterrupt
@@ -88,12 +80,24 @@ class TrainRun:
         )
 
 
-def measure_all(runs: Sequence[TrainRun]) -> tuple[list[Report], Outcome]:
+class Made(NamedTuple):
+    """The reports of runs that were made one after the other.
+
+    ``cut_off`` says why there are fewer than there should be, or why the last one is partial; ``interrupted``, that
+    somebody asked for it.
+    """
+
+    reports: list[Report]
+    cut_off: str | None
+    interrupted: bool
+
+
+def measure_all(runs: Sequence[TrainRun]) -> Made:
     """Run several runs one after the other on the same ranks, whose start they share; a report of each.
 
-    The folder of the first one's records holds the ranks' log. Where a run is cut off, the ones behind it are left out
-    if it has a report at all; else raises what :meth:`TrainRun.report` raises. Who used the CPUs is told of all runs
-    together.
+    The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
+    it made a step; those behind it are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
+    raises. Who used the CPUs is told of all runs together.
     """
     for run in runs:
         _prepare(run.records)
@@ -106,15 +110,20 @@ def measure_all(runs: Sequence[TrainRun]) -> tuple[list[Report], Outcome]:
         outcome = _launch(first.num_ranks, runs, settings_file)
     cpu = watch.use()
     reports: list[Report] = []
+    cut_off = None
     for run in runs:
         try:
             report = run.report(machine, outcome, cpu, gpus.use())
-        except (FuelrailError, KeyboardInterrupt):
-            if not reports or reports[-1].cut_off is None:
+        except (FuelrailError, KeyboardInterrupt) as error:
+            if not reports:
                 raise
+            cut_off = str(error) or "the run was interrupted"
             break
         reports.append(report)
-    return reports, outcome
+        cut_off = report.cut_off
+        if cut_off is not None:
+            break
+    return Made(reports, cut_off, outcome.interrupted)
 
 
 def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut]) -> TrainSettings:

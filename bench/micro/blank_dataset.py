@@ -11,6 +11,7 @@ from fuelrail.bench.synthetic_index import file_entry, write_manifest
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.sharding.blocks import BlockWriter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +33,8 @@ def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: 
     sizes: list[int] = []
     for shard, length in enumerate(lengths):
         offset = 0
-        with (folder / f"train-{shard:06d}.tar").open("wb") as file:
+        with (folder / f"train-{shard:06d}.tar").open("wb") as opened:
+            file = BlockWriter(opened)  # as sharding writes
             for number in range(shard * samples_per_shard, shard * samples_per_shard + length):
                 key = f"clip-{number:08d}"
                 stored = [
@@ -41,7 +43,7 @@ def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: 
                 ]
                 span = pack_sample(key, stored)
                 data = b"".join(span.pieces)
-                file.write(data)
+                file.write([data])
                 members = tuple(
                     MemberEntry(member.field, at, len(member.data), len(member.data), "raw")
                     for member, at in zip(stored, span.offsets, strict=True)
@@ -49,7 +51,8 @@ def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: 
                 digest = xxhash.xxh3_64_intdigest(data)
                 rows.append(IndexRow(key, key, 0, number, shard, offset, len(data), digest, members))
                 offset += len(data)
-            file.write(END_OF_ARCHIVE)
+            file.write([END_OF_ARCHIVE])
+            file.flush()
         sizes.append(offset + len(END_OF_ARCHIVE))
     write_index(folder / INDEX_FILE, rows, list(MEMBER_BYTES), ["raw"])
     files = [file_entry(folder / INDEX_FILE)]

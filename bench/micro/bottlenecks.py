@@ -32,6 +32,7 @@ from fuelrail.bench.micro.runs import arguments_for
 from fuelrail.bench.remedies import Tried, best
 from fuelrail.bench.trainer.injection import compute_in_python
 from fuelrail.bench.trainer.settings import Injection
+from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,8 +153,10 @@ def judge(name: str, folder: Path, *, apply: bool, steps: int) -> Judged:
             out=folder / name.replace(" ", "-"), command=configure, apply=apply,
         )  # fmt: skip
         profile = msgspec.structs.replace(_PROFILE, **case.profile)
-        result = examine(arguments, profile=profile, **case.settings)
+        result, _ = examine(arguments, profile=profile, **case.settings)
     diagnosis = result.diagnosis
+    if diagnosis is None or result.cut_off is not None:
+        raise FuelrailError(f"{name}: {result.cut_off}")
     return Judged(
         name=name,
         injected=case.how,

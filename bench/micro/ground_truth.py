@@ -123,9 +123,9 @@ def measure(folder: Path, num_steps: int) -> GroundTruth:
     ]
     for run in runs:
         run.records.parent.mkdir()
-    reports, outcome = measure_all(runs)
-    if len(reports) < len(runs) or reports[-1].cut_off is not None:
-        raise FuelrailError(f"the measurement was cut off: {reports[-1].cut_off or outcome}")
+    reports, cut_off, _ = measure_all(runs)
+    if cut_off is not None:
+        raise FuelrailError(f"the measurement was cut off: {cut_off}")
     figures = {name: _figures(report) for name, report in zip(plan, reports, strict=True)}
     base = figures["undisturbed"]
     stalled = [_stalled(phase, figures[phase], base, grows_ms) for phase, (_, grows_ms) in _PHASES.items()]

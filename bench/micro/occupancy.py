@@ -142,8 +142,8 @@ def sweep(folder: Path, demands: Sequence[float], seconds: float, capacity: floa
     dataset = folder / "cameras"
     write_cameras(dataset, 96)
     if capacity is None:
-        report, _ = _run(dataset, folder / "first", "in step", _GUESS_SAMPLES_PER_S, seconds).measure()
-        capacity = _rate(report)
+        first = measure_all([_run(dataset, folder / "first", "in step", _GUESS_SAMPLES_PER_S, seconds)])
+        capacity = _rate(first.reports[0])
     plan: list[Reference | float] = []
     for demand in demands:
         reference = _reference(demand)
@@ -151,9 +151,9 @@ def sweep(folder: Path, demands: Sequence[float], seconds: float, capacity: floa
             plan.append(reference)
         plan += [demand, reference]
     runs = [_run(dataset, folder / f"run-{number}", what, capacity, seconds) for number, what in enumerate(plan)]
-    reports, outcome = measure_all(runs)
-    if len(reports) < len(runs) or reports[-1].cut_off is not None:
-        raise FuelrailError(f"the sweep was cut off: {reports[-1].cut_off or outcome}")
+    reports, cut_off, _ = measure_all(runs)
+    if cut_off is not None:
+        raise FuelrailError(f"the sweep was cut off: {cut_off}")
     capacities: dict[Reference, list[float]] = {"alone": [], "in step": []}
     points = []
     for number, (what, report) in enumerate(zip(plan, reports, strict=True)):

@@ -12,10 +12,12 @@ made in a process of its own; memory is its peak resident size, the libraries' o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ import pyarrow as pa
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.sharding_source import make_dataroot
 from fuelrail.pipeline.schema import SCHEMA, Meta
+from fuelrail.sharding.commands import ARROW_POOL
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
@@ -43,15 +46,20 @@ from fuelrail.sharding.table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 FRAMES_PER_CLIP = 40
 NUM_ROWS = 10_000_000
 NUM_SAMPLES = (1_000, 100_000)
+SHARD_BYTES = 2 << 20  # so that the shorter run has several shards too, and both workers have work
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one process: what it did, wall and CPU time [s], resident memory before [bytes] and its peak."""
+    """Of one process: what it did, wall and CPU time [s], resident memory before [bytes] and its peak.
+
+    ``peak_anonymous_bytes`` is the peak of what no file stands behind, looked at every 20 ms; the rest of the peak are
+    pages of libraries and of mapped files, which the system takes back when it needs them.
+    """
 
     what: str
     count: int
@@ -59,6 +67,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     cpu_seconds: float
     rss_before_bytes: int
     peak_rss_bytes: int
+    peak_anonymous_bytes: int
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +141,7 @@ def make_the_plan(path: Path, select: str | None) -> int:
 def run_whole(root: Path) -> int:
     """`fuelrail shard` with two workers; returns the number of samples."""
     with tempfile.TemporaryDirectory(dir=root.parent) as out:
-        recipe = make_recipe(shard_size_bytes=16 << 20)
+        recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
         manifest = shard(SourceSpec("nuscenes", str(root), {}), Path(out) / "out", recipe, 2, Quiet()).manifest
     return manifest.num_samples
 
@@ -144,6 +153,25 @@ def _status(entry: str) -> int:
     return int(line.split()[1]) * 1024  # the kernel counts in KiB
 
 
+@contextlib.contextmanager
+def _peak_anonymous() -> Iterator[list[int]]:
+    """Anonymous memory while the block runs, every 20 ms."""
+    seen, done = [_status("RssAnon")], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.02):
+            seen.append(_status("RssAnon"))
+            seen[:] = [max(seen)]
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        watch.join()
+
+
 def _child(what: str, path: Path) -> Measured:
     works: dict[str, Callable[[], int]] = {
         "plan": lambda: make_the_plan(path, None),
@@ -151,18 +179,20 @@ def _child(what: str, path: Path) -> Measured:
         "run": lambda: run_whole(path),
     }
     before, started, cpu_started = _status("VmRSS"), time.perf_counter(), time.process_time()
-    count = works[what]()
+    with _peak_anonymous() as anonymous:
+        count = works[what]()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     return Measured(
         what=what, count=count, seconds=seconds, cpu_seconds=cpu_seconds, rss_before_bytes=before,
-        peak_rss_bytes=_status("VmHWM"),
+        peak_rss_bytes=_status("VmHWM"), peak_anonymous_bytes=max(anonymous),
     )  # fmt: skip
 
 
 def _measure(what: str, path: Path) -> Measured:
     """In a process of its own."""
     command = [sys.executable, "-m", __spec__.name, "--child", what, str(path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
+    # It finds what this process found, and has Arrow as the command has it.
+    environment = {**os.environ, **ARROW_POOL, "PYTHONPATH": os.pathsep.join(sys.path)}
     output = subprocess.run(command, check=True, capture_output=True, env=environment).stdout
     return msgspec.json.decode(output, type=Measured)
 
@@ -196,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for entry in measured:
         sys.stdout.write(
             f"{entry.what}, {entry.count:,} samples: {entry.seconds:.1f} s, {entry.cpu_seconds:.1f} s of CPU, peak "
-            f"{entry.peak_rss_bytes / 1e6:,.0f} MB, of which {entry.rss_before_bytes / 1e6:,.0f} MB before it began\n"
+            f"{entry.peak_rss_bytes / 1e6:,.0f} MB, of which {entry.rss_before_bytes / 1e6:,.0f} MB before it began; "
+            f"{entry.peak_anonymous_bytes / 1e6:,.0f} MB of it with no file behind\n"
         )
     if options.out is not None:
         report = MemoryReport(benchmark="sharding_memory", machine=machine_facts(), measured=measured)

@@ -10,10 +10,12 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.cpu_watch import CpuUse
-from fuelrail.bench.diagnose_command import DiagnosisReport, told
+from fuelrail.bench.diagnose_command import told
+from fuelrail.bench.diagnose_report import DiagnoseReport
 from fuelrail.bench.diagnosis import Bound, Evidence, counterfactual, diagnose
 from fuelrail.bench.remedies import judge as judge_trial
 from fuelrail.bench.remedies import trials
+from fuelrail.bench.train_report import load_report
 from support.bench_runs import MS, SETTINGS, log, report_of, step
 from support.datasets import build_dataset
 
@@ -139,6 +141,14 @@ def test_a_rank_that_the_others_wait_for():
     assert "'other'" in found.finding
 
 
+def test_ranks_that_starve_alike_are_not_slow_though_one_comes_last():
+    """In step, what one of them waits for data, the other waits in the all-reduce; apart, they are as fast."""
+    base = training(0, wait_ms=[1.0, 15.0], reduce_ms=[15.0, 1.0])
+    starving = {"wait_ms": [1.0, 15.0], "reduce_ms": [15.0, 1.0]}
+    without = everywhere(**starving) | {"loading": {}, "decode": {}, "all-reduce": {"wait_ms": 10.0}}
+    assert judge(base, without=without).bound == "CPU decode"
+
+
 def test_a_host_that_is_slow_between_the_phases():
     assert judge(training(0, other_ms=5), without=everywhere(other_ms=5)).bound == "host"
 
@@ -153,6 +163,13 @@ def test_steps_of_other_sizes_are_compared_by_sample():
     base, doubled = training(0), training(1, other_ms=31.0)
     doubled = msgspec.structs.replace(doubled, options={**doubled.options, "accumulation": 2})
     assert counterfactual("trial", base, doubled).gain == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize(("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])])
+def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
+    settings = msgspec.structs.replace(SETTINGS, num_workers=num_workers)
+    found = trials("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
+    assert [trial.options for trial in found] == options
 
 
 @pytest.mark.parametrize("bound", [*get_args(Bound)])
@@ -170,12 +187,19 @@ def test_the_command_runs_and_tells(tmp_path, capsys):
     options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]
     options += ["--accelerator", "emulated:resnet50-224-h100", "--out", str(out), "--apply"]
     assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 0
-    result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnosisReport)
+    result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
     left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
     assert [entry.left_out for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
-    assert list(result.runs)[:6] == ["as-it-is", *(f"without-{name}" for name in left_out), "as-it-is-again"]
+    assert [run.name for run in result.runs][:6] == [
+        "as-it-is",
+        *(f"without-{name}" for name in left_out),
+        "as-it-is-again",
+    ]
     assert result.tried is not None
-    assert all((out / name).is_file() for name in result.runs.values())
+    for run in result.runs:
+        assert load_report(out / run.report).figures.occupancy.mean == run.occupancy
+        assert (out / run.name / "report.md").is_file()
+    assert result.diagnosis.finding in (out / "report.md").read_text()
     assert "bound by: " in capsys.readouterr().out
 
 

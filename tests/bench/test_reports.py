@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.files import publish_json
-from fuelrail.bench.reports import KINDS, json_schema, load_any_report, schema_path
+from fuelrail.bench.reports import KINDS, json_schema, load_comparable, schema_path
 from fuelrail.pipeline.errors import ConfigError
 from support.compare_runs import compare_report_of, contestant
 from support.loader_runs import loader_report_of, loader_run
@@ -28,7 +28,7 @@ def test_the_schemas_documents_are_those_of_the_code(kind):
 def test_what_was_written_is_read(tmp_path, schema):
     report = REPORTS[schema]()
     publish_json(tmp_path / "report.json", report)
-    assert load_any_report(tmp_path / "report.json") == report
+    assert load_comparable(tmp_path / "report.json") == report
 
 
 @pytest.mark.parametrize("schema", REPORTS)
@@ -45,14 +45,14 @@ def test_what_is_not_the_schemas_is_refused(tmp_path, schema, change, said):
     path = tmp_path / "report.json"
     publish_json(path, {**msgspec.to_builtins(REPORTS[schema]()), **change})
     with pytest.raises(ConfigError, match=said):
-        load_any_report(path)
+        load_comparable(path)
 
 
 def test_what_is_no_report_is_refused(tmp_path):
     (tmp_path / "a.json").write_text("[1, 2]")
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(ConfigError, match="schema None"):
-        load_any_report(tmp_path / "a.json")
+        load_comparable(tmp_path / "a.json")
     for name in ("b.json", "c.json"):
         with pytest.raises(ConfigError, match="cannot be read"):
-            load_any_report(tmp_path / name)
+            load_comparable(tmp_path / name)

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.records import RankLog
-from fuelrail.bench.train_page import render_html, save_html, verdict
+from fuelrail.bench.train_page import render_train_html, verdict
 from support.bench_runs import SETTINGS, log, report_of, step, steps
 from support.html_page import Page
 
@@ -24,7 +24,7 @@ RUNS = {
 @pytest.fixture(scope="module", params=list(RUNS))
 def run(request):
     report = RUNS[request.param]
-    return report, Page(render_html(report))
+    return report, Page(render_train_html(report))
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else(run):
@@ -55,7 +55,7 @@ def test_an_emulated_run_says_on_every_occasion_that_it_is(run):
 
 def test_pages_of_equal_reports_are_equal():
     report = RUNS["two ranks"]
-    assert render_html(report) == render_html(report)
+    assert render_train_html(report) == render_train_html(report)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,3 @@ def test_pages_of_equal_reports_are_equal():
 )
 def test_the_verdict_names_the_largest_loss(times, said):
     assert said in verdict(report_of([log(0, steps(20, **times))]))
-
-
-def test_saving_leaves_the_page_alone_in_its_folder(tmp_path):
-    save_html(RUNS["two ranks"], tmp_path / "report.html")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

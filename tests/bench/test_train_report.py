@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.records import InputFacts, RankLog
-from fuelrail.bench.train_report import load_report, save_report
+from fuelrail.bench.train_report import load_report
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import PROFILE, SETTINGS, log, report_of, step, steps
 
@@ -105,7 +106,7 @@ def test_steps_fed_from_stock_are_said():
 def test_a_report_survives_its_file_and_names_no_place(tmp_path):
     report = report_of([log(0, steps(20)), log(1, steps(20))], cut_off="the run was interrupted")
     path = tmp_path / "report.json"
-    save_report(report, path)
+    publish_json(path, report)
     assert load_report(path) == report
     assert "/somewhere" not in path.read_text()
     assert list(tmp_path.iterdir()) == [path]

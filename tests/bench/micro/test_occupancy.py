@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -7,16 +8,16 @@ import pytest
 
 from fuelrail.bench.micro import ground_truth, occupancy
 from fuelrail.bench.micro.ground_truth import GroundTruth, Stalled
-from fuelrail.bench.micro.occupancy import OccupancySweep, Point
+from fuelrail.bench.micro.occupancy import OccupancySweep, Point, levels_of
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
-def point(demand, measured):
+def point(asked, occupied, *, theory=None):
     return Point(
-        demand=demand, demand_samples_per_s=1.0, capacity_samples_per_s=1.0, occupancy=measured,
-        theory=min(1.0, 1 / demand), num_steps=10, data_wait_share=0.0, all_reduce_share=0.0, other_share=0.0,
-        overshoot_share=0.0, overrun_share=0.0,
+        asked=asked, demand=asked, demand_samples_per_s=1.0, reference="in step", capacity_samples_per_s=1.0,
+        occupancy=occupied, theory=theory or min(1.0, 1 / asked), num_steps=10, data_wait_share=0.0,
+        all_reduce_share=0.0, other_share=0.0, overshoot_share=0.0, overrun_share=0.0,
     )  # fmt: skip
 
 
@@ -25,15 +26,25 @@ def point(demand, measured):
     [(0.5, 0.991, "holds"), (0.9, 0.989, "TOO LOW"), (1.0, 0.5, ""), (1.25, 0.79, "holds"), (1.25, 0.77, "OFF")],
 )
 def test_what_must_hold_where(demand, measured, verdict):
-    assert point(demand, measured).verdict == verdict
+    (level,) = levels_of([point(demand, measured)])
+    assert level.verdict == verdict
 
 
-def test_up_to_nine_tenths_of_the_capacity_the_committed_sweep_holds(tmp_path):
+def test_rounds_of_a_demand_are_judged_together_and_each_against_its_own_theory():
+    first, second = levels_of([point(2.0, 0.5), point(1.25, 0.82, theory=0.80), point(1.25, 0.74, theory=0.76)])
+    assert (first.asked, second.asked) == (1.25, 2.0)
+    assert first.of_theory.median == pytest.approx(math.sqrt(0.82 / 0.80 * 0.74 / 0.76))
+    assert first.of_theory.num_repeats == 2
+    assert first.verdict == "holds"
+    assert first.lowest == 0.74
+
+
+def test_the_committed_sweep_holds_everywhere(tmp_path):
     result = msgspec.json.decode((RESULTS / "occupancy.json").read_bytes(), type=OccupancySweep)
-    fed = [point for point in result.points if point.demand <= occupancy.FED_UP_TO]
-    assert fed
-    assert all(point.verdict == "holds" for point in fed)
-    assert "capacity" in occupancy.render(result)
+    assert {level.asked for level in result.levels} == set(occupancy.DEMANDS)
+    assert result.levels == levels_of(result.points)
+    assert [level.asked for level in result.levels if level.verdict not in ("holds", "")] == []
+    assert "capacity in step" in occupancy.render(result)
     occupancy.save_plot(result, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
 

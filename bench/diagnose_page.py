@@ -1,0 +1,85 @@
+"""The page of a diagnosis."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.diagnose_report import (
+    RUNS_HEADER,
+    TRIED_HEADER,
+    conclusion,
+    run_rows,
+    title_of,
+    tried_rows,
+)
+from fuelrail.bench.drawing import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table
+
+if TYPE_CHECKING:
+    from fuelrail.bench.diagnose_report import DiagnoseReport
+    from fuelrail.bench.diagnosis import Diagnosis
+
+_METHOD = (
+    "The same training is run as it is, then once without each thing that may hold it up, and once more as it is. "
+    "What a run gains without something is what lifting that bound would bring, as far as the next bound. Intervals "
+    "hold the gain of the mean step with 95% probability, from a block bootstrap over the steps of both runs. A gain "
+    "counts if it is more than 2%, more than its interval, and more than the two runs as it is differ by. Each run's "
+    "own report lies in a folder beside this page."
+)
+
+
+def render_diagnose_html(report: DiagnoseReport) -> str:
+    """The page as one string; it refers to nothing outside itself."""
+    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
+    device = str(report.accelerator["device"])
+    emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
+    line = (
+        f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
+        f"{escape(report.dataset.split)}): {ranks}, each one {escape(emulated + device)}. {escape(report.created)}, "
+        f"fuelrail {escape(report.machine.fuelrail)}."
+    )
+    parts = head("Fuelrail diagnosis", "What bounds this training?", line)
+    if report.cut_off is not None:
+        parts.append(note(f"Partial report: {report.cut_off}."))
+    diagnosis = report.diagnosis
+    if diagnosis is None:
+        rows = [[escape(run.name), f"{run.step_ms:.2f}", f"{run.occupancy:.1%}"] for run in report.runs]
+        parts += [note("No diagnosis: not all runs were made."), table(["run", "step ms", "occupancy"], rows)]
+    else:
+        gain = f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
+        meaning = f"bounds this run{gain}; occupancy {diagnosis.occupancy:.1%}"
+        parts.append(hero(diagnosis.bound, meaning, f"{diagnosis.finding} {diagnosis.advice}"))
+    parts += map(note, report.warnings)
+    if diagnosis is not None:
+        caption = (
+            "How much faster the run is without each; lines: 95% intervals. Blue counts, grey is noise or too little."
+        )
+        parts += ["<h2>What if it cost nothing?</h2>", figure(_bars(diagnosis), caption)]
+        parts.append(table(list(map(escape, RUNS_HEADER)), ([*map(escape, row)] for row in run_rows(diagnosis))))
+    if report.tried is not None:
+        parts.append("<h2>What was tried</h2>")
+        if report.tried:
+            rows = [[*map(escape, row)] for row in tried_rows(report.tried)]
+            parts.append(table(list(map(escape, TRIED_HEADER)), rows))
+        parts.append(f"<p>{escape(conclusion(report.tried).capitalize())}.</p>")
+    parts += ["<h2>How these figures are made</h2>", f"<p>{escape(_METHOD)}</p>"]
+    parts += facts(report.machine, report.dataset, report.options)
+    return page(f"Fuelrail diagnosis: {report.dataset.name}", parts)
+
+
+def _bars(diagnosis: Diagnosis) -> str:
+    entries = diagnosis.counterfactuals
+    with style():
+        drawn, axes = new_figure(0.6 + 0.3 * len(entries))
+        for row, entry in enumerate(entries):
+            colour = BLUE if entry.counts and entry.left_out != "again" else GREY
+            axes.barh(row, entry.gain, 0.62, color=colour, linewidth=0)
+            axes.plot([entry.gain_low, entry.gain_high], [row, row], color="#222222", linewidth=1.0)
+        axes.axvline(0, color="#777777", linewidth=0.8)
+        axes.set_yticks(range(len(entries)), [title_of(entry) for entry in entries])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("more samples/s than as it is")
+        return to_svg(drawn, "Gain of each run without something")
