@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, PointSweeps
+from fuelrail.loaders.reader import SampleReader
+from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
@@ -86,6 +88,46 @@ def test_what_stands_still_stays_at_its_place(dataset, bev) -> None:
             np.testing.assert_allclose(in_world[:, :3], WALL + np.array([400.0, 1100.0, 0.0]), atol=1e-3)
             num_moved += lag_s > 0
     assert num_moved >= 3 * PER_KEYFRAME
+
+
+@pytest.mark.parametrize("choose", ["latest", "random"])
+def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose: str) -> None:
+    """Each frame's cloud by float64 matrices, and what stands still at one place in all frames of the key's ego."""
+    reader = SampleReader(open_dataset(dataset))
+    settings = PointSweeps(num_sweeps=4, choose=choose)
+    num_earlier = 0
+    for batch in samples(dataset, settings, frames=[-1, 0, 1], bev=BEV).values():
+        bda = batch["bda_mat"][0].double().numpy()
+        key2global = reader.sample(int(batch["global_index"])).geometry.ego2global
+        for t, row in enumerate(batch["frame_global_index"][0].tolist()):
+            sample = reader.sample(row)
+            geometry, earlier = sample.geometry, sample.sweeps.get("lidar_top")
+            lidar2global = geometry.lidar_ego2global[0] @ geometry.lidar2ego[0]
+            lidar2ego = np.linalg.solve(geometry.ego2global, lidar2global)
+            parts = [(sample.points["lidar_top"], np.eye(4), 0.0)]
+            ends = np.cumsum(earlier.num_points) if earlier is not None else []
+            num_stored = len(ends)
+            for at in settings.chosen(num_stored, seed=5, epoch=0, sample=row):
+                move = np.linalg.solve(lidar2global, earlier.lidar2global[at])
+                lag_s = (int(geometry.lidar_timestamp_ns[0]) - int(earlier.timestamp_ns[at])) * 1e-9
+                parts.append((earlier.points[ends[at] - earlier.num_points[at] : ends[at]], move, lag_s))
+                num_earlier += 1
+            to_augmented = np.linalg.solve(lidar2ego, bda @ lidar2ego)
+            expected = [
+                (np.c_[points[:, :3].astype(np.float64), np.ones(len(points))] @ (to_augmented @ move).T)[:, :3]
+                for points, move, _ in parts
+            ]
+            found = batch["points"][0][t].numpy()
+            np.testing.assert_allclose(found[:, :3], np.concatenate(expected), atol=2e-4)
+            lags_s = np.concatenate([np.full(len(points), lag_s) for points, _, lag_s in parts])
+            np.testing.assert_allclose(found[:, 4], lags_s, atol=1e-6)
+            np.testing.assert_allclose(batch["lidar2ego"][0, t].numpy(), lidar2ego, atol=1e-5)
+            to_key = batch["ego2key"][0, t].double().numpy() @ lidar2ego
+            wall = np.c_[found[: len(WALL), :3], np.ones(len(WALL))] @ to_key.T
+            in_world = np.c_[WALL + np.array([400.0, 1100.0, 0.0]), np.ones(len(WALL))]
+            still = in_world @ np.linalg.inv(key2global).T @ bda.T
+            np.testing.assert_allclose(wall[:, :3], still[:, :3], atol=2e-3)
+    assert num_earlier > 20
 
 
 def test_random_sweeps_follow_the_seed_and_not_the_threads(dataset) -> None:
