@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
@@ -19,6 +20,7 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.spill import Spill
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
 ROWS_PER_BATCH: Final = 1 << 16
-_ROWS_PER_PART: Final = 1 << 12
+_ROWS_PER_PART: Final = 1 << 10
 _WORDS_KEPT: Final = 1 << 10
 """Different lists of members that are held as words."""
 
@@ -54,6 +56,7 @@ _COLUMNS: Final = [
     pa.field("xxh3", pa.uint64(), nullable=False),
     pa.field("members", pa.list_(_MEMBER_TYPE), nullable=False),
 ]
+_TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
 
@@ -88,7 +91,7 @@ _make_row = partial(tuple.__new__, IndexRow)
 
 
 class IndexWriter:
-    """Writes an index file row by row, holding one batch in memory; use as a context manager.
+    """Writes an index file row by row; use as a context manager. A batch is collected on disk, beside the file.
 
     ``names`` and ``codecs`` are all field names and codecs that any row will use. The caller publishes the file (writes
     to a temporary name, syncs, renames).
@@ -108,7 +111,8 @@ class IndexWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
-        self._parts: list[pa.RecordBatch] = []
+        self._folder = Path(path).parent
+        self._columns = self._new_columns()
         self._rows_in_batch = 0
 
     def append(self, row: IndexRow) -> None:
@@ -143,28 +147,43 @@ class IndexWriter:
     def _flush(self) -> None:
         if self._pending:
             self._convert()
-        parts, self._parts, self._rows_in_batch = self._parts, [], 0
-        self._writer.write_batch(pa.concat_batches(parts))
+        columns, self._rows_in_batch = self._columns, 0
+        starts = np.zeros(len(columns["num_members"]) + 1, np.int32)
+        np.cumsum(columns["num_members"].values, out=starts[1:])
+        members = pa.StructArray.from_arrays(
+            [pa.array(columns[f"members.{field.name}"].values) for field in _MEMBER_TYPE], fields=list(_MEMBER_TYPE)
+        )
+        arrays = [columns[name].array().cast(pa.string()) for name in _TEXTS]
+        arrays += [pa.array(columns[name].values) for name in _SCALARS]
+        arrays.append(pa.ListArray.from_arrays(pa.array(starts), members))
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._columns = self._new_columns()
+
+    def _new_columns(self) -> dict[str, Any]:
+        spill = Spill(self._folder)
+        spill.release()  # what Arrow keeps of the batch before
+        numbers = [(field.name, field.type) for field in _COLUMNS if field.name in _SCALARS]
+        numbers += [(f"members.{field.name}", field.type) for field in _MEMBER_TYPE]
+        return {
+            **{name: spill.texts() for name in _TEXTS},
+            **{name: spill.column(kind.to_pandas_dtype()) for name, kind in numbers},
+            "num_members": spill.column(np.int32),
+        }
 
     def _convert(self) -> None:
         """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
         rows, self._pending = self._pending, []
         members = [member for row in rows for member in row.members]
-        starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum([len(row.members) for row in rows], out=starts[1:])
-        values = pa.StructArray.from_arrays(
-            [
-                pa.array([self._name_code[m.name] for m in members], pa.int16()),
-                pa.array([self._codec_code[m.codec] for m in members], pa.int16()),
-                pa.array([m.offset for m in members], pa.int64()),
-                pa.array([m.stored_bytes for m in members], pa.int64()),
-                pa.array([m.raw_bytes for m in members], pa.int64()),
-            ],
-            fields=list(_MEMBER_TYPE),
-        )
-        columns = [pa.array([getattr(row, f.name) for row in rows], f.type) for f in _COLUMNS[:-1]]
-        columns.append(pa.ListArray.from_arrays(pa.array(starts), values))
-        self._parts.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        for name in _TEXTS:
+            self._columns[name].append([getattr(row, name).encode() for row in rows])
+        columns: dict[str, list[int]] = {name: [getattr(row, name) for row in rows] for name in _SCALARS}
+        columns["num_members"] = [len(row.members) for row in rows]
+        columns["members.name"] = [self._name_code[member.name] for member in members]
+        columns["members.codec"] = [self._codec_code[member.codec] for member in members]
+        for name in ("offset", "stored_bytes", "raw_bytes"):
+            columns[f"members.{name}"] = [getattr(member, name) for member in members]
+        for name, values in columns.items():
+            self._columns[name].append(values)
 
 
 class _Texts(NamedTuple):

@@ -59,8 +59,12 @@ class Spill:
             self.release()
 
     def release(self) -> None:
-        """Give the pages of all columns back. What was written to them is not lost, and arrays stay good."""
+        """Give the pages of all columns back. What was written to them is not lost, and arrays stay good.
+
+        Arrow's pool gives back too what it keeps of arrays that are no more: tens of megabytes otherwise.
+        """
         self._num_used = 0
+        pa.default_memory_pool().release_unused()
         for mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -151,12 +155,13 @@ class SpilledTexts:
 
     def append(self, texts: Sequence[bytes]) -> None:
         """Add texts, in UTF-8."""
-        if not texts:
-            return
-        ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts))) + self._num_bytes
-        self._num_bytes = int(ends[-1])
-        self._ends.append(ends)
-        self._utf8.append(b"".join(texts))
+        self.append_utf8(b"".join(texts), np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts))))
+
+    def append_utf8(self, utf8: bytes | memoryview, ends: NDArray[np.int64]) -> None:
+        """Add texts that stand one after the other, and where in ``utf8`` each of them ends."""
+        self._ends.append(ends + self._num_bytes)
+        self._num_bytes += len(utf8)
+        self._utf8.append(utf8)
 
     def __getitem__(self, row: int) -> str:
         first, end = self._ends.values[row : row + 2].tolist()

@@ -26,8 +26,10 @@ from fuelrail.pipeline.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from fuelrail.pipeline.spill import Spill
 from fuelrail.sharding.recipe import codec_of
 from fuelrail.sharding.records import load_record
+from fuelrail.sharding.spilled_table import SpilledTable
 from fuelrail.sharding.table import CLIP_NUMBER, frame_keys
 from fuelrail.sharding.transcode import stored_field
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.workspace import Workspace
     from fuelrail.sharding.writer import WriteJob
 
-ROWS_PER_GROUP: Final = 1 << 16
+ROWS_PER_GROUP: Final = 1 << 14
 _NEVER_NULL: Final = ("key", "frame", "timestamp_ns")
 
 
@@ -147,7 +149,12 @@ def _write_attributes(
     path: Path, plan: Plan, table: ScanTable, info: ScanInfo, dealt: Mapping[str, Sequence[int]]
 ) -> None:
     """``attributes.parquet``: a row for each sample in the order of the index, with what the source knows of it."""
-    whole = table.compact_attributes()
+    whole: SpilledTable | None = None
+    for part in table.attribute_parts():
+        # Keys are not kept: they are made of clip and frame.
+        whole = whole or SpilledTable(Spill(path.parent), part.drop_columns(["key"]).schema)
+        whole.append(part)
+    assert whole is not None, "a plan has rows"
     clip_ids = pa.array([entry.clip_id for entry in info.clips])
     split_of_clip = np.zeros(len(info.clips), np.int32)
     for number, clips in enumerate(dealt.values()):
@@ -155,13 +162,13 @@ def _write_attributes(
     names = pa.array(list(dealt))
     writer: Any = None
     for first in range(0, len(plan.rows), ROWS_PER_GROUP):
-        found = whole.take(pa.array(plan.rows[first : first + ROWS_PER_GROUP]))
+        found = whole.take(plan.rows[first : first + ROWS_PER_GROUP])
         ids = clip_ids.take(found[CLIP_NUMBER].combine_chunks())
         columns = {
             "key": frame_keys(ids, found["frame"].combine_chunks()),
             "clip_id": ids,
             "split": names.take(pa.array(split_of_clip[found[CLIP_NUMBER].to_numpy()])),
-            **{name: _plain(found[name]) for name in found.column_names if name != CLIP_NUMBER},
+            **{name: found[name] for name in found.column_names if name != CLIP_NUMBER},
         }
         known = [pa.field(name, values.type, name not in _NEVER_NULL) for name, values in columns.items()]
         part = pa.table(columns, schema=pa.schema(known))
@@ -169,10 +176,6 @@ def _write_attributes(
             writer = pq.ParquetWriter(path, part.schema, compression="zstd")
         writer.write_table(part)
     writer.close()
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
 def _entry(path: Path) -> FileEntry:

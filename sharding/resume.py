@@ -12,6 +12,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -24,7 +25,6 @@ from fuelrail.sharding.workspace import Begun
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.manifest import Manifest
@@ -68,7 +68,11 @@ def what_begins(
     row = 0
     for keys in table.key_batches():
         chosen = keys.filter(pa.array(selection[row : row + len(keys)]))
-        digest.update((pc.binary_join(pa.array([chosen.to_pylist()]), "\n")[0].as_py() + "\n").encode())
+        # Arrow keeps texts one after the other: the buffer of those with their line ends is what is to be digested.
+        lines = pc.binary_join_element_wise(chosen, "", "\n")
+        _, ends, utf8 = lines.buffers()
+        if utf8 is not None:
+            digest.update(memoryview(utf8)[: np.frombuffer(ends, np.int32)[len(lines)]])
         row += len(keys)
     return Begun(
         recipe=msgspec.structs.replace(recipe, scan_sha256=""),

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROWS_PER_BATCH: Final = 1024
-ROWS_PER_PART: Final = 64 * ROWS_PER_BATCH
+ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
 CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
-_LOOKS_BETWEEN: Final = 64
-_MOST_BATCHES: Final = 1024
+_LOOKS_BETWEEN: Final = 16
+_MOST_BATCHES: Final = 64
 
 _REFERENCE = pa.struct(
     [
@@ -286,17 +286,6 @@ class ScanTable:
             [CLIP_NUMBER if name == "clip" else name.removeprefix(_PREFIX) for name in table.column_names]
         )
 
-    def compact_attributes(self) -> pa.Table:
-        """Number of the clip, frame, time and all attributes of all rows: about 8 bytes a number and 4 a string.
-
-        Strings are dictionary-encoded. Keys are left out, each is one of its own: :func:`frame_keys` makes them.
-        """
-        parts = [
-            pa.table({name: _compact(part[name]) for name in part.column_names if name != "key"})
-            for part in self.attribute_parts()
-        ]
-        return pa.concat_tables(parts).unify_dictionaries().combine_chunks()
-
     @property
     def _attributes(self) -> list[str]:
         return [name for name in self._names if name.startswith(_PREFIX)]
@@ -315,7 +304,3 @@ class ScanTable:
                 self._batches.clear()
             batch = self._batches[number] = self._file.get_batch(number)
         return batch
-
-
-def _compact(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.dictionary_encode() if pa.types.is_string(column.type) else column

@@ -72,12 +72,8 @@ def test_rows_come_back(tmp_path):
     assert np.array_equal(np.bincount(table.numbers("clip")), [3, ROWS_PER_BATCH, 2])
     attributes = pa.concat_tables(table.attribute_parts())
     assert attributes.column_names == ["key", CLIP_NUMBER, "frame", "timestamp_ns", *ATTRIBUTES]
-    compact = table.compact_attributes()
-    assert [column for column in attributes.column_names if column != "key"] == compact.column_names
-    for name in compact.column_names:
-        assert compact[name].to_pylist() == attributes[name].to_pylist()
-    ids = pa.array(["a", "b", "c"]).take(compact[CLIP_NUMBER].combine_chunks())
-    assert frame_keys(ids, compact["frame"].combine_chunks()).to_pylist() == attributes["key"].to_pylist()
+    ids = pa.array(["a", "b", "c"]).take(attributes[CLIP_NUMBER].combine_chunks())
+    assert frame_keys(ids, attributes["frame"].combine_chunks()).to_pylist() == attributes["key"].to_pylist()
     assert attributes["location"].to_pylist()[2:4] == ["a", "b"]
     assert attributes["night"].null_count == len(table)
 
