@@ -18,7 +18,7 @@ from fuelrail.bench.accelerator import DeviceTimes
 from fuelrail.bench.clock import NS_PER_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.cuda import Event
 
@@ -125,6 +125,22 @@ class CudaAccelerator:
             total_ns += max(0, end_ns - max(start_ns, covered_to_ns))
             covered_to_ns = max(covered_to_ns, end_ns)
         return total_ns
+
+
+def pinned_copy(num_bytes: int) -> Callable[[int], None] | None:
+    """A function that copies so many bytes of pinned memory to the GPU and waits for it; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def copy(_: int) -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    return copy
 
 
 def _elapsed_ns(start: Event, end: Event) -> int:

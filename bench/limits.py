@@ -22,7 +22,7 @@ from fuelrail.pipeline import codecs
 from fuelrail.pipeline.frames import is_framed, open_span
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dataset import Dataset
 
+HOST_TO_DEVICE = "host to device"
 _JPEG_SCALES = (1, 2, 4, 8)
 
 
@@ -73,11 +74,13 @@ def measure_limits(
     num_threads: int,
     seconds: float,
     dataset: Dataset | None = None,
+    to_device: Callable[[int], object] | None = None,
 ) -> list[Rate]:
     """Measure each limit for ``seconds`` with ``num_threads`` threads, on samples that are in memory already.
 
     ``skipped`` names channels whose members the loader leaves as they are. ``dataset`` is needed where it has frame
-    shards or a dictionary.
+    shards or a dictionary. ``to_device`` copies a sample's images to the device and waits for it, as
+    :func:`fuelrail.bench.cuda.pinned_copy` does; None where there is none. One thread calls it, as in the loader.
     """
     count = len(fetched)
     stored = [entry.stored[entry.task.current] for entry in fetched]
@@ -130,12 +133,19 @@ def measure_limits(
         for divisor in sorted({1, factor}, reverse=True):
             name = f"libjpeg-turbo at 1/{divisor}" if divisor > 1 else "libjpeg-turbo at full size"
             rates.append(measure_rate(name, partial(decode, divisor), num_threads, seconds))
+    if to_device is not None:
+        rates.append(measure_rate(HOST_TO_DEVICE, to_device, 1, seconds))
     return rates
 
 
 def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
     """The limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
     return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
+
+
+def device_limit(rates: Sequence[Rate]) -> Rate | None:
+    """The limit that the bus to the device sets; None where there is no device."""
+    return next((rate for rate in rates if rate.name == HOST_TO_DEVICE), None)
 
 
 def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:

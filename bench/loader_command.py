@@ -57,6 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure limits, stages and the whole loader; write the report; print it."""
     # torch, only where something is measured
+    from fuelrail.bench.cuda import pinned_copy
     from fuelrail.bench.dataset_facts import dataset_facts
     from fuelrail.bench.limits import measure_limits, sample_sizes
     from fuelrail.bench.loader_report import build_loader_report
@@ -91,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     part_s = min(1.0, arguments.seconds / 8)
     output_bytes = len(facts.cameras) * 3 * image.height * image.width
     lidars = {lidar.channel for lidar in dataset.manifest.lidars if not choice.points}
+    to_device = pinned_copy(output_bytes)
     console = Console(stderr=True)
     with console.status("warming up"):
         run_loader(dataset, image, choice, arguments.seconds)
@@ -116,7 +118,14 @@ def run(arguments: argparse.Namespace) -> int:
                 upon = measure_stacked(dataset, image, choice, names[:-1], part_s)
                 status.update(f"{where}: this machine's limits")
                 limit = measure_limits(
-                    items["parse"], items["decode"], lidars, output_bytes, choice.num_workers, part_s, dataset
+                    items["parse"],
+                    items["decode"],
+                    lidars,
+                    output_bytes,
+                    choice.num_workers,
+                    part_s,
+                    dataset,
+                    to_device,
                 )
             runs.append(run)
             stages.append(alone)
@@ -189,6 +198,8 @@ def print_loader_report(report: LoaderReport, console: Console) -> None:
 
 
 def _print_figures(figures: LoaderFigures, console: Console) -> None:
+    from fuelrail.bench.loader_report import step_cells
+
     rate, images, cpu, first = (
         figures.samples_per_s,
         figures.images_per_s,
@@ -210,7 +221,7 @@ def _print_figures(figures: LoaderFigures, console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for step in figures.waterfall:
-        table.add_row(step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}")
+        table.add_row(*step_cells(step))
     console.print(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.loader_report import step_cells
 from fuelrail.bench.markdown import facts, table
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def _figures(figures: LoaderFigures) -> list[str]:
     spread = f"{images.low:.0f} to {images.high:.0f} in {images.num_repeats} runs"
     stored = f"{rate.median:.1f} samples/s, {figures.stored_mb_per_s:.0f} MB/s as stored"
     peak = f"peak memory {figures.peak_rss_bytes / 1e6:.0f} MB"
-    steps = [[step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"] for step in figures.waterfall]
+    steps = [step_cells(step) for step in figures.waterfall]
     return [
         f"- {images.median:.0f} images/s ({spread}), {stored}",
         f"- {figures.cpu_s_per_1000_images:.2f} CPU-s per 1,000 images; first batch after {first.median:.2f} s; {peak}",

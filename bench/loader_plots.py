@@ -42,10 +42,12 @@ def _waterfall(report: LoaderReport) -> str:
     figure, axes = new_figure(0.75 + 0.42 * len(steps))
     before = 0.0
     for row, step in enumerate(steps):
+        if step.samples_per_s is None:  # what this machine doesn't have
+            continue
         rate = step.samples_per_s * cameras
         if rate < before:
             axes.barh(row, before - rate, 0.62, left=rate, color=ORANGE, alpha=0.35, linewidth=0)
-        axes.barh(row, rate, 0.62, color=_GREEN if row == len(steps) - 1 else BLUE, linewidth=0)
+        axes.barh(row, rate, 0.62, color=_GREEN if step.name.startswith("whole") else BLUE, linewidth=0)
         axes.text(rate * 0.99, row, f"{rate:.0f}", ha="right", va="center", color="white", fontsize=9)
         before = rate
     axes.set_yticks(range(len(steps)), [step.name for step in steps])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
-from fuelrail.bench.limits import SampleSizes, jpeg_limit
+from fuelrail.bench.limits import SampleSizes, device_limit, jpeg_limit
 from fuelrail.bench.loader_bound import Bound, find_bound
 from fuelrail.bench.loader_run import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SCHEMA = "fuelrail-bench-loader"
-VERSION = 2
+VERSION = 3
 # A few pages are read anew by any process.
 _MANY_FAULTS = 100
 CLOCK_JUMP_S = 0.25
@@ -27,11 +27,14 @@ CLOCK_JUMP_S = 0.25
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of the waterfall: a rate with all threads, and the share that is left of the step before."""
+    """One step of the waterfall: a rate with all threads, and the share that is left of the step before.
+
+    Both are None for what this machine doesn't have.
+    """
 
     name: str
-    samples_per_s: float
-    of_previous: float
+    samples_per_s: float | None
+    of_previous: float | None
 
 
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +154,9 @@ def _figures(
 def _waterfall(
     limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
 ) -> list[Step]:
-    """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads."""
+    """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads; and
+    what of it reaches the device, if there is one. Copies go on beside the loading, so the slower of both counts.
+    """
     named = []
     jpeg = jpeg_limit(limits)
     if jpeg is not None:
@@ -168,7 +173,21 @@ def _waterfall(
     for number, (name, rate) in enumerate(named):
         before = named[number - 1][1] if number else rate
         steps.append(Step(name=name, samples_per_s=rate, of_previous=rate / before))
+    bus = device_limit(limits)
+    if bus is None:
+        steps.append(Step(name="host to device: no GPU", samples_per_s=None, of_previous=None))
+    else:
+        left = min(1.0, bus.samples_per_s / samples_per_s)
+        name = f"to the device, which takes {bus.samples_per_s:,.0f} samples/s"
+        steps.append(Step(name=name, samples_per_s=left * samples_per_s, of_previous=left))
     return steps
+
+
+def step_cells(step: Step) -> list[str]:
+    """A step of the waterfall as a table's row."""
+    if step.samples_per_s is None or step.of_previous is None:
+        return [step.name, "", ""]
+    return [step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"]
 
 
 def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None) -> list[str]:

@@ -6,7 +6,10 @@ import msgspec
 import pytest
 
 from fuelrail.bench.cpu_watch import CpuUse
+from fuelrail.bench.limits import HOST_TO_DEVICE
+from fuelrail.bench.loader_markdown import render_loader_markdown
 from fuelrail.bench.loader_page import render_loader_html
+from fuelrail.bench.rates import Rate
 from support.html_page import Page
 from support.loader_runs import LIMITS, loader_report_of, loader_run
 
@@ -17,13 +20,16 @@ def test_figures_are_medians_of_the_steady_runs():
     assert figures.images_per_s.median == 240
     assert figures.stored_mb_per_s == pytest.approx(120)
     assert figures.cpu_s_per_1000_images == pytest.approx(7.5)
-    assert [step.of_previous for step in figures.waterfall] == pytest.approx([1, 130 / 160, 128 / 130, 120 / 128])
+    assert [step.of_previous for step in figures.waterfall] == [
+        *(pytest.approx(share) for share in (1, 130 / 160, 128 / 130, 120 / 128)),
+        None,
+    ]
     assert (figures.bound.kind, figures.bound.stage) == ("cpu", "decode")
 
 
 def test_without_jpeg_the_waterfall_begins_at_the_decode_stage():
     figures = loader_report_of([loader_run()], limits=LIMITS[:1]).figures
-    assert [step.name.split()[0] for step in figures.waterfall] == ["decode", "fetch", "whole"]
+    assert [step.name.split()[0] for step in figures.waterfall] == ["decode", "fetch", "whole", "host"]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +68,19 @@ def test_a_report_survives_its_file():
 def test_a_run_across_a_jump_of_the_clock_gives_no_figure():
     report = loader_report_of([loader_run(100.0), loader_run(500.0, clock_jump_s=3600.0)])
     assert report.figures.samples_per_s.high == 100.0
+
+
+@pytest.mark.parametrize(("bus", "left"), [(600.0, 1.0), (60.0, 0.5)])
+def test_the_bus_to_a_device_takes_part_in_the_waterfall(bus, left):
+    """Copies go on beside the loading: a fast bus costs nothing."""
+    limits = [*LIMITS, Rate(name=HOST_TO_DEVICE, num_threads=1, samples_per_s=bus, cpu_ms_per_sample=0.1)]
+    report = loader_report_of([loader_run(120.0)], limits=limits)
+    last = report.figures.waterfall[-1]
+    assert (last.of_previous, last.samples_per_s) == (pytest.approx(left), pytest.approx(120 * left))
+    assert f"to the device, which takes {bus:.0f} samples/s" in render_loader_markdown(report)
+
+
+def test_without_a_device_the_waterfall_says_so():
+    report = loader_report_of([loader_run()])
+    for told in (render_loader_markdown(report), Page(render_loader_html(report)).text):
+        assert "host to device: no GPU" in told
