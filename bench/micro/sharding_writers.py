@@ -20,6 +20,7 @@ import tarfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fuelrail.bench.micro.sharding_floor import copy_files
 from fuelrail.pipeline import codecs
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
@@ -27,13 +28,19 @@ from fuelrail.sharding.run import shard
 from fuelrail.sharding.source import SourceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from fuelrail.bench.micro.sharding_source import Files
 
 SHARD_BYTES = 64 << 20
 _SWEEP_CODEC = codecs.planes(20)
+FLOORS = {
+    "floor: reading and writing alone": (),
+    "floor: with SHA-256": ("sha256",),
+    "floor: with SHA-256 and XXH3": ("sha256", "xxh3"),
+}
+"""What no program that does so much can be faster than, with as many threads as there are CPUs."""
 
 
 @contextlib.contextmanager
@@ -50,6 +57,11 @@ def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
     with _fresh(out) as folder:
         recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
         shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
+
+
+def fuelrail_with(num_workers: int) -> str:
+    """Fuelrail's name as a candidate."""
+    return f"fuelrail, {num_workers} worker{'s' if num_workers > 1 else ''}"
 
 
 def with_gnu_tar(files: Files, out: Path) -> None:
@@ -136,6 +148,12 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def with_floor(files: Files, num_threads: int, digests: Collection[str], out: Path) -> None:
+    """Reading, writing and these digests alone."""
+    with _fresh(out) as folder:
+        copy_files(files, num_threads, digests, folder)
+
+
 def alone(write: Callable[[Files, Path], None], files: Files, out: Path) -> None:
     """One writer, in this process."""
     with _fresh(out) as folder:
@@ -185,7 +203,8 @@ def candidates(
         made[f"litdata.optimize, {num_cpus} workers"] = partial(with_litdata, files, num_cpus, work / "litdata")
     else:
         missing.append("litdata.optimize")
-    made["fuelrail, 1 worker"] = partial(with_fuelrail, root, 1, work / "fuelrail")
-    if num_cpus > 1:
-        made[f"fuelrail, {num_cpus} workers"] = partial(with_fuelrail, root, num_cpus, work / "fuelrail")
+    for num_workers in sorted({1, num_cpus}):
+        made[fuelrail_with(num_workers)] = partial(with_fuelrail, root, num_workers, work / "fuelrail")
+    for title, digests in FLOORS.items():
+        made[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
     return made, missing

@@ -16,10 +16,12 @@ def test_quick_run_writes_a_whole_report(tmp_path, capsys):
     assert [comparison["title"] for comparison in report["comparisons"]] == list(sharding.CASES)
     for comparison in report["comparisons"]:
         names = [entry["name"] for entry in comparison["entries"]]
-        assert {"tarfile", "fuelrail, 1 worker"} <= set(names)
+        assert {"webdataset.ShardWriter", "fuelrail, 1 worker", "floor: with SHA-256 and XXH3"} <= set(names)
+        assert not set(names) & set(sharding.CASES[comparison["title"]].leave_out)
         for figures in ("mb_per_s", "cpu_s_per_gb"):
             assert set(report[figures][comparison["title"]]) == set(names)
-    assert list(report["num_files"].values()) == [6 * 6, 6 * 7]
+    assert list(report["num_files"].values()) == [6 * 6, 6 * 7, 6 * 6]
+    assert set(report["share_of_floor"]) == set(sharding.CASES)
     assert report["num_cpus"] == 1
     assert "MB/s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["sharding.json"]
