@@ -32,8 +32,8 @@ MAX_STORED_BYTES: Final = 0o77777777777
 _KEY = re.compile(r"(?!__)[a-z0-9_-]+\Z")  # webdataset skips files called __...__
 _FIELD = re.compile(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+\Z")
 _USTAR_NAME_BYTES: Final = 100
-_NAME_AND_SIZE: Final = struct.Struct("100s24x12s")
-"""Fields of a ustar header."""
+name_and_size: Final = struct.Struct("100s24x12s").unpack_from
+"""A ustar header's name, filled up with zeros, and size, in octal digits and a zero; at an offset into a buffer."""
 _MODE_UID_GID = b"".join(b"%07o\0" % number for number in (0o644, 0, 0))
 _MTIME = b"%011o\0" % 0
 _DEVICES = 2 * (b"%07o\0" % 0)
@@ -146,17 +146,6 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
         pieces += (header, data, padding) if padding else (header, data)
         position += len(header) + size + len(padding)
     return PackedSpan(pieces, offsets, position)
-
-
-def is_member_at(span: memoryview, offset: int, name: bytes, size: int) -> bool:
-    """Whether the member whose data begin at ``offset`` is called ``name`` and has ``size`` bytes, by its header."""
-    at = offset - BLOCK_BYTES
-    if not 0 <= at <= len(span) - BLOCK_BYTES:
-        return False
-    return _NAME_AND_SIZE.unpack_from(span, at) == (
-        name[:_USTAR_NAME_BYTES].ljust(_USTAR_NAME_BYTES, b"\0"),
-        b"%011o\0" % size,
-    )
 
 
 def split_member_name(name: str) -> tuple[str, str]:

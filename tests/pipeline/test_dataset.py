@@ -211,7 +211,7 @@ class TestEntries:
     @given(offset=st.integers(-(2**63), 2**63 - 1), stored=st.integers(-(2**63), 2**63 - 1))
     def test_ranges_outside_the_span(self, opened, offset, stored) -> None:
         _, row, span = opened
-        if 0 <= offset <= offset + stored <= len(span):
+        if 512 <= offset <= offset + stored <= len(span):  # in front of data lies a header
             return
         entry = row.members[0]._replace(offset=offset, stored_bytes=stored)
         with pytest.raises(IndexFileError, match=f"{row.key}.{entry.name} in shard S covers bytes {offset} to"):
@@ -243,7 +243,6 @@ class TestEntries:
             front._replace(offset=front.offset + 1),
             front._replace(stored_bytes=front.stored_bytes - 1, raw_bytes=front.raw_bytes - 1),
             front._replace(codec="zstd"),
-            front._replace(offset=100, stored_bytes=1, raw_bytes=1),
         ):
             with pytest.raises(IndexFileError, match=f"entry of {row.key}.cam_.*: no member '{row.key}.cam_.* lies at"):
                 read_members(row._replace(members=(wrong,)), span, "S")

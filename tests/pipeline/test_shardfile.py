@@ -23,9 +23,9 @@ from fuelrail.pipeline.shardfile import (
     StoredMember,
     check_field,
     check_key,
-    is_member_at,
     iter_members,
     member_header,
+    name_and_size,
     pack_sample,
     split_member_name,
 )
@@ -322,15 +322,6 @@ def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [5, 99, 100, 101, 300])
-def test_is_member_at(length) -> None:
-    name = b"n" * length
-    span = memoryview(member_header(name.decode(), 7) + bytes(512))
-    offset = len(span) - 512
-    assert is_member_at(span, offset, name, 7)
-    assert not is_member_at(span, offset, name, 8)
-    assert not is_member_at(span, offset, name[:99] + b"m", 7) or length > 100
-    assert not is_member_at(span, offset, name[:-1], 7) or length > 100
-    assert not is_member_at(span, offset + 1, name, 7)
-    assert not is_member_at(span, 100, name, 7)
-    assert not is_member_at(span, -1, name, 7)
-    assert not is_member_at(span, offset + 512 + 511, name, 7)  # its header would end behind the span
+def test_name_and_size_as_a_header_has_them(length) -> None:
+    header = member_header("n" * length, 0o1234567)
+    assert name_and_size(header, len(header) - 512) == ((b"n" * length)[:100].ljust(100, b"\0"), b"00001234567\0")
