@@ -54,8 +54,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "cameras": Case(lidar=False, num_frames=490, num_files=490, num_rounds=9),
-    "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=7),
+    "cameras": Case(lidar=False, num_frames=490, num_files=490, num_rounds=5),
+    "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=5),
     # As long as a page cache and a few minutes allow: where start and end of a run count least.
     "cameras, 1,470 frames": Case(
         lidar=False, num_frames=1470, num_files=490, num_rounds=3,
