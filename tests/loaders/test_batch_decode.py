@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 import time
@@ -17,11 +16,11 @@ from fuelrail.loaders.batch_decode import check_pixels
 from fuelrail.loaders.decode import BACKENDS, BatchDecoder, make_decoder
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ConfigError, ImageError, StageError
+from support.backends import HAS_DALI, needs_dali
 from support.datasets import build_dataset
 
 IMAGE = ImageAugment(height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0))
 PIXELS = PixelAugment(train=True, brightness=32, hue_deg=18, prob=0.9)
-HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 
 class Batched(TurboDecoder):
@@ -164,7 +163,7 @@ def test_a_bad_image_is_replaced_as_with_other_decoders(broken, tmp_path) -> Non
     assert 2 in Batched.sizes  # the replacement alone was decoded again
 
 
-@pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
+@needs_dali
 @pytest.mark.parametrize("harm", ["cut", "huffman"])
 def test_dali_survives_a_bad_image_of_which_it_names_nothing(tmp_path, harm: str) -> None:
     """``cut`` is found before DALI sees it; ``huffman`` makes the run of its whole batch fail."""
@@ -210,7 +209,7 @@ def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
             assert torch.equal(a[name], b[name].cpu()), name
 
 
-@pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
+@needs_dali
 def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None:
     for a, b in zip(
         load(dataset, "turbo", pixels=PixelAugment()), load(dataset, "dali", pixels=PixelAugment()), strict=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import shutil
@@ -19,6 +18,7 @@ from fuelrail.loaders.reader import SampleReader
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.sharding.restart import with_restart_rows
+from support.backends import BACKENDS
 from support.datasets import CAMERAS, build_dataset
 from support.pictures import open_with_pillow, psnr_db
 
@@ -29,12 +29,6 @@ TRAIN = ImageAugment(height=72, width=144, train=True, resize_range=(0.8, 0.98),
 BEV = BevAugment(
     train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1), flip_x_prob=0.5, flip_y_prob=0.5, translate_std_m=0.5
 )
-HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
-BACKENDS = [
-    "turbo",
-    "pillow",
-    pytest.param("dali", marks=pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")),
-]
 
 
 def bent(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

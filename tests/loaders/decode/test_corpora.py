@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from fuelrail.bench.micro.decode_fuzz import fuzz
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap
+from support.backends import BACKENDS
 from support.pictures import encode, natural, psnr_db
 from support.shared_data import shared_data
 
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode import ImageDecoder
 
 CORPORA = ("jpeg-afl", "jpeg-image-rs", "jpeg-pillow", "jpeg-libjpeg-turbo")
-BACKENDS = (
-    "turbo",
-    "pillow",
-    pytest.param(
-        "dali",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
-            reason="NVIDIA DALI is not installed",
-        ),
-    ),
-)
 
 
 def pictures(corpus: str, *suffixes: str) -> list[Path]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,10 +10,11 @@ from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.geometry import ImageMap
+from support.backends import HAS_DALI
 from support.decoder_suite import ALL_MAPS, NUSCENES_WH, DecoderSuite
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
-if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
+if not HAS_DALI:
     pytest.skip("NVIDIA DALI is not installed", allow_module_level=True)
 
 from fuelrail.loaders.decode import dali

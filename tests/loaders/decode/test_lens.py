@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.util
 
 import cv2
 import numpy as np
@@ -17,14 +16,10 @@ from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.geometry import ImageMap
 from fuelrail.pipeline.lens import Lens, read_lens
+from support.backends import BACKENDS, needs_dali
 from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, preset_map
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
-needs_dali = pytest.mark.skipif(
-    importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
-    reason="NVIDIA DALI is not installed",
-)
-BACKENDS = ["turbo", "pillow", pytest.param("dali", marks=needs_dali)]
 K = ((1110.0, 0.0, 812.3), (0.0, 1105.0, 446.1), (0.0, 0.0, 1.0))
 WIDE = ((620.0, 0.0, 790.0), (0.0, 622.0, 455.0), (0.0, 0.0, 1.0))
 LENSES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 from pathlib import Path
 
@@ -19,22 +18,12 @@ from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
 from fuelrail.pipeline.settings import load_yaml
+from support.backends import BACKENDS
 from support.pictures import encode, natural, open_with_pillow, psnr_db, seen
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 IMAGES = sorted((CONFIGS / "images").glob("*.yaml"))
 STORED_WH = (1600, 900)
-BACKENDS = [
-    "pillow",
-    "turbo",
-    pytest.param(
-        "dali",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
-            reason="NVIDIA DALI is not installed",
-        ),
-    ),
-]
 LEAST_DB = {
     ("pillow", "bicubic"): 43.0,
     ("pillow", "bilinear"): 43.0,

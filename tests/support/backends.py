@@ -1,0 +1,13 @@
+"""The decode backends as test parameters: those that are not installed are skipped, with the reason."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+
+needs_dali = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
+
+BACKENDS = ["turbo", "pillow", pytest.param("dali", marks=needs_dali)]
