@@ -24,7 +24,7 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard loaders/decode/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=24"
 	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install --quiet -c constraints.txt "$(CPU_TORCH)"

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -249,7 +250,9 @@ class TestBuild:
     def test_wheel_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if not name.endswith("/")]
-        assert wheel.name == f"fuelrail-{fuelrail.__version__}-py3-none-any.whl"
+        native = any(name.endswith(".so") for name in names)
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_") if native else "any"
+        assert wheel.name == f"fuelrail-{fuelrail.__version__}-py3-none-{platform}.whl"
         info = f"fuelrail-{fuelrail.__version__}.dist-info"
         assert {n for n in names if not n.startswith(info)} == shipped()
         assert {n.removeprefix(f"{info}/") for n in names if n.startswith(info)} == {

@@ -5,6 +5,9 @@ other eighths that libjpeg-turbo knows have no SIMD code and are slower than the
 `cv2.resize` of the region that is seen, where rows stay rows, else one `cv2.warpAffine`. Pictures have a fourth,
 unused channel: decoding to it is free, and OpenCV warps four channels in half the time of three. simplejpeg and OpenCV
 release the GIL, so threads scale.
+
+Where `fuelrail.loaders.decode.native` is built, it decodes what cameras usually write, and does the resize in the same
+pass. It declines whatever is unusual or damaged, and the way above is taken.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling
+from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.splice import splice_rows
@@ -28,6 +32,7 @@ from fuelrail.pipeline.geometry import ImageMap, scaled_size
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.loaders.decode.native import CameraJpeg
     from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.lens import Lens
@@ -55,12 +60,18 @@ class TurboDecoder:
 
     OpenCV would split each resize over its own pool of threads, against ours. Its thread count is a setting of the
     process: it is 1 while a `TurboDecoder` exists, and what it was before when the last one is gone.
+
+    Args:
+        native: use the native decoder for camera JPEGs, where it is built.
+
     """
 
     name = "turbo"
 
-    def __init__(self) -> None:
+    def __init__(self, *, native: bool = True) -> None:
         self._scratch = Scratch()
+        loaded = load_native() if native else ""
+        self._native: CameraJpeg | None = None if isinstance(loaded, str) else loaded
         _hold_opencv_threads()
         weakref.finalize(self, _release_opencv_threads).atexit = False
 
@@ -81,12 +92,19 @@ class TurboDecoder:
         factor = _dct_factor(info, image_map.max_scale)
         if factor > 1:
             image_map = image_map.of_scaled(factor)
+        native = self._native if self._native is not None and self._native.takes(info, factor) else None
+        bilinear = native if interpolation == "bilinear" else None
+        if bilinear is not None and bilinear.resize(encoded, info, factor, image_map, out, self._scratch):
+            return
         grid = _resize_grid(image_map, interpolation)
-        if info.format == "jpeg":
+        reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
+        rows = grid.rows.needed if grid is not None else image_map.source_roi(reach)[1::2]
+        image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None
+        if image is not None:
+            top = 0
+        elif info.format == "jpeg":
             top = lead = 0
             if info.restart_interval:
-                reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
-                rows = grid.rows.needed if grid is not None else image_map.source_roi(reach)[1::2]
                 spliced = splice_rows(encoded, info, rows[0] * factor, rows[1] * factor, factor, self._scratch)
                 if spliced is not None:
                     encoded, info = spliced.encoded, info._replace(height=spliced.height)
@@ -120,9 +138,12 @@ class TurboDecoder:
         """Decode a distorted image, and undo its lens and sample the map by one `cv2.remap`."""
         max_scale = largest_scale(image_map, lens)
         factor = _dct_factor(info, max_scale)
-        if info.format == "jpeg":
+        image = None
+        if self._native is not None and self._native.takes(info, factor):
+            image = self._native.picture(encoded, info, factor, (0, info.height), self._scratch)
+        if image is None and info.format == "jpeg":
             image = decode_jpeg(encoded, info, factor, self._scratch)
-        else:
+        elif image is None:
             image, out = _decode_png(encoded, info), out[::-1]
         blocks = math.floor(1.0 / (max_scale * factor) + 1e-9)
         if blocks > 1:

@@ -81,7 +81,7 @@ def test_the_backend_gives_the_same_bytes_as_without(name: str, filter_: str, mo
     encoded = with_restarts(*NUSCENES_WH, quality=90)
     width, height = image_map.out_wh
     first, second = np.empty((3, height, width), np.uint8), np.empty((3, height, width), np.uint8)
-    decoder = make_decoder("turbo")
+    decoder = turbo.TurboDecoder(native=False)
     decoder.decode_into(encoded, image_map, first, filter_)
     monkeypatch.setattr(turbo, "splice_rows", lambda *arguments: None)
     decoder.decode_into(encoded, image_map, second, filter_)
@@ -100,7 +100,7 @@ def test_the_backend_decodes_only_what_a_crop_sees(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(simplejpeg, "decode_jpeg", spy)
     (image_map,) = ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=0)
     out = np.empty((3, 256, 704), np.uint8)
-    make_decoder("turbo").decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)
+    turbo.TurboDecoder(native=False).decode_into(with_restarts(*NUSCENES_WH, quality=90), image_map, out)
     # Seen: rows 318 to 900; 316 is in row 19 of MCUs.
     assert heights == [(900 - 19 * 16) // 2]
 

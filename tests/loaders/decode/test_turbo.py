@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from fuelrail.loaders.decode import make_decoder, turbo
+from fuelrail.loaders.decode import make_decoder, native, turbo
+from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.geometry import ImageMap
 from support.decoder_suite import DecoderSuite
 from support.pictures import encode, natural, psnr_db, shift_px
@@ -15,6 +16,17 @@ from support.pictures import encode, natural, psnr_db, shift_px
 
 class TestTurbo(DecoderSuite):
     backend = "turbo"
+
+
+@pytest.mark.skipif(
+    isinstance(native.load(), str), reason="the other class has tested this: no native decoder is built"
+)
+class TestTurboWithoutNative(DecoderSuite):
+    backend = "turbo"
+
+    @pytest.fixture
+    def decoder(self) -> TurboDecoder:
+        return TurboDecoder(native=False)
 
 
 def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after() -> None:
@@ -36,7 +48,7 @@ def test_opencv_has_one_thread_while_a_decoder_lives_and_its_own_number_after() 
 
 @pytest.mark.parametrize("scale", [0.5 - 1 / 1600, 0.25 + 1 / 1600, 0.9999, 1 / 3, 0.44])
 def test_the_fast_path_equals_the_general_one(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = make_decoder("turbo")
+    decoder = TurboDecoder(native=False)
     encoded = encode(natural(1600, 900), subsampling="4:2:0", quality=92)
     image_map = ImageMap.identity((1600, 900)).resize(round(1600 * scale), round(900 * scale)).crop(37, 21, 300, 170)
     fast, general = np.empty((3, 170, 300), np.uint8), np.empty((3, 170, 300), np.uint8)
@@ -66,5 +78,6 @@ def test_the_decoder_never_goes_below_the_resolution_asked_for(
     wh = (801, 451)
     image_map = ImageMap.identity(wh).resize(max(1, int(801 * scale)), max(1, int(451 * scale)))
     width, height = image_map.out_wh
-    make_decoder("turbo").decode_into(encode(natural(*wh)), image_map, np.empty((3, height, width), np.uint8))
+    decoder = TurboDecoder(native=False)
+    decoder.decode_into(encode(natural(*wh)), image_map, np.empty((3, height, width), np.uint8))
     assert sizes == [(-(-451 // factor), -(-801 // factor))]

@@ -1,0 +1,66 @@
+"""Compiles the native camera-JPEG decoder: ``python -m fuelrail.loaders.decode.native.build``.
+
+Installing does the same (hatch_build.py), where it can. Only the standard library is used, so that a build backend can
+load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+LIBRARY_NAME = "libcamera_jpeg.so"
+_FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-fPIC", "-shared", "-Wno-psabi")
+_LEVELS = {"x86_64": "-march=x86-64-v3"}
+"""Processors by name to what the code is compiled for: AVX2 and BMI2, of 2013. Older ones use libjpeg-turbo."""
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; says what to do."""
+
+
+def source_crc(folder: Path = FOLDER) -> int:
+    """CRC-32 of all sources, which a library must have been built from to be used."""
+    crc = 0
+    for file in sorted(folder.glob("*.[ch]")):
+        crc = zlib.crc32(file.read_bytes(), crc)
+    return crc
+
+
+def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
+    """Compile the sources of ``folder`` into a library beside them, and return its path. Raises BuildError."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise BuildError("no C compiler: install one (Debian package gcc)")
+    chosen = flags if flags is not None else tuple(filter(None, [_LEVELS.get(platform.machine())]))
+    library = folder / LIBRARY_NAME
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
+        made = Path(scratch) / LIBRARY_NAME
+        command = [*compiler.split(), *_FLAGS, *chosen, f"-DSOURCE_CRC={source_crc(folder)}u", "camera_jpeg.c"]
+        done = subprocess.run(
+            [*command, "-o", str(made), "-lm"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode != 0:
+            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+            raise BuildError(f"the C compiler {compiler!r} failed: {first.strip()}; GCC 12 or Clang 12 are needed")
+        made.replace(library)
+    return library
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"built {build()}\n")
+    except (BuildError, OSError) as failure:
+        sys.exit(f"not built: {failure}")

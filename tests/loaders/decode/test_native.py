@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from fuelrail.loaders import doctor
+from fuelrail.loaders.decode import native, probe
+from fuelrail.loaders.decode.jpeg import Scratch
+from fuelrail.loaders.decode.native import CameraJpeg, build, open_library
+from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.geometry import ImageMap, scaled_size
+from support.decoder_suite import ALL_MAPS
+from support.pictures import encode, natural, psnr_db, shift_px
+from support.shared_data import shared_data
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def camera_jpeg() -> CameraJpeg:
+    loaded = native.load()
+    if isinstance(loaded, str):
+        pytest.skip(f"no native decoder: {loaded}")
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory) -> CameraJpeg:
+    """The same sources without AVX2: what other processors get."""
+    folder = copy_of_sources(tmp_path_factory.mktemp("portable"))
+    try:
+        library = open_library(build.build(folder, flags=()))
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    assert isinstance(library, CameraJpeg)
+    return library
+
+
+def copy_of_sources(folder: Path) -> Path:
+    for file in native.FOLDER.glob("*.[ch]"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def decode(library: CameraJpeg, encoded: bytes, factor: int) -> np.ndarray | None:
+    info = probe(encoded)
+    picture = library.picture(encoded, info, factor, (0, info.height), Scratch())
+    return None if picture is None else picture[..., :3].copy()
+
+
+def by_libjpeg(encoded: bytes, factor: int) -> np.ndarray:
+    info = probe(encoded)
+    height, width = scaled_size(info.height, 1, factor), scaled_size(info.width, 1, factor)
+    return simplejpeg.decode_jpeg(encoded, "RGB", min_height=height, min_width=width)
+
+
+def saturated(width: int, height: int) -> np.ndarray:
+    """Every value that colours and coefficients may take, and what clips."""
+    return np.random.default_rng(3).choice(np.array([0, 3, 128, 252, 255], np.uint8), (height, width, 3))
+
+
+class TestPixels:
+    @pytest.mark.parametrize("factor", [2, 4])
+    @pytest.mark.parametrize("wh", [(16, 16), (17, 33), (160, 96), (333, 215), (640, 360)])
+    @pytest.mark.parametrize("options", [{}, {"quality": 100}, {"quality": 5}, {"optimize": True}])
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_they_are_those_of_libjpeg_turbo(self, camera_jpeg, portable, factor, wh, options, restarts) -> None:
+        rows = {"restart_marker_rows": 1} if restarts else {}
+        for picture in (natural(*wh), saturated(*wh)):
+            encoded = encode(picture, subsampling="4:2:0", **options, **rows)
+            expected = by_libjpeg(encoded, factor)
+            for library in (camera_jpeg, portable):
+                got = decode(library, encoded, factor)
+                assert got is not None
+                assert np.array_equal(got, expected)
+
+    def test_rows_are_those_of_the_whole(self, camera_jpeg) -> None:
+        for rows in ({}, {"restart_marker_rows": 1}):
+            encoded = encode(natural(320, 400), subsampling="4:2:0", **rows)
+            info, whole = probe(encoded), decode(camera_jpeg, encoded, 2)
+            for first, last in ((0, 1), (77, 130), (199, 200), (96, 104)):
+                part = camera_jpeg.picture(encoded, info, 2, (first, last), Scratch())
+                assert part is not None
+                assert np.array_equal(part[first:last, :, :3], whole[first:last])
+
+    @pytest.mark.parametrize("name", ALL_MAPS)
+    def test_the_resize_is_bilinear_interpolation(self, camera_jpeg, portable, name: str) -> None:
+        image_map, encoded = ALL_MAPS[name], encode(natural(1600, 900), subsampling="4:2:0", quality=92)
+        for factor in (2, 4):
+            scaled, info = image_map.of_scaled(factor), probe(encoded)
+            width, height = image_map.out_wh
+            out, same = np.full((2, 3, height, width), 7, np.uint8)
+            taken = camera_jpeg.resize(encoded, info, factor, scaled, out, Scratch())
+            assert taken == portable.resize(encoded, info, factor, scaled, same, Scratch())
+            assert np.array_equal(out, same)
+            if not taken:
+                assert (out == 7).all()
+                continue
+            expected = bilinear(by_libjpeg(encoded, factor), scaled)
+            assert np.abs(out - expected).max() <= 1.0
+            assert abs((out - expected).mean()) < 0.04  # ties are rounded up
+
+    @pytest.mark.parametrize("name", ["eval", "bevdet", "streampetr", "padded", "flipped", "upside-down", "beyond"])
+    def test_the_backend_gives_nearly_the_same_without_it(self, camera_jpeg, name: str) -> None:
+        image_map = ALL_MAPS[name]
+        shape = (3, image_map.out_wh[1], image_map.out_wh[0])
+        for file in sorted(shared_data("nuscenes-mini").glob("samples/CAM_*/*.jpg"))[::7]:
+            first, second = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+            TurboDecoder().decode_into(file.read_bytes(), image_map, first)
+            TurboDecoder(native=False).decode_into(file.read_bytes(), image_map, second)
+            assert psnr_db(first, second) > 48.0
+            assert max(map(abs, shift_px(first, second, np.ones(shape[1:], bool)))) < 0.02
+
+
+def bilinear(picture: np.ndarray, image_map: ImageMap) -> np.ndarray:
+    """Exact bilinear samples (3, h, w) of an axis-aligned map, black where it sees nothing."""
+    a, _, tx, _, d, ty = image_map.coefficients
+    width, height = image_map.out_wh
+    x = np.clip((np.arange(width) + 0.5 - tx) / a - 0.5, 0, picture.shape[1] - 1)
+    y = np.clip((np.arange(height) + 0.5 - ty) / d - 0.5, 0, picture.shape[0] - 1)
+    x0, y0 = x.astype(int), y.astype(int)
+    x1, y1 = np.minimum(x0 + 1, picture.shape[1] - 1), np.minimum(y0 + 1, picture.shape[0] - 1)
+    wx, wy = (x - x0)[None, :, None], (y - y0)[:, None, None]
+    planes = picture.astype(float)
+    above = planes[y0][:, x0] * (1 - wx) + planes[y0][:, x1] * wx
+    below = planes[y1][:, x0] * (1 - wx) + planes[y1][:, x1] * wx
+    samples = (above * (1 - wy) + below * wy).transpose(2, 0, 1)
+    left, top, right, bottom = image_map.covered_output()
+    out = np.zeros_like(samples)
+    out[:, top:bottom, left:right] = samples[:, top:bottom, left:right]
+    return out
+
+
+class TestDeclined:
+    @pytest.mark.parametrize(
+        "encoded",
+        [
+            encode(natural(160, 96)),
+            encode(natural(160, 96), subsampling="4:2:2"),
+            encode(natural(160, 96)[..., 0]),
+            encode(natural(160, 96), subsampling="4:2:0", progressive=True),
+            encode(natural(160, 96), subsampling="4:2:0", restart_marker_blocks=7),
+        ],
+        ids=["4:4:4", "4:2:2", "gray", "progressive", "restarts anywhere"],
+    )
+    def test_other_kinds_are_left_to_libjpeg_turbo(self, camera_jpeg, encoded) -> None:
+        assert not camera_jpeg.takes(probe(encoded), 2)
+        assert decode(camera_jpeg, encoded, 2) is None
+
+    @pytest.mark.parametrize("rows", [{}, {"restart_marker_rows": 1}])
+    def test_damaged_files_are_declined_or_libjpeg_turbo_takes_them_too(self, camera_jpeg, rows) -> None:
+        encoded = encode(natural(160, 96), subsampling="4:2:0", **rows)
+        rng, info = np.random.default_rng(7), probe(encoded)
+        image_map = ImageMap.identity((160, 96)).resize(80, 48)
+        decoder, out = TurboDecoder(), np.empty((3, 48, 80), np.uint8)
+        outcomes = set()
+        for _ in range(600):
+            damaged = bytearray(encoded)
+            for _ in range(rng.integers(1, 4)):
+                damaged[rng.integers(2, len(damaged))] = rng.integers(256)
+            damaged = damaged[: rng.integers(200, len(damaged))] if rng.random() < 0.1 else damaged
+            out[:] = 7
+            taken = camera_jpeg.resize(damaged, info, 2, image_map.of_scaled(2), out, Scratch())
+            outcomes.add(taken)
+            if not taken:
+                assert (out == 7).all()
+                with_fallback = decode_or_none(decoder, damaged, image_map)
+                assert with_fallback is None or with_fallback.shape == out.shape
+            elif not rows:
+                assert by_libjpeg(bytes(damaged), 2).shape == (48, 80, 3)
+        assert outcomes == {True, False}
+
+    def test_sizes_that_the_caller_does_not_know_are_declined(self, camera_jpeg) -> None:
+        encoded = encode(natural(160, 96), subsampling="4:2:0")
+        lied = probe(encoded)._replace(width=176)
+        assert camera_jpeg.picture(encoded, lied, 2, (0, 48), Scratch()) is None
+
+
+def decode_or_none(decoder: TurboDecoder, encoded: bytes, image_map: ImageMap) -> np.ndarray | None:
+    out = np.empty((3, image_map.out_wh[1], image_map.out_wh[0]), np.uint8)
+    try:
+        decoder.decode_into(encoded, image_map, out)
+    except ImageError:
+        return None
+    return out
+
+
+class TestLibrary:
+    def test_one_built_from_other_sources_is_not_used(self, tmp_path: Path) -> None:
+        folder = copy_of_sources(tmp_path)
+        with (folder / "camera_jpeg.c").open("a") as file:
+            file.write("/* changed */\n")
+        try:
+            library = build.build(folder)
+        except build.BuildError as error:
+            pytest.skip(str(error))
+        assert "built from other sources" in open_library(library)
+
+    def test_what_is_wrong_is_said_with_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "install a C compiler" in open_library(tmp_path / build.LIBRARY_NAME)
+        (tmp_path / build.LIBRARY_NAME).write_bytes(b"no library")
+        assert "cannot be loaded" in open_library(tmp_path / build.LIBRARY_NAME)
+        monkeypatch.setattr(doctor, "load_native", lambda: "it was not built: install a C compiler")
+        finding = next(f for f in doctor.examine() if f.subject == "native JPEG")
+        assert finding.advice == "it was not built: install a C compiler"
+        monkeypatch.setenv("CC", "false")
+        with pytest.raises(build.BuildError, match="the C compiler 'false' failed"):
+            build.build(copy_of_sources(tmp_path))
+        monkeypatch.delenv("CC")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(build.BuildError, match="no C compiler: install one"):
+            build.build(tmp_path)
+
+    def test_it_is_built_with_the_standard_library_alone(self) -> None:
+        code = (
+            "import sys, runpy; runpy.run_path(sys.argv[1]); print('numpy' in sys.modules, 'fuelrail' in sys.modules)"
+        )
+        command = [sys.executable, "-c", code, str(native.FOLDER / "build.py")]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False False\n"
