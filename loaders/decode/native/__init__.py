@@ -89,9 +89,7 @@ class CameraJpeg:
             return False
         _, height, width = out.shape
         wanted = _Resize(a, tx, d, ty, width, height, *covered, out.strides[0], out.strides[1], out.ctypes.data)
-        return not self._resized(
-            *self._memory(scratch, encoded, info, out.shape), info.width, info.height, factor, ctypes.byref(wanted)
-        )
+        return self._call(self._resized, encoded, info, factor, scratch, (width, height), ctypes.byref(wanted))
 
     def picture(
         self, encoded: Buffer, info: ImageInfo, factor: int, rows: tuple[int, int], scratch: Scratch
@@ -105,23 +103,39 @@ class CameraJpeg:
         if first >= last:
             return None
         picture = scratch.take("decoded", height, width, 4)
-        memory = self._memory(scratch, encoded, info, (3, 0, 0))
-        declined = self._picture(
-            *memory, info.width, info.height, factor, first, last, picture.ctypes.data, picture.strides[0]
+        place = picture.ctypes.data, picture.strides[0]
+        return (
+            picture if self._call(self._picture, encoded, info, factor, scratch, (0, 0), first, last, *place) else None
         )
-        return None if declined else picture
 
-    def _memory(
-        self, scratch: Scratch, encoded: Buffer, info: ImageInfo, out_shape: tuple[int, ...]
-    ) -> tuple[int, int, int, int, int]:
-        """The arguments that all calls begin with: the thread's context and scratch, and the file."""
+    def _call(
+        self,
+        function: ctypes._NamedFuncPointer,
+        encoded: Buffer,
+        info: ImageInfo,
+        factor: int,
+        scratch: Scratch,
+        out_wh: tuple[int, int],
+        *arguments: object,
+    ) -> bool:
+        """Call with the arguments that both functions begin with, whose memory lives as long; whether it was done."""
         context: NDArray[np.uint8] | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = np.zeros(self._context_bytes, np.uint8)
-        num_bytes = self._scratch_bytes(len(encoded), info.width, out_shape[2], out_shape[1])
-        room = scratch.take("native", 1, num_bytes, 1)
+        room = scratch.take("native", 1, self._scratch_bytes(len(encoded), info.width, *out_wh), 1)
         data = np.frombuffer(encoded, np.uint8)
-        return context.ctypes.data, room.ctypes.data, num_bytes, data.ctypes.data, data.size
+        declined = function(
+            context.ctypes.data,
+            room.ctypes.data,
+            room.size,
+            data.ctypes.data,
+            data.size,
+            info.width,
+            info.height,
+            factor,
+            *arguments,
+        )
+        return not declined
 
 
 def _function(library: ctypes.CDLL, name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer:
