@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
-from fuelrail.loaders.decode.lens import largest_scale, sampling
+from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
@@ -138,10 +138,16 @@ class TurboDecoder:
         """Decode a distorted image, and undo its lens and sample the map by one `cv2.remap`."""
         max_scale = largest_scale(image_map, lens)
         factor = _dct_factor(info, max_scale)
-        image = None
+        first, last = source_rows(image_map, lens, (_REACH[interpolation] + 1.0) / min(1.0, max_scale))
+        image, top = None, 0
         if self._native is not None and self._native.takes(info, factor):
-            image = self._native.picture(encoded, info, factor, (0, info.height), self._scratch)
+            rows = first // factor, -(-last // factor)
+            image = self._native.picture(encoded, info, factor, rows, self._scratch)
         if image is None and info.format == "jpeg":
+            if info.restart_interval:
+                spliced = splice_rows(encoded, info, first, last, factor, self._scratch)
+                if spliced is not None:
+                    encoded, info, top = spliced.encoded, info._replace(height=spliced.height), spliced.top
             image = decode_jpeg(encoded, info, factor, self._scratch)
         elif image is None:
             image, out = _decode_png(encoded, info), out[::-1]
@@ -149,7 +155,7 @@ class TurboDecoder:
         if blocks > 1:
             image, factor = _average_blocks(image, blocks), factor * blocks
         size = (image.shape[1], image.shape[0])
-        places = sampling(image_map, lens, (1.0 / factor, 1.0 / factor), size)
+        places = sampling(image_map, lens, (1.0 / factor, 1.0 / factor), size, top)
         width, height = image_map.out_wh
         picture = self._scratch.take("resized", height, width, image.shape[2])
         try:

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode import make_decoder, turbo
 from fuelrail.loaders.decode.lens import rectified_camera, sampling, source_rows
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ConfigError
@@ -150,7 +150,7 @@ def test_the_rows_that_are_needed_are_known_beforehand(name: str, preset: str) -
         assert bottom - rows.max() < 40.0
 
 
-@pytest.mark.parametrize("backend", ["pillow"])
+@pytest.mark.parametrize("backend", ["pillow", "turbo"])
 @pytest.mark.parametrize("name", LENSES)
 @pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr"])
 def test_only_the_rows_that_are_needed_are_decoded(
@@ -160,6 +160,7 @@ def test_only_the_rows_that_are_needed_are_decoded(
     image_map = with_lens(preset_map(preset), lens)
     encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0", restart_marker_rows=1)
     module = importlib.import_module(f"fuelrail.loaders.decode.{backend}")
+    monkeypatch.setattr(turbo, "load_native", lambda: "not this time")
     heights = []
 
     def spy(*arguments, **options):
@@ -176,6 +177,16 @@ def test_only_the_rows_that_are_needed_are_decoded(
     # The same pixels go in; a picture of another height is resized on another grid.
     assert psnr_db(cut, whole) > 44.0
     assert max(map(abs, shift_px(cut, whole, cut.max(0) > 0))) < 0.01
+
+
+@pytest.mark.parametrize("name", LENSES)
+@pytest.mark.parametrize("preset", ["eval", "bevdet", "streampetr", "stretched"])
+def test_compiled_code_decodes_enough_rows(name: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_map = with_lens(preset_map(preset), LENSES[name])
+    encoded = encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0")
+    some = decode("turbo", encoded, image_map)
+    monkeypatch.setattr(turbo, "source_rows", lambda image_map, *_: (0, image_map.source_wh[1]))
+    assert np.array_equal(some, decode("turbo", encoded, image_map))
 
 
 def test_a_lens_that_bends_nothing_changes_nothing() -> None:
