@@ -32,6 +32,7 @@ _EXTRAS: Final = {
     "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
     "http": "http", "https": "http",
 }  # fmt: skip
+_VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
 _SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
 
 
@@ -43,6 +44,11 @@ def is_url(root: str | os.PathLike[str]) -> bool:
 def shown_url(url: str) -> str:
     """The URL as messages may show it: without user, password and query."""
     return redacted(url)
+
+
+def stated_version(info: Mapping[str, Any]) -> str:
+    """What a store says of an object that changes whenever the object does (its ETag); empty where it says nothing."""
+    return next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
 
 
 def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:

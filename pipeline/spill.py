@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 _IN_MEMORY_BYTES: Final = 1 << 16
-_ROWS_BETWEEN: Final = 1 << 17
+_ROWS_BETWEEN: Final = 1 << 15
 ROWS_AT_ONCE: Final = 1 << 16
 """What loops over a long column take at once."""
 

@@ -21,7 +21,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
 
     ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
-    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`).
+    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`);
+    ``source_stamp`` is of those files' times of change, or of the ETags that a store gives them.
     """
 
     stem: str
@@ -33,6 +34,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[IndexRow]
     image_sizes: dict[str, list[tuple[int, int]]]
     source_sha256: str
+    source_stamp: int = 0
 
 
 class SourceDigest:

@@ -28,7 +28,10 @@ def jpegtran_version() -> str:
             f"jpeg=restart needs the program {_PROGRAM}, which is not installed: "
             "Debian and Ubuntu have it in libjpeg-turbo-progs"
         )
-    shown = subprocess.run([_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S)
+    try:
+        shown = subprocess.run([_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s") from error
     match = re.search(r"libjpeg-turbo version [0-9.]+", (shown.stdout + shown.stderr).decode(errors="replace"))
     if match is None:
         raise ConfigError(f"jpeg=restart needs the {_PROGRAM} of libjpeg-turbo; the one installed is another")
@@ -37,13 +40,13 @@ def jpegtran_version() -> str:
 
 def with_restart_rows(data: Buffer) -> bytes:
     """The JPEG, baseline, with restart markers at its rows of MCUs; metadata kept. Raises ImageError if broken."""
-    done = subprocess.run(
-        [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"],
-        input=data,
-        capture_output=True,
-        check=False,
-        timeout=_TIMEOUT_S,
-    )
+    command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ImageError(
+            f"{_PROGRAM} has not rewritten its {len(data)} bytes in {_TIMEOUT_S:.0f} s; it was stopped"
+        ) from error
     if done.returncode != 0 or not done.stdout:
         reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise ImageError(f"{_PROGRAM} cannot rewrite it: {reason}")

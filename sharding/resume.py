@@ -3,7 +3,10 @@
 The recipe, the samples and their splits must be the same; anything else would be another dataset, and is refused with
 both sides shown. A source file that was repaired in between may have another size, and tables other metadata: then the
 shards keep the cut that was planned when the run began, and those whose own rows changed are written again (each
-record has a digest of its rows, :mod:`fuelrail.sharding.writer`).
+record has a digest of its rows, :mod:`fuelrail.sharding.writer`). A file that has another content and the same size is
+known by its time of change, or its ETag at a URL: the scan looks at every file anyway, and a record has a number of
+those too. It costs no reading, and a file that was merely touched costs writing a shard again, to the same bytes. A
+finished dataset stands for itself, and the source may be gone: it is held against its manifest alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 
 from fuelrail.pipeline.errors import DatasetExistsError
 from fuelrail.pipeline.settings import convert
@@ -95,6 +99,12 @@ def refuse_other_samples(shown: str, there: Begun | None, here: Begun) -> None:
 
 def _samples(begun: Begun) -> str:
     return f"{begun.num_samples} samples of {begun.num_clips} clips (SHA-256 {begun.samples_sha256[:12]})"
+
+
+def shard_stamps(plan: Plan, stamps: NDArray[np.uint64]) -> tuple[int, ...]:
+    """One number for each shard, of the stamps of its rows in the scan table."""
+    runs = (slice(shard.first_sample, shard.first_sample + shard.num_samples) for shard in plan.shards)
+    return tuple(xxhash.xxh3_64_intdigest(stamps[plan.rows[run]].data.cast("B")) for run in runs)
 
 
 def shards_of(manifest: Manifest) -> list[PlannedShard]:

@@ -19,7 +19,14 @@ from fuelrail.sharding.finish import finish
 from fuelrail.sharding.output import check_out, manifest_in, open_output
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.restart import jpegtran_version
-from fuelrail.sharding.resume import recipe_of, refuse_other_recipe, refuse_other_samples, shards_of, what_begins
+from fuelrail.sharding.resume import (
+    recipe_of,
+    refuse_other_recipe,
+    refuse_other_samples,
+    shard_stamps,
+    shards_of,
+    what_begins,
+)
 from fuelrail.sharding.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.table import ScanTable, ScanWriter, uncompressed_share
 from fuelrail.sharding.threads import in_threads
@@ -28,6 +35,8 @@ from fuelrail.sharding.workspace import Workspace
 from fuelrail.sharding.writer import ShardDone, WriteJob
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.output import Output
     from fuelrail.sharding.plan import Plan
@@ -85,7 +94,7 @@ def shard(
     with output.writing(), Workspace(output) as work:
         begun = work.begun()
         refuse_other_recipe(output.shown, begun.recipe if begun else None, recipe)
-        info, recipe = _scan(work, source, recipe)
+        info, recipe, stamps = _scan(work, source, recipe)
         progress.scanned(info)
         finished = manifest_in(output)
         refuse_other_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
@@ -123,6 +132,7 @@ def shard(
             plan_rows=work.plan_rows,
             selection=work.selection,
             shards=tuple(plan.shards),
+            stamps=shard_stamps(plan, stamps),
             source=spec,
             recipe=recipe,
             dataset=recipe.name or info.name,
@@ -154,8 +164,8 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
 
-def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Recipe]:
-    """Scan the source into the working folder; returns what it found and the recipe with the table's digest."""
+def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Recipe, NDArray[np.uint64]]:
+    """Scan the source into the working folder; returns what it found, the recipe with the table's digest, stamps."""
     path = work.temporary / work.scan_table.name
     with ScanWriter(path, source.attribute_types) as out:
         info = source.scan(out)
@@ -164,7 +174,7 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> tuple[ScanInfo, Re
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     path.replace(work.scan_table)
-    return info, msgspec.structs.replace(recipe, scan_sha256=digest)
+    return info, msgspec.structs.replace(recipe, scan_sha256=digest), out.stamps
 
 
 def _finished_recipe(out: Output) -> Recipe | None:

@@ -121,6 +121,7 @@ class ScanWriter:
         self._schema = pa.schema([*_COLUMNS, *columns])
         self.spill = Spill(Path(path).parent)
         """For what the source must look up while it scans: columns on the disk of the table."""
+        self._stamps = self.spill.column(np.uint64)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
@@ -149,9 +150,12 @@ class ScanWriter:
         boxes: bytes | None,
         members: Sequence[Reference],
         attributes: Mapping[str, Any],
+        stamp: int = 0,
     ) -> None:
         """Add the clip's next frame; frame number, key and time are those of ``meta``.
 
+        ``stamp`` (64 bits) changes when a file of the sample is written anew, by what a look at the file system tells;
+        it is no part of the table, for copies of a source are the same source.
         ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
         Raises SourceError for a member over the cap.
         """
@@ -178,6 +182,7 @@ class ScanWriter:
             self._names.add(BOXES)
         self.clips[-1] = msgspec.structs.replace(clip, num_samples=clip.num_samples + 1)
         self._num_rows += 1
+        self._stamps.append([stamp])
         if len(self._pending) == ROWS_PER_BATCH:
             self._flush()
 
@@ -186,6 +191,11 @@ class ScanWriter:
         rank = {channel: position for position, channel in enumerate(channels)}
         rest = sorted(self._names - {BOXES}, key=lambda name: (rank.get(name.split(".")[0], len(rank)), name))
         return [META, GEOMETRY, *([BOXES] if BOXES in self._names else []), *rest]
+
+    @property
+    def stamps(self) -> NDArray[np.uint64]:
+        """The stamp of each row, once all rows are there."""
+        return self._stamps.values
 
     def close(self) -> None:
         """Write what is pending and the file's footer."""

@@ -15,7 +15,7 @@ import shutil
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError
-from fuelrail.pipeline.remote import default_cache_folder, filesystem, shown_url
+from fuelrail.pipeline.remote import default_cache_folder, filesystem, shown_url, stated_version
 from fuelrail.pipeline.retry import fault_of
 from fuelrail.sharding.output import WORK_FOLDER
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PART_BYTES: Final = 32 << 20
 _COPY_BYTES: Final = 8 << 20
-_SEALS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
 
 
 class UrlOutput:
@@ -107,8 +106,8 @@ class UrlOutput:
     def seal(self, name: str) -> str:
         """Size and ETag of an object."""
         info = self._info(name) or {}
-        stated = next((info[key] for key in _SEALS if info.get(key)), None)
-        return f"{info['size']} {stated}" if stated is not None else ""
+        stated = stated_version(info)
+        return f"{info['size']} {stated}" if stated else ""
 
     def remove(self, name: str) -> None:
         """Remove an object."""

@@ -68,13 +68,17 @@ class ShardDone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What a worker needs to write any shard of a run; small, and the same for all."""
+    """What a worker needs to write any shard of a run; small, and the same for all.
+
+    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does.
+    """
 
     out: str
     scan_table: Path
     plan_rows: Path
     selection: Path
     shards: tuple[PlannedShard, ...]
+    stamps: tuple[int, ...]
     source: SourceSpec
     recipe: Recipe
     dataset: str
@@ -107,6 +111,7 @@ class ShardWriter:
             record = load_record(self._out, shard.stem)
             if (
                 record is not None
+                and record.source_stamp == self._job.stamps[number]
                 and self._source_digest(shard) == record.source_sha256
                 and is_whole(self._out, record)
             ):
@@ -148,6 +153,7 @@ class ShardWriter:
                 rows=packed.rows,
                 image_sizes={channel: sorted(found) for channel, found in sizes.items()},
                 source_sha256=digest.hexdigest(),
+                source_stamp=job.stamps[number],
             )
             store_record(self._out, record)
         return record

@@ -7,10 +7,10 @@ import functools
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.remote import filesystem, is_url, shown_url
+from fuelrail.pipeline.remote import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
 
 if TYPE_CHECKING:
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.retry import Fault
 
 T = TypeVar("T")
+
+
+class FileFacts(NamedTuple):
+    """Size [bytes], and what changes when a file is written anew: its time of change, or its ETag at a URL."""
+
+    num_bytes: int
+    stamp: str
 
 
 class SourceFiles(Protocol):
@@ -35,8 +42,8 @@ class SourceFiles(Protocol):
         """A folder on this machine that has those of the named files of ``folder`` that are there."""
         ...
 
-    def size(self, name: str) -> int | None:
-        """Size of a file [bytes]; None where it is not there."""
+    def facts(self, name: str) -> FileFacts | None:
+        """Size and stamp of a file; None where it is not there."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -73,10 +80,11 @@ class FolderFiles:
         """The folder itself."""
         yield Path(self._root) / folder
 
-    def size(self, name: str) -> int | None:
-        """Size of a file."""
+    def facts(self, name: str) -> FileFacts | None:
+        """Size and time of change."""
         try:
-            return os.stat(os.path.join(self._root, name)).st_size  # noqa: PTH116, PTH118 - for every file of the source
+            found = os.stat(os.path.join(self._root, name))  # noqa: PTH116, PTH118 - for every file of the source
+            return FileFacts(found.st_size, str(found.st_mtime_ns))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -97,13 +105,13 @@ class FolderFiles:
 
 
 class UrlFiles:
-    """Files under a prefix of an object store. Sizes come from listings, one for each top folder."""
+    """Files under a prefix of an object store. Facts come from listings, one for each top folder."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self.shown = shown_url(self._url)
         self._fs, self._root = filesystem(self._url)
-        self._sizes: dict[str, dict[str, int]] = {}
+        self._facts: dict[str, dict[str, FileFacts]] = {}
 
     def folders_with(self, name: str) -> list[str]:
         """Prefixes that have an object of this name."""
@@ -126,8 +134,8 @@ class UrlFiles:
             except SourceError as error:
                 raise SourceError(str(error).replace(str(local), f"{self.shown}/{folder}")) from error
 
-    def size(self, name: str) -> int | None:
-        """Size of an object."""
+    def facts(self, name: str) -> FileFacts | None:
+        """Size and ETag."""
         return self._listed(name.partition("/")[0]).get(name)
 
     def read(self, name: str) -> bytes:
@@ -146,12 +154,14 @@ class UrlFiles:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _listed(self, top: str) -> dict[str, int]:
-        if top not in self._sizes:
+    def _listed(self, top: str) -> dict[str, FileFacts]:
+        if top not in self._facts:
             found = self._try(top, lambda: self._fs.find(self._path(top), detail=True))
             start = len(self._root) + 1
-            self._sizes[top] = {path[start:]: info["size"] for path, info in found.items()}
-        return self._sizes[top]
+            self._facts[top] = {
+                path[start:]: FileFacts(info["size"], stated_version(info)) for path, info in found.items()
+            }
+        return self._facts[top]
 
     def _try(self, name: str, work: Callable[[], T]) -> T:
         def told(fault: Fault, pause_s: float | None) -> None:

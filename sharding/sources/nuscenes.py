@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
+import xxhash
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.manifest import LidarEntry
@@ -110,19 +111,21 @@ class NuScenesSource:
             out.begin_clip(clip_id, scene.name, scene.token)
             geometries = keyframes.geometries(samples)
             for frame, sample in enumerate(samples.tolist()):
-                members, num_missing = self._members(keyframes, sample)
+                stamps: list[str] = []
+                members, num_missing = self._members(keyframes, sample, stamps)
                 num_masked += num_missing
                 geometry = next(geometries)
                 if num_missing:
                     present = {member.name.partition(".")[0] for member in members}
                     geometry.cam_valid[:] = [name.lower() in present for name in keyframes.cameras]
                 if sweeps is not None:
-                    members += self._earlier(keyframes, sweeps, sample)
+                    members += self._earlier(keyframes, sweeps, sample, stamps)
                 boxes = keyframes.boxes(sample)
                 meta = sample_meta(keyframes, scene_row, clip_id, sample, frame, len(samples), members, boxes)
                 attributes = sample_attributes(scene, log, int(geometry.cam_valid.sum()), boxes)
                 encoded_boxes = None if boxes is None else encode_arrays(boxes)
-                out.append(meta, encode_arrays(geometry), encoded_boxes, members, attributes)
+                stamp = xxhash.xxh3_64_intdigest(" ".join(stamps).encode())
+                out.append(meta, encode_arrays(geometry), encoded_boxes, members, attributes, stamp)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
             clips=out.clips,
@@ -152,7 +155,7 @@ class NuScenesSource:
             raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
         return version
 
-    def _members(self, keyframes: Keyframes, sample: int) -> tuple[list[Reference], int]:
+    def _members(self, keyframes: Keyframes, sample: int, stamps: list[str]) -> tuple[list[Reference], int]:
         """References of the sample's sensor files that are there, in rig order, and how many cameras are not."""
         members: list[Reference] = []
         num_missing = 0
@@ -167,7 +170,7 @@ class NuScenesSource:
                     self._refuse_missing(f"sample '{keyframes.sample_tokens[sample]}' has no row for {name}")
                 continue
             filename = keyframes.filenames[row]
-            size = self._file_bytes(filename)
+            size = self._file_bytes(filename, stamps)
             if size is None:
                 what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
                 if not is_camera:
@@ -186,7 +189,7 @@ class NuScenesSource:
             members.append(Reference(f"{name.lower()}.{extension}", filename, size, width, height))
         return members, num_missing
 
-    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, sample: int) -> list[Reference]:
+    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, sample: int, stamps: list[str]) -> list[Reference]:
         """References of the sweeps before the sample's own ones; none for a lidar that has none."""
         members = []
         for name, row in zip(keyframes.lidars, keyframes.sensor_rows[sample, len(keyframes.cameras) :], strict=True):
@@ -195,7 +198,7 @@ class NuScenesSource:
             found = sweeps.before(keyframes.data_tokens[int(row)], self._options.sweeps)
             num_bytes = 0
             for filename in found.files:
-                size = self._file_bytes(filename)
+                size = self._file_bytes(filename, stamps)
                 if size is None:
                     what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
                     raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
@@ -204,14 +207,20 @@ class NuScenesSource:
                 members.append(Reference(f"{name.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
         return members
 
-    def _file_bytes(self, filename: str) -> int | None:
-        """Size of a source file, None where it is not there; SourceError for a name that leads out of the root."""
+    def _file_bytes(self, filename: str, stamps: list[str]) -> int | None:
+        """Size of a source file, None where it is not there; SourceError for a name that leads out of the root.
+
+        Its stamp is added to ``stamps``.
+        """
         if filename.startswith("/") or ".." in filename.split("/"):
             raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
-        size = self._files.size(filename)
-        if size == 0:
+        facts = self._files.facts(filename)
+        if facts is None:
+            return None
+        if facts.num_bytes == 0:
             raise SourceError(f"file '{self._files.shown}/{filename}' of table 'sample_data' is empty (0 bytes)")
-        return size
+        stamps.append(facts.stamp)
+        return facts.num_bytes
 
     def _refuse_missing(self, what: str) -> None:
         if self._options.missing_camera == "error":

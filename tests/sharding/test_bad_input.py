@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tarfile
 import time
 
@@ -96,8 +97,17 @@ def test_times_of_files_play_no_part(tmp_path):
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         shard_nuscenes(source.root, out, shard_size_bytes=20_000, progress=Stop())
-    for path in (*source.root.rglob("*"), *out.rglob("*")):
-        ahead = time.time() + (86_400 if path.name < "m" else -86_400)
-        os.utime(path, (ahead, ahead))
+    shutil.copytree(out, tmp_path / "again", copy_function=shutil.copy)
+
+    def turn_clocks(root):
+        for path in root.rglob("*"):
+            ahead = time.time() + (86_400 if path.name < "m" else -86_400)
+            os.utime(path, (ahead, ahead))
+
+    turn_clocks(out)
     assert shard_nuscenes(source.root, out, shard_size_bytes=20_000).num_kept == 1
     assert digests(out) == digests(tmp_path / "expected")
+    # A source file of another time may have another content: its shard is written again, to the same bytes.
+    turn_clocks(source.root)
+    assert shard_nuscenes(source.root, tmp_path / "again", shard_size_bytes=20_000).num_kept == 0
+    assert digests(tmp_path / "again") == digests(tmp_path / "expected")

@@ -95,6 +95,23 @@ def test_loaders_give_the_same_batches(datasets) -> None:
             assert torch.equal(a["img"], b["img"])
 
 
+def test_a_program_that_hangs_is_stopped_and_the_picture_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = build_nuscenes(tmp_path / "source", CLIPS)
+    program = tmp_path / "jpegtran"
+    program.write_text(f'#!/bin/sh\n[ "$1" = -version ] && exec {shutil.which("jpegtran")} -version\nexec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(restart, "_TIMEOUT_S", 2.0)
+    says = (
+        r"image 'samples/CAM_.*\.jpg' of nuscenes:.*\(sample [ab]-00000\d\): jpegtran has not rewritten its .* in 2 s"
+    )
+    with pytest.raises(SourceError, match=says):
+        shard_nuscenes(source.root, tmp_path / "out", jpeg="restart")
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ConfigError, match="jpegtran -version has not answered in 2 s"):
+        shard_nuscenes(source.root, tmp_path / "other", jpeg="restart")
+
+
 def test_a_damaged_picture_is_named(tmp_path) -> None:
     source = build_nuscenes(tmp_path / "source", CLIPS)
     victim = min(source.root.rglob("*.jpg"))

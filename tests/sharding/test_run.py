@@ -240,6 +240,20 @@ def test_a_source_file_that_was_repaired_costs_the_shards_concerned_only(source,
     assert digests(out) == before
 
 
+def test_a_source_file_with_another_content_and_the_same_size_is_noticed(source, tmp_path):
+    root, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source.root, root)
+    with pytest.raises(KeyboardInterrupt):
+        shard_nuscenes(root, out, progress=Interrupt(4), **OPTIONS)
+    for number, victim in enumerate(sorted((root / "samples" / "LIDAR_TOP").iterdir())):
+        data = bytearray(victim.read_bytes())
+        data[:4] = np.float32(number).tobytes()
+        victim.write_bytes(data)
+    assert shard_nuscenes(root, out, **OPTIONS).num_kept == 0
+    shard_nuscenes(root, tmp_path / "expected", **OPTIONS)
+    assert digests(out) == digests(tmp_path / "expected")
+
+
 def test_another_list_of_samples_is_refused_with_both_sides(source, tmp_path):
     begin(source, tmp_path / "out")
     more = build_nuscenes(tmp_path / "more", {**CLIPS, "e": 2})

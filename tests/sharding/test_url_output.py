@@ -247,7 +247,7 @@ def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source,
         (work / name).write_bytes(name.encode())
     job = WriteJob(
         out=url, scan_table=work / "scan.arrow", plan_rows=work / "plan.npy", selection=work / "selection.npy",
-        shards=(), source=SourceSpec("nuscenes", str(source.root), {}), recipe=make_recipe(), dataset="d",
+        shards=(), stamps=(), source=SourceSpec("nuscenes", str(source.root), {}), recipe=make_recipe(), dataset="d",
         license=None, lidars=(), clip_ids=(), dictionary=None,
     )  # fmt: skip
     share_inputs(job, "run1")

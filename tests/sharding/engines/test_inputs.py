@@ -28,6 +28,7 @@ def job(tmp_path):
         plan_rows=work / "plan.npy",
         selection=work / "selection.npy",
         shards=(),
+        stamps=(),
         source=SourceSpec("nuscenes", str(tmp_path / "source"), {}),
         recipe=make_recipe(),
         dataset="d",
