@@ -265,10 +265,12 @@ class FaultServerProcess:
         ]  # fmt: skip
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
+        self.pid = 0
 
     def __enter__(self) -> Self:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
         self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=environment)
+        self.pid = self._process.pid
         assert self._process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
         return self

@@ -1,52 +1,68 @@
-"""An S3 server (moto) on loopback, for tests and benchmarks of storage."""
+"""S3 servers on loopback, for tests and benchmarks of storage.
+
+moto answers all that S3 does, in Python: slower than its clients. Where nginx is installed, reading is measured against
+that: objects by their paths, with byte ranges; it lists nothing and looks at no signature.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
+
+_NGINX_CONF = """
+daemon off; master_process off; worker_processes 1; pid {folder}/pid; error_log /dev/null;
+events {{ worker_connections 512; }}
+http {{
+  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type application/octet-stream;
+  client_body_temp_path {folder}/1; proxy_temp_path {folder}/2; fastcgi_temp_path {folder}/3;
+  uwsgi_temp_path {folder}/4; scgi_temp_path {folder}/5;
+  server {{ listen 127.0.0.1:{port}; root {folder}/root; }}
+}}
+"""
+
+
+class S3Server(NamedTuple):
+    """A running server."""
+
+    name: str
+    url: str
+    pid: int
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """A moto server in a process of its own; its URL, which the environment names too while it runs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    ours = {
-        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
-    before = {name: os.environ.get(name) for name in ours}
+def s3_server() -> Iterator[S3Server]:
+    """A moto server in a process of its own, which the environment names too while it runs."""
+    port = _free_port()
     code = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    os.environ.update(ours)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            if time.monotonic() > deadline:
-                raise RuntimeError("the S3 server did not start within 60 s")
-            time.sleep(0.1)
-        yield url
-    finally:
-        server.kill()
-        server.wait()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _serving("moto", [sys.executable, "-c", code], port) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def nginx_server(source: Path, bucket: str) -> Iterator[S3Server]:
+    """An nginx, as one process, that serves the files of a folder as ``s3://BUCKET/dataset/...``; see above."""
+    nginx = shutil.which("nginx")
+    assert nginx is not None
+    with tempfile.TemporaryDirectory(prefix="fuelrail-nginx-") as temporary:
+        folder = Path(temporary)
+        (folder / "root" / bucket).mkdir(parents=True)
+        (folder / "root" / bucket / "dataset").symlink_to(source.absolute())
+        port = _free_port()
+        (folder / "conf").write_text(_NGINX_CONF.format(folder=folder, port=port))
+        folder.chmod(0o755)  # it may change its user
+        with _serving("nginx", [nginx, "-p", str(folder), "-c", str(folder / "conf")], port) as server:
+            yield server
 
 
 def upload(source: Path, bucket: str) -> str:
@@ -58,3 +74,39 @@ def upload(source: Path, bucket: str) -> str:
     for file in source.iterdir():
         fs.pipe_file(f"{bucket}/dataset/{file.name}", file.read_bytes())
     return f"s3://{bucket}/dataset"
+
+
+@contextlib.contextmanager
+def _serving(name: str, command: Sequence[str], port: int) -> Iterator[S3Server]:
+    url = f"http://127.0.0.1:{port}"
+    ours = {
+        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    before = {variable: os.environ.get(variable) for variable in ours}
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ.update(ours)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError(f"the S3 server ({name}) did not start within 60 s")
+            time.sleep(0.1)
+        yield S3Server(name, url, server.pid)
+    finally:
+        server.kill()
+        server.wait()
+        for variable, value in before.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -4,7 +4,8 @@
   a reused buffer and xxh3, and beside the webdataset library. With it off, beside SPDL's tar reader if it is installed
   (``pip install spdl``).
 * *http*: an HTTP server on loopback with 20 ms of latency, beside itself with 1 % of the requests failing or stalling.
-* *s3*: an S3 server (moto) on loopback, beside s3fs reading sample by sample, if both are installed.
+* *s3*: an S3 server on loopback (nginx if it is installed, else moto), beside s3fs reading sample by sample; requests
+  and CPU time too.
 * *cache*: hit rates of a cache of a quarter of the dataset over shuffled epochs: ours in a run, and the optimum and LRU
   in a simulation.
 """
@@ -26,7 +27,7 @@ from fuelrail.bench.machine import machine_facts
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.storage_cache import HitRates, measure_cache
 from fuelrail.bench.micro.storage_raw import measure_raw
-from fuelrail.bench.micro.storage_remote import Requests, measure_http, measure_s3
+from fuelrail.bench.micro.storage_remote import Cost, Requests, measure_http, measure_s3
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, render
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class StorageReport(msgspec.Struct, frozen=True, kw_only=True):
     machine: Any
     comparisons: list[Comparison]
     faults: Requests | None
+    costs: list[Cost]
     hit_rates: HitRates | None
 
 
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     effort = QUICK if options.quick else Effort(num_rounds=9, min_lap_s=0.0)
     comparisons: list[Comparison] = []
     faults = rates = None
+    costs: list[Cost] = []
     folder = Path(tempfile.mkdtemp(prefix="fuelrail-storage-", dir=options.folder))
     try:
         if "raw" in options.parts:
@@ -63,19 +66,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Short laps: many rounds, so that what else the machine does meets all candidates alike.
             comparisons += measure_raw(effort if options.quick else Effort(num_rounds=41, min_lap_s=0.0), dataset)
         if "http" in options.parts:
-            compared, faults = measure_http(effort, folder / "http", 20 if options.quick else 600)
+            samples, epochs = (20, 1) if options.quick else (600, 4)
+            compared, faults = measure_http(effort, folder / "http", samples, epochs)
             comparisons.append(compared)
         if "s3" in options.parts and all(map(importlib.util.find_spec, ("moto", "flask", "s3fs"))):
-            comparisons += measure_s3(effort, folder / "s3", 16 if options.quick else 160)
+            compared, costs = measure_s3(effort, folder / "s3", quick=options.quick)
+            comparisons.append(compared)
         if "cache" in options.parts:
             rates = measure_cache(folder / "cache", 40 if options.quick else 400)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report = StorageReport(
-        benchmark="storage", machine=machine_facts(), comparisons=comparisons, faults=faults, hit_rates=rates
+        benchmark="storage",
+        machine=machine_facts(),
+        comparisons=comparisons,
+        faults=faults,
+        costs=costs,
+        hit_rates=rates,
     )
     print(render(Report(benchmark="storage", machine=report.machine, comparisons=comparisons)))  # noqa: T201
-    for extra in (faults, rates):
+    for extra in (faults, *costs, rates):
         if extra is not None:
             print(f"  {msgspec.to_builtins(extra)}")  # noqa: T201
     if options.out is not None:

@@ -28,8 +28,8 @@ ENVIRONMENT = (
 @pytest.fixture(scope="module")
 def bucket(pristine):
     """URL of the dataset and of the server, which the environment names."""
-    with s3_server() as endpoint:
-        yield upload(pristine, "datasets"), endpoint
+    with s3_server() as server:
+        yield upload(pristine, "datasets"), server.url
 
 
 @pytest.fixture
