@@ -273,7 +273,8 @@ def save_plot(result: OccupancySweep, path: Path) -> None:
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    grid = [0.4 + 0.01 * number for number in range(171)]
+    last = max([2.1, *(point.demand for point in result.points)])
+    grid = [0.4 + 0.01 * number for number in range(int((last - 0.4) / 0.01) + 2)]
     axes.plot(grid, [min(1, 1 / demand) for demand in grid], color="#888", label="theory: min(1, capacity / demand)")
     for reference, marker in (("alone", "o"), ("in step", "s")):
         points = [point for point in result.points if point.reference == reference]
