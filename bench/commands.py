@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench import compare_command, diagnose_command, diff_command, loader_command, scale_command, train_command
+from fuelrail.bench.interrupts import sigterm_interrupts
 from fuelrail.pipeline.command import Command
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    code: int = arguments.run_word(arguments)
+    with sigterm_interrupts():
+        code: int = arguments.run_word(arguments)
     return code
 
 

@@ -79,19 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
     session = _Session(arguments, dataset, work, cpus, before)
     prepare_folder(arguments.out, html=not arguments.no_html)
     workshop = Workshop(data, dataset, work, cpus, arguments.seconds)
-    interrupted = False
+    cut_off: str | None = "the command failed"
     try:
         session.prepare(workshop, entrants)
         session.measure(workshop)
+        cut_off = None
     except KeyboardInterrupt:
-        interrupted = True
+        cut_off = "the run was interrupted"
     finally:
         # A failure of our own must not take the rounds before it along.
-        session.publish(cut_off="the run was interrupted" if interrupted else None)
+        session.publish(cut_off)
     print_compare_report(session.report(), report_console())
-    if interrupted:
-        sys.stderr.write("fuelrail: error: the report is partial: the run was interrupted\n")
-    return _INTERRUPTED if interrupted else 0
+    if cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
+        return _INTERRUPTED
+    return 0
 
 
 class _Session:

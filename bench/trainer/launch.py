@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import fuelrail
+from fuelrail.bench.interrupts import sigterm_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import FrameType
 
 _POLL_S = 0.2
 # Torch elastic itself gives its ranks 30 s to end before it kills them.
@@ -56,25 +56,20 @@ def run_ranks(program: Sequence[str], num_ranks: int, log: Path, on_wait: Callab
             command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
         )
         interrupted = False
-        previous = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            while True:
-                try:
-                    process.wait(_POLL_S)
-                    break
-                except subprocess.TimeoutExpired:
-                    on_wait()
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            _stop(process)
-            signal.signal(signal.SIGTERM, previous)
+        with sigterm_interrupts():
+            try:
+                while True:
+                    try:
+                        process.wait(_POLL_S)
+                        break
+                    except subprocess.TimeoutExpired:
+                        on_wait()
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                _stop(process)
     failed = msgspec.json.decode(exits.read_bytes(), type=list[RankExit]) if exits.exists() else []
     return Outcome(process.returncode, interrupted, failed)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise KeyboardInterrupt
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,105 @@
+"""Commands that are ended in the middle: exit code, a report that says so, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from fuelrail.bench.records import read_rank
+from support.datasets import build_dataset
+from support.ranks import environment
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+
+QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100")
+_PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (6, 6)})
+    return folder
+
+
+def stepped(place, num_steps):
+    """When a rank has made so many steps of a run."""
+    return lambda out: len(read_rank(out / place / "rank-00000.jsonl").steps) >= num_steps
+
+
+def timed(out):
+    """When a run of a loader is in the report."""
+    path = out / "report.json"
+    return path.exists() and any(entry["runs"] for entry in json.loads(path.read_text())["contestants"])
+
+
+CASES = {
+    "train": ((*QUICK, "--ranks", 2, "--steps", 100_000, "--warmup", 2), stepped("records", 20), signal.SIGINT),
+    "diagnose": (
+        (*QUICK, "--steps", 100, "--warmup", 2), stepped("without-storage/records", 1), signal.SIGINT,
+    ),
+    "scale": (
+        (*QUICK, "--ranks", "1,2", "--steps", 100, "--warmup", 2),
+        stepped("records/ranks-2-batch-1", 1), signal.SIGTERM,
+    ),
+    "compare": (
+        ("--only", "fuelrail:turbo", "--height", 32, "--width", 48, "--batch-size", 2, "--psnr", 15, "--seconds", 0.3,
+         "--rounds", 1000),
+        timed, signal.SIGTERM,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_path):
+    options, is_under_way, sent = CASES[word]
+    out, token = tmp_path / "out", uuid.uuid4().hex
+    command = [sys.executable, "-m", "fuelrail", "bench", word, dataset, "--out", out, "--no-html", *options]
+    process = subprocess.Popen(
+        [*map(str, command)], env={**environment(), "FUELRAIL_TEST_RUN": token}, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not is_under_way(out):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(sent)
+        _, error = process.communicate(timeout=_PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130, error
+    assert "the report is partial: " in error
+    report = json.loads((out / "report.json").read_text())
+    assert "interrupted" in report["cut_off"]
+    assert "**Partial: " in (out / "report.md").read_text()
+    assert processes_of(token) == []
+    if word == "diagnose":
+        assert report["diagnosis"] is None
+        assert [run["name"] for run in report["runs"]] == ["as-it-is", "without-loading"]
+    if word == "scale":
+        assert {run["num_ranks"] for run in report["measured"]} >= {1}
+        assert report["curves"] == []
+
+
+def processes_of(token):
+    """Those with the token in their environment, which children inherit."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                held = (entry / "environ").read_bytes()
+            except OSError:  # gone meanwhile, or somebody else's
+                continue
+            if token.encode() in held:
+                found.append(int(entry.name))
+    return found
