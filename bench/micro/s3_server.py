@@ -27,7 +27,7 @@ http {{
   access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type application/octet-stream;
   client_body_temp_path {folder}/1; proxy_temp_path {folder}/2; fastcgi_temp_path {folder}/3;
   uwsgi_temp_path {folder}/4; scgi_temp_path {folder}/5;
-  server {{ listen 127.0.0.1:{port}; root {folder}/root; }}
+  server {{ listen 127.0.0.1:{port}; root {folder}/buckets; }}
 }}
 """
 
@@ -56,8 +56,8 @@ def nginx_server(source: Path, bucket: str) -> Iterator[S3Server]:
     assert nginx is not None
     with tempfile.TemporaryDirectory(prefix="fuelrail-nginx-") as temporary:
         folder = Path(temporary)
-        (folder / "root" / bucket).mkdir(parents=True)
-        (folder / "root" / bucket / "dataset").symlink_to(source.absolute())
+        (folder / "buckets" / bucket).mkdir(parents=True)
+        (folder / "buckets" / bucket / "dataset").symlink_to(source.absolute())
         port = _free_port()
         (folder / "conf").write_text(_NGINX_CONF.format(folder=folder, port=port))
         folder.chmod(0o755)  # it may change its user
