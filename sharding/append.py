@@ -38,17 +38,20 @@ from fuelrail.pipeline.manifest import (
 from fuelrail.pipeline.remote import filesystem
 from fuelrail.sharding.output import FolderOutput, check_out, manifest_in, open_output, sync_folder
 from fuelrail.sharding.plan import PlannedShard
+from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import Recipe
 from fuelrail.sharding.resume import recipe_of, refuse_other_recipe
 from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined
 from fuelrail.sharding.url_output import UrlOutput
 from fuelrail.sharding.workspace import Begun, Workspace
+from fuelrail.sharding.writer import ShardDone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from fuelrail.sharding.output import Output
+    from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20
 _ROWS_AT_ONCE: Final = 1 << 16
@@ -62,7 +65,7 @@ class Piece(NamedTuple):
     new: ShardEntry
 
 
-def append(locations: Sequence[str], out: str | os.PathLike[str]) -> Manifest:
+def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
     """Make a dataset at ``out`` of all shards of the datasets; goes on with what an earlier run has begun.
 
     Raises SourceError for datasets that do not fit together or have a clip in common, DatasetExistsError where OUT
@@ -70,6 +73,7 @@ def append(locations: Sequence[str], out: str | os.PathLike[str]) -> Manifest:
     """
     if len(locations) < 2:
         raise ConfigError("--append takes two datasets at least: the one to append to, and what to append")
+    progress = progress or Quiet()
     output = open_output(out)
     check_out(output)
     datasets = [_open(location) for location in locations]
@@ -84,9 +88,14 @@ def append(locations: Sequence[str], out: str | os.PathLike[str]) -> Manifest:
         work.begin(_what_begins(recipe, datasets, pieces))
         output.remove(MANIFEST_FILE)
         files = []
-        for piece in pieces:
-            source = datasets[piece.dataset]
-            _bring(source, piece.old.name, output, piece.new.name, piece.new.bytes, piece.new.sha256)
+        num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
+        stems = [shard_stem(piece.new.name) for piece in pieces]
+        progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
+        for number, piece in enumerate(pieces):
+            source, new = datasets[piece.dataset], piece.new
+            was_there = _bring(source, piece.old.name, output, new.name, new.bytes, new.sha256)
+            progress.advanced(new.bytes)
+            progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
             listing = _listing(source.manifest, piece.old)
             if listing is not None:
                 name = f"{shard_stem(piece.new.name)}.idx"
@@ -163,13 +172,17 @@ def _listing(manifest: Manifest, shard: ShardEntry) -> FileEntry | None:
     return next((entry for entry in manifest.files if entry.name == name), None)
 
 
-def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> None:
-    """Have a file of a dataset in OUT. What is linked is not read; what is copied by this process is, and checked."""
+def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> bool:
+    """Have a file of a dataset in OUT; returns whether it was there already, and of that size.
+
+    What is linked is not read; what is copied by this process is, and checked.
+    """
+    was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
     if source.url is None and isinstance(out, FolderOutput):
         if not _link(source.root / old, out, new):
             _copy(source, old, out, new, sha256)
-    elif out.size(new) == num_bytes:
-        return  # nothing has its name before it is whole
+    elif was_there:
+        return True
     elif source.url is not None and isinstance(out, UrlOutput) and _same_store(source.url, out):
         _, root = filesystem(source.url)
         out.fs.copy(f"{root}/{old}", out.path(new))
@@ -177,6 +190,7 @@ def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha
         _copy(source, old, out, new, sha256)
     if (size := out.size(new)) != num_bytes:
         raise SourceError(f"'{source.location}/{old}' has {size} bytes, its manifest says {num_bytes}: verify it")
+    return was_there
 
 
 def _same_store(url: str, out: UrlOutput) -> bool:

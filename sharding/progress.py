@@ -9,13 +9,13 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from fuelrail.pipeline.command import counted
+from fuelrail.pipeline.frames import shard_stem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from fuelrail.pipeline.manifest import ShardEntry
-    from fuelrail.sharding.plan import Plan
     from fuelrail.sharding.source import ScanInfo
     from fuelrail.sharding.writer import ShardDone
 
@@ -28,7 +28,7 @@ class Quiet:
     def scanned(self, info: ScanInfo) -> None:
         """Ignored."""
 
-    def planned(self, plan: Plan, num_bytes: int) -> None:
+    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
         """Ignored."""
 
     def advanced(self, num_bytes: int) -> None:
@@ -46,30 +46,75 @@ class Quiet:
         """Take the display down."""
 
 
-class JsonLines(Quiet):
+class _Counting(Quiet):
+    """Counts what is done, and knows which shard is the current one."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, None] = {}
+        self.num_shards = self.num_done = self.num_bytes = self.total_bytes = 0
+        self._begun = time.monotonic()
+
+    @property
+    def current(self) -> str | None:
+        """The first shard that is not done: engines begin them in order, some at a time. None at the end."""
+        return next(iter(self._waiting), None)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second since shards were begun."""
+        return self.num_bytes / max(time.monotonic() - self._begun, 1e-3)
+
+    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:  # noqa: ARG002 - not counted
+        """Begin to count."""
+        self._waiting = dict.fromkeys(shards)
+        self.num_shards, self.total_bytes = len(shards), num_bytes
+        self._begun = time.monotonic()
+
+    def advanced(self, num_bytes: int) -> None:
+        """Count the bytes."""
+        self.num_bytes += num_bytes
+
+    def shard_done(self, shard: ShardDone) -> None:
+        """Count the shard."""
+        self.num_done += 1
+        self._waiting.pop(shard_stem(shard.name), None)
+
+
+class JsonLines(_Counting):
     """One JSON object a line on stdout for each event, and one a second for the bytes."""
 
     def __init__(self) -> None:
-        self._written = 0
+        super().__init__()
         self._last = time.monotonic()
 
     def scanned(self, info: ScanInfo) -> None:
         """Counts of the source."""
         self.emit("scanned", clips=len(info.clips), samples=info.num_samples)
 
-    def planned(self, plan: Plan, num_bytes: int) -> None:
+    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
         """Counts of the plan."""
-        self.emit("planned", samples=len(plan.rows), shards=len(plan.shards), bytes=num_bytes)
+        super().planned(num_samples, shards, num_bytes)
+        self.emit("planned", samples=num_samples, shards=len(shards), bytes=num_bytes)
 
     def advanced(self, num_bytes: int) -> None:
-        """Bytes so far, once a second."""
-        self._written += num_bytes
+        """Bytes so far, rate, seconds to go and the current shard, once a second."""
+        super().advanced(num_bytes)
         if time.monotonic() - self._last >= _TICK_S:
             self._last = time.monotonic()
-            self.emit("progress", bytes=self._written)
+            self.emit(
+                "progress",
+                bytes=self.num_bytes,
+                total_bytes=self.total_bytes,
+                bytes_per_s=round(self.rate),
+                eta_s=round(max(self.total_bytes - self.num_bytes, 0) / self.rate, 1) if self.num_bytes else None,
+                shards=self.num_done,
+                total_shards=self.num_shards,
+                current=self.current,
+            )
 
     def shard_done(self, shard: ShardDone) -> None:
         """Name and size of a shard."""
+        super().shard_done(shard)
         self.emit("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.kept)
 
     @staticmethod
@@ -79,10 +124,11 @@ class JsonLines(Quiet):
         sys.stdout.flush()
 
 
-class Bar(Quiet):
-    """A progress bar on stderr with rate, time to go and the shard that was finished last."""
+class Bar(_Counting):
+    """A progress bar on stderr with rate, time to go and the current shard."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
@@ -90,7 +136,6 @@ class Bar(Quiet):
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task("scanning", total=None)
-        self._num_shards = self._num_done = 0
 
     def scanned(self, info: ScanInfo) -> None:
         """Say what was found."""
@@ -100,20 +145,25 @@ class Bar(Quiet):
             highlight=False,
         )
 
-    def planned(self, plan: Plan, num_bytes: int) -> None:
+    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
         """Begin the bar."""
-        self._num_shards = len(plan.shards)
-        self._bar.reset(self._task, total=num_bytes, description=f"0/{self._num_shards} shards")
+        super().planned(num_samples, shards, num_bytes)
+        self._bar.reset(self._task, total=num_bytes, description=self._text)
 
     def advanced(self, num_bytes: int) -> None:
         """Move the bar."""
+        super().advanced(num_bytes)
         self._bar.advance(self._task, num_bytes)
 
     def shard_done(self, shard: ShardDone) -> None:
         """Count the shard."""
-        self._num_done += 1
-        text = f"{self._num_done}/{self._num_shards} shards, {'kept' if shard.kept else 'wrote'} {shard.name}"
-        self._bar.update(self._task, description=text)
+        super().shard_done(shard)
+        self._bar.update(self._task, description=self._text)
+
+    @property
+    def _text(self) -> str:
+        doing = "finishing" if self.current is None else f"making {self.current}"
+        return f"{self.num_done}/{self.num_shards} shards, {doing}"
 
     def __enter__(self) -> Self:
         self._bar.start()

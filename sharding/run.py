@@ -35,11 +35,12 @@ from fuelrail.sharding.workspace import Workspace
 from fuelrail.sharding.writer import ShardDone, WriteJob
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.output import Output
-    from fuelrail.sharding.plan import Plan
     from fuelrail.sharding.recipe import Recipe
 
 
@@ -49,8 +50,8 @@ class Progress(Protocol):
     def scanned(self, info: ScanInfo) -> None:
         """The source was scanned."""
 
-    def planned(self, plan: Plan, num_bytes: int) -> None:
-        """Shards are about to be made; ``num_bytes`` is what they will take, roughly."""
+    def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
+        """These shards are about to be made, in this order; ``num_bytes`` is what they will take, roughly."""
 
     def advanced(self, num_bytes: int) -> None:
         """So many more bytes are in shards."""
@@ -115,7 +116,8 @@ def shard(
             plan = plan._replace(shards=begun.shards)
         np.save(work.plan_rows, plan.rows)
         np.save(work.selection, selected)
-        progress.planned(plan, int(table.numbers("size_bytes")[plan.rows].sum() * share))
+        firsts = [planned.first_sample for planned in plan.shards]
+        shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], firsts) * share
         # Before the look at what is whole, where it may be the one file that is not; else once the run is noted as
         # begun, so that a dictionary in OUT is that of this recipe.
         settle = partial(settle_dictionary, output, recipe, finished, table, plan.rows)
@@ -143,6 +145,9 @@ def shard(
         )
         wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(output, manifest, num_workers)
         num_kept = len(plan.shards) - len(wanted)
+        making = [plan.shards[number] for number in wanted]
+        num_bytes = int(shard_bytes[list(wanted)].sum())
+        progress.planned(sum(s.num_samples for s in making), [s.stem for s in making], num_bytes)
         for done in engine.make_shards(job, wanted, progress.advanced):
             work.check()
             num_kept += done.kept

@@ -112,7 +112,7 @@ def _append(args: argparse.Namespace) -> int:
             raise ConfigError(f"--append writes no shard anew: --{name.replace('_', '-')} cannot be had with it")
     begun = time.monotonic()
     with sigterm_is_ctrl_c(), make_progress(as_json=args.json) as progress:
-        manifest = append(args.datasets, args.out)
+        manifest = append(args.datasets, args.out, progress)
     outcome = Outcome(manifest, num_written=0, num_kept=len(manifest.shards))
     return _report(progress, outcome, args.out, time.monotonic() - begun)
 

@@ -111,7 +111,7 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
     said = process.communicate()[0]
     assert process.returncode == 0
     assert b"scanned 6 samples in 2 clips, 2 cameras, 1 lidar" in shown
-    assert b"1/1 shards, wrote train-000000" in shown
+    assert b"0/1 shards, making train-000000" in shown
     assert said.startswith(b"6 samples")
 
 
