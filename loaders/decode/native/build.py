@@ -54,7 +54,7 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
         )
         if done.returncode != 0:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-            raise BuildError(f"the C compiler {compiler!r} failed: {first.strip()}; GCC 12 or Clang 12 are needed")
+            raise BuildError(f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: {first.strip()}")
         made.replace(library)
     return library
 
