@@ -76,7 +76,8 @@ class UrlOutput:
             # close() would upload what is left of a file that nobody wants any more.
             with contextlib.suppress(Exception):
                 file.discard()
-            file.closed = True
+            with contextlib.suppress(AttributeError):  # a file in memory uploads nothing
+                file.closed = True
             raise
 
     def publish_file(self, name: str, file: Path) -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import tarfile
 import time
 
 import pytest
+import webdataset
 
+from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import shard as shard_again
+from fuelrail.sharding.source import SourceSpec
 from fuelrail.sharding.verify import verify
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
@@ -111,3 +117,40 @@ def test_times_of_files_play_no_part(tmp_path):
     turn_clocks(source.root)
     assert shard_nuscenes(source.root, tmp_path / "again", shard_size_bytes=20_000).num_kept == 0
     assert digests(tmp_path / "again") == digests(tmp_path / "expected")
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("layout", ["member", "frame"])
+def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
+    """Sharded, listed and extracted by GNU tar, read by webdataset and the loader, verified, and resharded."""
+    cameras = ("CAM_FRONT", "CAM_" + "LONG_" * 11)
+    source = build_nuscenes(tmp_path / "Füße 数据", {"a": 2, "b": 2}, cameras=cameras)
+    rename_scenes(source.root, ("n" * 64, "2024.05.01/Straße " + "ü" * 90))
+    out = tmp_path / "aus gabe ü"
+    shard_nuscenes(source.root, out, layout=layout)
+    assert verify(out, deep=True, num_threads=1).faults == []
+    dataset = open_dataset(out)
+    (shard,) = dataset.manifest.shards
+    options = ["--zstd"] if layout == "frame" else []
+    listed = subprocess.run(["tar", *options, "-tf", out / shard.name], capture_output=True, check=True).stdout
+    names = listed.decode().splitlines()
+    assert max(map(len, names)) > 100
+    extracted = tmp_path / "extracted"
+    extracted.mkdir()
+    subprocess.run(["tar", *options, "-xf", out / shard.name, "-C", extracted], check=True)
+    assert sorted(path.name for path in extracted.iterdir()) == sorted(names)
+    keys = dataset.index.strings("key")
+    path = extracted.parent / "shard.tar"  # a pipe's command may have no blanks in its names
+    path.symlink_to(out / shard.name)
+    url = f"pipe:zstd -dcqf {path}" if layout == "frame" else str(path)
+    read = list(webdataset.WebDataset(url, shardshuffle=False, empty_check=False))
+    assert [sample["__key__"] for sample in read] == keys
+    field = cameras[1].lower() + ".jpg"
+    assert [sample[field] for sample in read] == [(extracted / f"{key}.{field}").read_bytes() for key in keys]
+    with DataLoader(out, 2, num_workers=1, shuffle=False) as loader:
+        assert [key for batch in loader for key in batch["sample_key"]] == keys
+    again = tmp_path / "again"
+    shard_again(SourceSpec("fuelrail", str(out), {}), again, make_recipe(seed=9, layout="none"), 1, Quiet())
+    assert verify(again, deep=True, num_threads=1).faults == []
+    assert sorted(open_dataset(again).index.strings("key")) == sorted(keys)

@@ -225,3 +225,19 @@ def test_gnu_tar_reads_frame_shards(outs):
     dataset = open_dataset(outs / "frame")
     rows = [dataset.index.row(at) for at in range(dataset.manifest.shards[0].num_samples)]
     assert said == [f"{row.key}.{member.name}" for row in rows for member in row.members]
+
+
+def test_a_seekable_reader_by_others_reads_frame_shards(outs):
+    """pyzstd's SeekableZstdFile goes by the seek table alone: any sample without those before it; `zstd -t` agrees."""
+    pyzstd = pytest.importorskip("pyzstd", reason="pip install 'fuelrail[test]'")
+    dataset = open_dataset(outs / "frame")
+    for shard_entry in dataset.manifest.shards:
+        path = outs / "frame" / shard_entry.name
+        plain = subprocess.run(["zstd", "-dcq", path], capture_output=True, check=True).stdout
+        with pyzstd.SeekableZstdFile(path, "r") as file:
+            assert pyzstd.SeekableZstdFile.is_seekable_format_file(path)
+            for first in range(len(plain) - 600, -1, -4096):
+                file.seek(first)
+                assert file.read(600) == plain[first : first + 600]
+            file.seek(0)
+            assert file.read() == plain
