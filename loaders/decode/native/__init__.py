@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.geometry import ImageMap
 
-REBUILD = "python -m fuelrail.loaders.decode.native.build"
+REBUILD = "python -m fuelrail.loaders.decode.native"
 
 _MCU_PX = 16
 _MIN_SCALE = 0.5
@@ -82,7 +82,7 @@ class CameraJpeg:
         ``image_map`` is that of the decoded picture (`ImageMap.of_scaled`).
         """
         a, b, tx, c, d, ty = image_map.coefficients
-        if b or c or abs(a) <= _MIN_SCALE or abs(d) <= _MIN_SCALE:
+        if b or c or not (abs(a) > _MIN_SCALE and abs(d) > _MIN_SCALE):
             return False
         covered = image_map.covered_output()
         if covered[0] >= covered[2]:

@@ -1,4 +1,4 @@
-"""Compiles the native camera-JPEG decoder: ``python -m fuelrail.loaders.decode.native.build``.
+"""Compiles the native camera-JPEG decoder: ``python -m fuelrail.loaders.decode.native``.
 
 Installing does the same (hatch_build.py), where it can. Only the standard library is used, so that a build backend can
 load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -19,7 +18,8 @@ FOLDER = Path(__file__).resolve().parent
 LIBRARY_NAME = "libcamera_jpeg.so"
 _FLAGS = ("-O3", "-std=gnu11", "-fwrapv", "-fPIC", "-shared", "-Wno-psabi")
 _LEVELS = {"x86_64": "-march=x86-64-v3"}
-"""Processors by name to what the code is compiled for: AVX2 and BMI2, of 2013. Older ones use libjpeg-turbo."""
+"""Processors by name to what the code is compiled for: AVX2 and BMI2, of 2013. Others use libjpeg-turbo: without
+vector code of its own for them, this is slower."""
 
 
 class BuildError(Exception):
@@ -39,11 +39,15 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise BuildError("no C compiler: install one (Debian package gcc)")
-    chosen = flags if flags is not None else tuple(filter(None, [_LEVELS.get(platform.machine())]))
+    if flags is None:
+        level = _LEVELS.get(platform.machine())
+        if level is None:
+            raise BuildError(f"there is no vector code for processors of kind {platform.machine()!r}")
+        flags = (level,)
     library = folder / LIBRARY_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         made = Path(scratch) / LIBRARY_NAME
-        command = [*compiler.split(), *_FLAGS, *chosen, f"-DSOURCE_CRC={source_crc(folder)}u", "camera_jpeg.c"]
+        command = [*compiler.split(), *_FLAGS, *flags, f"-DSOURCE_CRC={source_crc(folder)}u", "camera_jpeg.c"]
         done = subprocess.run(
             [*command, "-o", str(made), "-lm"],
             cwd=folder,
@@ -57,10 +61,3 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             raise BuildError(f"the C compiler {compiler!r} failed, GCC 12 or Clang 12 are needed: {first.strip()}")
         made.replace(library)
     return library
-
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(f"built {build()}\n")
-    except (BuildError, OSError) as failure:
-        sys.exit(f"not built: {failure}")

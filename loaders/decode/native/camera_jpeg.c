@@ -204,10 +204,12 @@ uint32_t camera_jpeg_source_crc(void) { return SOURCE_CRC; }
 
 size_t camera_jpeg_context_bytes(void) { return sizeof(Context); }
 
-/* Whether this processor has what the library was compiled for. */
+/* Whether this processor has what the library was compiled for: x86-64-v3, see build.py. */
 int camera_jpeg_runs_here(void) {
 #ifdef __AVX2__
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+           __builtin_cpu_supports("fma") && __builtin_cpu_supports("lzcnt") && __builtin_cpu_supports("movbe") &&
+           __builtin_cpu_supports("f16c");
 #else
     return 1;
 #endif

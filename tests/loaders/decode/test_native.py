@@ -34,7 +34,7 @@ def camera_jpeg() -> CameraJpeg:
 
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory) -> CameraJpeg:
-    """The same sources without AVX2: what other processors get."""
+    """The same sources without AVX2, which no installation uses: the pixels must not depend on it."""
     folder = copy_of_sources(tmp_path_factory.mktemp("portable"))
     try:
         library = open_library(build.build(folder, flags=()))
@@ -214,6 +214,10 @@ class TestLibrary:
         monkeypatch.setenv("CC", "false")
         with pytest.raises(build.BuildError, match="the C compiler 'false' failed"):
             build.build(copy_of_sources(tmp_path))
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(build.platform, "machine", lambda: "riscv64")
+            with pytest.raises(build.BuildError, match="no vector code for processors of kind 'riscv64'"):
+                build.build(copy_of_sources(tmp_path))
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(build.BuildError, match="no C compiler: install one"):
