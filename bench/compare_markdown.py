@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 HEADER = (
     "loader:recipe", "images/s", "lowest to highest", f"{REFERENCE} is ... times as fast", "95 % interval",
-    "CPU-s per 1,000 images", "peak MB", "first batch s", "PSNR dB, mean (lowest)", "runs",
+    "CPU-s per 1,000 images", "peak MB", "first batch [s]", "PSNR dB, mean (lowest)", "runs",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fuelrail.bench.compare_markdown import HEADER, describe, rows
 from fuelrail.bench.compare_report import REFERENCE, ranking
 from fuelrail.bench.drawing import BLUE, new_figure, style, to_svg
-from fuelrail.bench.page import facts, figure, head, hero, note, page, table
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table, when
 from fuelrail.bench.peers.registry import OURS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _METHOD = (
 
 def render_compare_html(report: CompareReport) -> str:
     """The page as one string; it refers to nothing outside itself."""
-    line = f"{escape(describe(report.work))}. {escape(report.created)}, {report.num_rounds} rounds."
+    line = f"{escape(describe(report.work))}. {when(report.created)}, {report.num_rounds} rounds."
     parts = head("Fuelrail comparison", "The same images through every loader", line)
     if report.cut_off:
         parts.append(note(f"Partial: {report.cut_off}."))
@@ -57,8 +57,8 @@ def render_compare_html(report: CompareReport) -> str:
         items = "".join(f"<li>{escape(entry.name)}: {escape(entry.left_out or '')}</li>" for entry in out)
         parts += ["<h2>Left out</h2>", f"<ul>{items}</ul>"]
     parts += ["<h2>How these figures are made</h2>", f"<p>{escape(_METHOD)}</p>"]
-    options = {**report.options, **report.packages}
-    parts += facts(report.machine, report.dataset, options)
+    packages = {**report.machine.packages, **report.packages}
+    parts += facts(report.machine, report.dataset, report.options, packages)
     return page("Fuelrail comparison", parts)
 
 

@@ -14,7 +14,7 @@ from fuelrail.bench.diagnose_report import (
     tried_rows,
 )
 from fuelrail.bench.drawing import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
-from fuelrail.bench.page import facts, figure, head, hero, note, page, table
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table, when
 
 if TYPE_CHECKING:
     from fuelrail.bench.diagnose_report import DiagnoseReport
@@ -36,7 +36,7 @@ def render_diagnose_html(report: DiagnoseReport) -> str:
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
     line = (
         f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
-        f"{escape(report.dataset.split)}): {ranks}, each one {escape(emulated + device)}. {escape(report.created)}, "
+        f"{escape(report.dataset.split)}): {ranks}, each one {escape(emulated + device)}. {when(report.created)}, "
         f"fuelrail {escape(report.machine.fuelrail)}."
     )
     parts = head("Fuelrail diagnosis", "What bounds this training?", line)
@@ -44,8 +44,9 @@ def render_diagnose_html(report: DiagnoseReport) -> str:
         parts.append(note(f"Partial report: {report.cut_off}."))
     diagnosis = report.diagnosis
     if diagnosis is None:
+        parts.append(note("No diagnosis: not all runs were made."))
         rows = [[escape(run.name), f"{run.step_ms:.2f}", f"{run.occupancy:.1%}"] for run in report.runs]
-        parts += [note("No diagnosis: not all runs were made."), table(["run", "step ms", "occupancy"], rows)]
+        parts += [table(["run", "step ms", "occupancy"], rows)] if rows else []
     else:
         gain = f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
         meaning = f"bounds this run{gain}; occupancy {diagnosis.occupancy:.1%}"

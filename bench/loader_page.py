@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.bench.loader_plots import loader_plots
-from fuelrail.bench.page import GIB, facts, figure, head, hero, note, page, table, tiles
+from fuelrail.bench.page import GIB, facts, figure, head, hero, note, page, table, tiles, when
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ def render_loader_html(report: LoaderReport) -> str:
     line = (
         f"Loading <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
         f"{escape(report.dataset.split)}) with {threads} decoding thread{'s' if threads != 1 else ''}, "
-        f"{report.options['batch_size']} samples a batch. {escape(report.created)}, fuelrail "
+        f"{report.options['batch_size']} samples a batch. {when(report.created)}, fuelrail "
         f"{escape(report.machine.fuelrail)}."
     )
     parts = head("Fuelrail loader report", "How fast can this dataset be loaded here?", line)
@@ -68,12 +68,16 @@ def render_loader_html(report: LoaderReport) -> str:
         "<h2>What a sample costs</h2>",
         figure(drawn["cpu"], "Blue: the loader's stages. Grey: the libraries alone."),
         table(
-            ["", "threads", "samples/s", "CPU time a sample [ms]"],
+            ["what", "threads", "samples/s", "CPU time a sample [ms]"],
             _rows([*report.stages, *stacked, *report.limits]),
         ),
         f'<p class="small">{escape(_ALONE)}</p>',
         "<h2>Rate over time</h2>",
-        figure(drawn["batches"], "One line a run; grey is warm-up, dashed the median."),
+        figure(
+            drawn["batches"],
+            f"One line a run; grey is warm-up{', dashed the median' if report.figures else ''}. "
+            "Batches that were ready together go off the top.",
+        ),
         "<h2>How these figures are made</h2>",
         f"<p>{escape(_METHOD)}</p>",
         *facts(report.machine, report.dataset, report.options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from fuelrail.bench.dataset_facts import DatasetFacts
     from fuelrail.bench.machine import MachineFacts
@@ -34,8 +34,24 @@ def facts(
         f"- fuelrail {machine.fuelrail}, " + (f"commit {machine.commit}{changed}" if machine.commit else "installed"),
         f"- packages: {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"- dataset: {data}; fingerprint {dataset.fingerprint}",
-        f"- options: {', '.join(f'{name}={value}' for name, value in options.items())}",
+        f"- options: {as_text(options)}",
     ]
+
+
+def as_text(options: Mapping[str, Any]) -> str:
+    """Options in a line, those within others by ``outer.inner``; what is off, empty or left to the program is not."""
+    return ", ".join(f"{name}={value}" for name, value in _flat(options, ""))
+
+
+def _flat(options: Mapping[str, Any], within: str) -> Iterator[tuple[str, str]]:
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{name}.")
+        elif isinstance(value, list | tuple):
+            if any(value) or (value and not within):
+                yield within + name, "[" + ", ".join(map(str, value)) + "]"
+        elif value is not None and (not within or value):
+            yield within + name, str(value)
 
 
 def _line(cells: Sequence[str]) -> str:

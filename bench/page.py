@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fuelrail.bench.markdown import as_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.machine import MachineFacts
 
 GIB = 2**30
+_LONG_FIGURE = 8  # characters that fit the hero in its large type
 _STYLE_SHEET = Path(__file__).with_name("report.css")
 
 
@@ -32,10 +36,16 @@ def head(brand: str, title: str, line: str) -> list[str]:
     return [f'<div class="brand">{escape(brand)}</div>', f"<h1>{escape(title)}</h1>", f'<p class="sub">{line}</p>']
 
 
+def when(created: str) -> str:
+    """A report's time, as people write it; UTC."""
+    return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M} UTC"
+
+
 def hero(figure: str, meaning: str, text: str, below: str = "") -> str:
     """The one figure that matters, what it is, and what it means; ``below`` is HTML, the rest text."""
+    size = ' class="long"' if len(figure) > _LONG_FIGURE else ""
     return (
-        f'<div class="hero"><div class="figure"><b>{escape(figure)}</b><span>{escape(meaning)}</span></div>'
+        f'<div class="hero"><div class="figure"><b{size}>{escape(figure)}</b><span>{escape(meaning)}</span></div>'
         f"<div><p>{escape(text)}</p>{below}</div></div>"
     )
 
@@ -68,9 +78,9 @@ def key(colour: str) -> str:
     return f'<i class="key" style="background:{colour}"></i>'
 
 
-def figure(svg: str, caption: str) -> str:
-    """A plot with its caption, both HTML."""
-    return f"<figure>{svg}<figcaption>{caption}</figcaption></figure>"
+def figure(svg: str, caption: str, above: str = "") -> str:
+    """A plot with its caption and what stands above it, such as a legend, which no page break parts; all HTML."""
+    return f"<figure>{above}{svg}<figcaption>{caption}</figcaption></figure>"
 
 
 def note(text: str) -> str:
@@ -79,16 +89,18 @@ def note(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool = False) -> str:
-    """A table of HTML cells; with ``total`` the last row is the sum of the others."""
+    """A table of HTML cells, which scrolls where the window is narrow; with ``total`` the last row sums the others."""
     lines = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     if total:
         lines[-1] = lines[-1].replace("<tr>", '<tr class="total">', 1)
     names = "".join(f"<th>{name}</th>" for name in header)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def facts(machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, Any]) -> list[str]:
-    """What a page ends with: everything that its figures depend on."""
+def facts(
+    machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, Any], packages: Mapping[str, str] | None = None
+) -> list[str]:
+    """What a page ends with: everything that its figures depend on; ``packages`` in place of the machine's."""
     gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
     changed = " with uncommitted changes" if machine.uncommitted_changes else ""
     commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
@@ -98,10 +110,10 @@ def facts(machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, An
         "GPUs": gpus or "none",
         "system": f"{machine.system}, Python {machine.python}",
         "fuelrail": f"{machine.fuelrail}, {commit}",
-        "packages": ", ".join(f"{name} {version}" for name, version in machine.packages.items()),
+        "packages": ", ".join(f"{name} {version}" for name, version in (packages or machine.packages).items()),
         "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
         f"shards; cameras {', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}",
-        "options": ", ".join(f"{name}={value}" for name, value in options.items()),
+        "options": as_text(options),
     }
     body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())
     return ["<h2>Machine, dataset, options</h2>", f'<table class="facts">{body}</table>']

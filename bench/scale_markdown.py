@@ -51,8 +51,8 @@ def curve_rows(report: ScaleReport) -> list[list[str]]:
                 [
                     f"{curve.scaling}, {curve.name}",
                     f"{result.num_ranks:,}",
-                    str(result.batch_size),
-                    f"{result.step_ms:.1f}",
+                    f"{result.batch_size:,}",
+                    f"{result.step_ms:,.1f}",
                     f"{result.samples_per_s:,.0f}",
                     f"{point.efficiency:.1%}",
                     f"{result.occupancy:.1%}",

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.drawing import PercentFormatter, legend_above, new_figure, style, to_svg
-from fuelrail.bench.page import facts, figure, head, hero, note, page, table
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table, when
 from fuelrail.bench.scale_markdown import CURVES_HEADER, MEASURED_HEADER, curve_rows, measured_rows
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ _METHOD = (
     "Weak scaling keeps each rank's batch, strong scaling shares one batch among the ranks. Efficiency is samples/s "
     "over those of one rank times the ranks. The simulation gives each rank a loader with a bounded queue, an "
     "accelerator, and a step that ends when every rank has computed; it draws the loader's times between batches "
-    "and the steps' overhead from those measured with up to two ranks, so that runs with more try it. Exposed all- "
-    "reduce grows with the logarithm of the ranks. Ranks of one host share its CPUs, all ranks share the storage. "
+    "and the steps' overhead from those measured with up to two ranks, so that runs with more try it. Exposed "
+    "all-reduce grows with the logarithm of the ranks. Ranks of one host share its CPUs, all ranks share the storage. "
     "Service times are drawn independently: what slows all ranks of a real cluster at once is not in it."
 )
 
@@ -28,7 +28,7 @@ _METHOD = (
 def render_scale_html(report: ScaleReport) -> str:
     """The page as one string; it refers to nothing outside itself."""
     device = str(report.accelerator.get("name", "cuda"))
-    line = f"Emulated <b>{escape(device)}</b>, dataset {escape(report.dataset.name)}. {escape(report.created)}."
+    line = f"Emulated <b>{escape(device)}</b>, dataset {escape(report.dataset.name)}. {when(report.created)}."
     parts = head("Fuelrail scaling report", "How does training scale?", line)
     if report.cut_off:
         parts.append(note(f"Partial: {report.cut_off}."))
@@ -54,7 +54,8 @@ def render_scale_html(report: ScaleReport) -> str:
         if any(scaling in run.efficiency for run in report.measured):
             caption = f"Lines: simulated{_simulated_batch(report, scaling)}. Dots: measured, all ranks on this host."
             parts += [f"<h2>{scaling.title()} scaling</h2>", figure(_plot(report, scaling), caption)]
-    parts += ["<h2>Measured, and the model's error</h2>", _table(MEASURED_HEADER, measured_rows(report))]
+    if report.measured:
+        parts += ["<h2>Measured, and the model's error</h2>", _table(MEASURED_HEADER, measured_rows(report))]
     if report.curves:
         parts += ["<h2>Simulated</h2>", _table(CURVES_HEADER, curve_rows(report))]
     parts += ["<h2>How these figures are made</h2>", f"<p>{escape(_METHOD)}</p>"]

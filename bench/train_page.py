@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles
+from fuelrail.bench.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles, when
 from fuelrail.bench.train_plots import PHASE_COLOURS, PHASE_LABELS, plots
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _head(report: Report) -> list[str]:
         f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
         f"{escape(report.dataset.split)}): {ranks}, each one {escape(_accelerator_name(report))}, "
         f"{report.options['batch_size']} samples a rank and batch. "
-        f"{escape(report.created)}, fuelrail {escape(report.machine.fuelrail)}{commit}."
+        f"{when(report.created)}, fuelrail {escape(report.machine.fuelrail)}{commit}."
     )
     parts = head("Fuelrail training report", "How busy were the accelerators?", line)
     if report.cut_off:
@@ -168,7 +168,7 @@ def _over_time(report: Report, drawn: dict[str, str]) -> list[str]:
     parts = ["<h2>Occupancy over time</h2>", figure(drawn["occupancy"], caption)]
     if "timeline" in drawn:
         caption = "The first steps after warm-up on one clock: what each rank was doing when."
-        parts += [_phase_legend(), figure(drawn["timeline"], caption)]
+        parts += [figure(drawn["timeline"], caption, _phase_legend())]
     return parts
 
 
@@ -179,7 +179,7 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
         "Wall time of each step, mean over ranks; the warm-up is shaded. Blue and green is work on the device, orange "
         "is waiting."
     )
-    parts = ["<h2>Where a step’s time goes</h2>", _phase_legend(), figure(drawn["breakdown"], caption)]
+    parts = ["<h2>Where a step’s time goes</h2>", figure(drawn["breakdown"], caption, _phase_legend())]
     figures = report.figures
     if figures is not None:
         rows = [

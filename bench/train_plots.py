@@ -128,6 +128,8 @@ def _breakdown(report: Report) -> str:
     usual = base[min(len(base) - 1, report.window.num_warmup_steps // width) :].max()
     if base.max() > 2 * usual:
         axes.set_ylim(0, 1.6 * usual)
+        tallest = int(base.argmax())
+        axes.text(middles[tallest] + width, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4)
     axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
     axes.set_ylabel("time [ms]")
     axes.grid(visible=False, axis="x")
