@@ -94,6 +94,14 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
         f"The CPUs are used up: the loader took {cpu.own:.1f} of the {free:.1f}{left}. '{dearest.name}' makes "
         f"{share:.0%} of its work: {dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
     )
+    if dearest.name == "decode" and jpeg is not None and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample:
+        return Bound(  # the loader decodes no more of an image than its crop keeps
+            kind="cpu",
+            stage="decode",
+            finding=f"{finding} The JPEG library alone, on whole images, takes {jpeg.cpu_ms_per_sample:.1f} ms.",
+            advice="Give each rank more CPU cores, store smaller images, or decode on the GPU.",
+            gain=None,
+        )
     if dearest.name == "decode" and jpeg is not None:
         return Bound(
             kind="cpu",

@@ -177,7 +177,7 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
         return []
     caption = (
         "Wall time of each step, mean over ranks; the warm-up is shaded. Blue and green is work on the device, orange "
-        "is waiting."
+        "and pink is waiting."
     )
     parts = ["<h2>Where a step’s time goes</h2>", figure(drawn["breakdown"], caption, _phase_legend())]
     figures = report.figures

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,25 +59,38 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("word", CASES)
-def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_path):
-    options, is_under_way, sent = CASES[word]
-    out, token = tmp_path / "out", uuid.uuid4().hex
+@contextmanager
+def under_way(word, dataset, out, options, is_under_way):
+    """The command, once it is as far as that, and the token that its processes hold in their environment."""
+    token = uuid.uuid4().hex
     command = [sys.executable, "-m", "fuelrail", "bench", word, dataset, "--out", out, "--no-html", *options]
     process = subprocess.Popen(
         [*map(str, command)], env={**environment(), "FUELRAIL_TEST_RUN": token}, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        deadline_s = time.monotonic() + _PATIENCE_S
-        while not is_under_way(out):
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        process.send_signal(sent)
-        _, error = process.communicate(timeout=_PATIENCE_S)
+        wait_until(lambda: is_under_way(out) or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[1]
+        yield process, token
     finally:
         process.kill()
+        process.communicate()
+
+
+def wait_until(condition):
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come to pass"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_path):
+    options, is_under_way, sent = CASES[word]
+    out = tmp_path / "out"
+    with under_way(word, dataset, out, options, is_under_way) as (process, token):
+        process.send_signal(sent)
+        _, error = process.communicate(timeout=_PATIENCE_S)
     assert process.returncode == 130, error
     assert "the report is partial: " in error
     report = json.loads((out / "report.json").read_text())
@@ -91,15 +105,38 @@ def test_a_partial_report_says_so_and_nothing_keeps_running(word, dataset, tmp_p
         assert report["curves"] == []
 
 
+def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path):
+    options, is_under_way, _ = CASES["train"]
+    out = tmp_path / "out"
+    with under_way("train", dataset, out, options, is_under_way) as (process, token):
+        (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
+        os.kill(rank, signal.SIGKILL)
+        _, error = process.communicate(timeout=_PATIENCE_S)
+    assert process.returncode == 1, error
+    report = json.loads((out / "report.json").read_text())
+    assert report["cut_off"].startswith("rank 1 was ended by SIGKILL after ")
+    assert f"the report is partial: {report['cut_off']}" in error
+    assert all(shown["num_steps"] >= 10 for shown in report["ranks"])
+    assert processes_of(token) == []
+
+
+def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
+    options, is_under_way, _ = CASES["train"]
+    with under_way("train", dataset, tmp_path / "out", options, is_under_way) as (process, token):
+        process.kill()
+        process.wait()
+    wait_until(lambda: processes_of(token) == [])
+
+
 def processes_of(token):
     """Those with the token in their environment, which children inherit."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                held = (entry / "environ").read_bytes()
-            except OSError:  # gone meanwhile, or somebody else's
-                continue
-            if token.encode() in held:
-                found.append(int(entry.name))
-    return found
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and token.encode() in environ_of(pid)]
+
+
+def environ_of(pid):
+    """A process's environment; empty if it is gone meanwhile, or somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""

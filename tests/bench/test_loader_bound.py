@@ -51,6 +51,14 @@ def test_cpus_used_up_by_decoding():
     assert bound.gain == pytest.approx(21.2 / 15)
 
 
+def test_a_library_that_decodes_more_than_the_loader_is_no_limit():
+    """The loader leaves out what the crop leaves out."""
+    bound = judge(samples_per_s=180, busy=IDLE | {"decode": 0.99}, jpeg_ms=25.0)
+    assert (bound.kind, bound.stage, bound.gain) == ("cpu", "decode", None)
+    assert "on whole images, takes 25.0 ms" in bound.finding
+    assert "no loader can" not in bound.advice
+
+
 def test_cpus_used_up_by_reading():
     bound = judge(samples_per_s=180, busy=IDLE, cpu_ms={"fetch": 15.0, "parse": 1.0, "decode": 4.0, "collate": 0.1})
     assert (bound.kind, bound.stage) == ("cpu", "fetch")

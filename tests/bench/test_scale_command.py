@@ -71,7 +71,3 @@ def test_what_cannot_be_scaled_is_refused_in_one_sentence(dataset, tmp_path, cap
     assert said in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_there_must_be_a_dataset(tmp_path):
-    assert bench(tmp_path / "nothing", tmp_path / "out") == 2

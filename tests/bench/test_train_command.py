@@ -108,11 +108,6 @@ def test_what_cannot_be_run_is_refused_in_one_sentence(dataset, tmp_path, capsys
     assert not out.exists()
 
 
-def test_no_dataset(tmp_path, capsys):
-    assert bench(tmp_path / "nothing", tmp_path / "out") == 2
-    assert "nothing" in capsys.readouterr().err
-
-
 def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs(dataset, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert bench(dataset, tmp_path / "file" / "out") == 2
