@@ -39,12 +39,14 @@ def render_compare_html(report: CompareReport) -> str:
     if best is not None and best.figures is not None and best.figures.ours_times_as_fast is not None:
         times = best.figures.ours_times_as_fast
         interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.confidence else ""
+        holds_one = bool(times.confidence) and times.low <= 1 <= times.high
+        undecided = " The interval holds 1: these rounds don't show which is faster." if holds_one else ""
         parts.append(
             hero(
                 f"{times.median:.2f} x",
                 f"{REFERENCE} against {best.name}, the fastest of the others",
                 f"{REFERENCE} hands out images {times.median:.2f} times as fast as {best.name}{interval}, on the same "
-                f"CPUs, of the same files. {len(others)} other ways to load were timed.",
+                f"CPUs, of the same files.{undecided} {len(others)} other ways to load were timed.",
             )
         )
     parts += map(note, report.warnings)

@@ -112,7 +112,8 @@ def facts(
         "fuelrail": f"{machine.fuelrail}, {commit}",
         "packages": ", ".join(f"{name} {version}" for name, version in (packages or machine.packages).items()),
         "dataset": f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in {dataset.num_shards} "
-        f"shards; cameras {', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}",
+        f"shard{'s' if dataset.num_shards != 1 else ''}; cameras {', '.join(dataset.cameras)}; fingerprint "
+        f"{dataset.fingerprint}",
         "options": as_text(options),
     }
     body = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows.items())

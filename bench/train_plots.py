@@ -129,7 +129,8 @@ def _breakdown(report: Report) -> str:
     if base.max() > 2 * usual:
         axes.set_ylim(0, 1.6 * usual)
         tallest = int(base.argmax())
-        axes.text(middles[tallest] + width, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4)
+        beside = middles[tallest] + 0.6 * width
+        axes.text(beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4)
     axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
     axes.set_ylabel("time [ms]")
     axes.grid(visible=False, axis="x")

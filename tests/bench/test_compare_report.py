@@ -90,6 +90,12 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     assert "4.50 x" in page.text
 
 
+@pytest.mark.parametrize(("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)])
+def test_a_lead_within_the_noise_is_told_as_none(ours, undecided):
+    entries = [contestant("fuelrail:turbo", ours), contestant("wds:cv2fast", [600.0, 600.0, 600.0])]
+    assert ("The interval holds 1" in Page(render_compare_html(compare_report_of(entries))).text) == undecided
+
+
 def test_without_our_reference_there_are_rates_and_no_ratios():
     (entry,) = compare_report_of([contestant("loose:pil", [200.0])]).contestants
     assert entry.figures.ours_times_as_fast is None
