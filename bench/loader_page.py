@@ -50,7 +50,10 @@ def render_loader_html(report: LoaderReport) -> str:
         parts += _figures(report.figures)
     parts += map(note, report.warnings)
     if "waterfall" in drawn:
-        caption = "All with the same number of threads. Pale: what the step costs."
+        caption = (
+            "All with the same number of threads. Pale: what the step costs. The library decodes whole images, the "
+            "loader may leave out what the crop leaves out, and then be faster."
+        )
         parts += ["<h2>From the limit to the loader</h2>", figure(drawn["waterfall"], caption)]
     parts += [
         "<h2>Loader stages</h2>",
