@@ -151,6 +151,8 @@ class FaultServer:
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
+        for _ in range(10):  # turns of the loop, until what was accepted just now is served: a task cancelled before
+            await asyncio.sleep(0)  # it began closes nothing
         # Connections being served, and those that were accepted just now: on this loop there are no other tasks.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:

@@ -74,8 +74,8 @@ def _in_processes(
             ) from error
         finally:
             stop.set()
-            for future in pending:
-                future.cancel()
+            # Cancelled by the pool's own thread: one that we cancelled would make it stumble over a worker's death.
+            pool.shutdown(cancel_futures=True)
 
 
 _writer: ShardWriter
