@@ -9,11 +9,10 @@ import pytest
 
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.manifest import MANIFEST_FILE
-from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.verify import verify
 from support.cloud_emulators import emulated
 from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests, shard_nuscenes
+from support.sharding import Interrupt, digests, shard_nuscenes
 
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
 
@@ -57,16 +56,6 @@ def local_copy(url, folder):
     for path in fs.ls(root, detail=False):
         fs.get_file(path, str(folder / path.rpartition("/")[2]))
     return folder
-
-
-class Interrupt(Quiet):
-    def __init__(self, after):
-        self.left = after
-
-    def shard_done(self, shard):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def test_a_whole_run(source, expected, store, tmp_path):

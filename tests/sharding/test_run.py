@@ -25,11 +25,10 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.schema import decode_meta
 from fuelrail.sharding.engines.threads import MAX_THREADS
 from fuelrail.sharding.output import WORK_FOLDER, FolderOutput
-from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.sources.nuscenes import NuScenesSource
 from fuelrail.sharding.workspace import Workspace
 from support.nuscenes_tables import build_nuscenes, encode_image
-from support.sharding import digests, shard_nuscenes
+from support.sharding import Interrupt, digests, shard_nuscenes
 
 WORKERS = [1, 2, MAX_THREADS + 1]  # this thread, threads, processes
 CLIPS = {"a": 4, "b": 5, "c": 3, "d": 4}
@@ -158,18 +157,6 @@ def test_other_options_are_refused_with_both_sides(source, expected, tmp_path, c
     assert {name: digest for name, digest in digests(out).items() if not name.endswith("lock")} == {
         name: digest for name, digest in before.items() if not name.endswith("lock")
     }
-
-
-class Interrupt(Quiet):
-    """Interrupts a run after so many shards."""
-
-    def __init__(self, after):
-        self.left = after
-
-    def shard_done(self, shard):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def begin(source, out, after=2, num_workers=1):

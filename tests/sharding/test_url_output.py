@@ -26,7 +26,7 @@ from fuelrail.sharding.verify import verify
 from fuelrail.sharding.workspace import Workspace
 from fuelrail.sharding.writer import WriteJob
 from support.nuscenes_tables import build_nuscenes
-from support.sharding import digests, shard_nuscenes
+from support.sharding import Interrupt, digests, shard_nuscenes
 
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'fuelrail[s3]'")
 
@@ -129,16 +129,6 @@ def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket
     assert fetched(bucket, url, tmp_path / "got") == expected
     assert [upload["Key"] for upload in uploads(bucket)] == ["other/thing"]
     bucket.call_s3("abort_multipart_upload", Bucket="drives", Key="other/thing", UploadId=foreign["UploadId"])
-
-
-class Interrupt(Quiet):
-    def __init__(self, after):
-        self.left = after
-
-    def shard_done(self, shard):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
 
 
 def test_finished_shards_are_believed_by_their_seal_or_read(source, expected, bucket, url, tmp_path, monkeypatch):

@@ -38,3 +38,15 @@ def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder, by relative name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Interrupt(Quiet):
+    """Interrupts a run after so many shards."""
+
+    def __init__(self, after):
+        self.left = after
+
+    def shard_done(self, shard):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
