@@ -25,11 +25,11 @@ def server(command, port):
     """A process that serves on a port of loopback."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
-            assert time.monotonic() < deadline, f"{command[0]} did not start within 60 s"
+            assert time.monotonic() < deadline, f"{command[0]} did not start within 180 s"
             assert process.poll() is None, f"{command[0]} ended with {process.returncode}"
             time.sleep(0.1)
         yield
