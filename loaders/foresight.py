@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.work import Share
+    from fuelrail.loaders.tasks import Share
     from fuelrail.pipeline.world import Batching, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from fuelrail.loaders import hooks, work
+from fuelrail.loaders import hooks, tasks
 from fuelrail.loaders.agreement import check_ranks_agree
 from fuelrail.loaders.arguments import check_arguments, choose_window
-from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
+from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch_decode import check_pixels
 from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
 from fuelrail.loaders.decode import make_decoder
@@ -24,38 +22,39 @@ from fuelrail.loaders.mesh import detect_world, resolve_world
 from fuelrail.loaders.points import choose_points
 from fuelrail.loaders.production import Production
 from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
+from fuelrail.loaders.runner import Runner
 from fuelrail.loaders.slots import BufferPool
 from fuelrail.loaders.sources import add_stats, open_all
 from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state
 from fuelrail.loaders.stats import LoaderStats
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.supply import Choice, make_supply
+from fuelrail.loaders.tasks import Share
 from fuelrail.loaders.transfer import make_transfer, require_cuda
+from fuelrail.loaders.work import Augments
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
+from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.order import OrderSpec
 from fuelrail.pipeline.pixel_augment import PixelAugment
-from fuelrail.pipeline.stages import Observer, Pipeline, StageClock, add_clocks
 from fuelrail.pipeline.world import Batching, Cursor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.lookahead import Ahead, Shelf
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.sources import DatasetLike
     from fuelrail.loaders.undistort import Undistort
     from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.retry import RetryPolicy
-    from fuelrail.pipeline.stages import Stage
+    from fuelrail.pipeline.stages import Observer, Pipeline, Stage
     from fuelrail.pipeline.sweeps import PointSweeps
     from fuelrail.pipeline.windows import Padding
     from fuelrail.pipeline.world import World
@@ -191,19 +190,14 @@ class DataLoader:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         check_arguments(self._arguments)
         batch_size, seed = int(batch_size), int(seed)  # numpy's are integers too, but no JSON
-        self.datasets = open_all(dataset, storage_options, cache_dir)
-        if (mix is None) != (not isinstance(dataset, Mapping)):
-            raise ConfigError(
-                f"mix={mix!r} goes with a dict of datasets, got dataset={dataset!r}: "
-                'DataLoader({"a": PATH, "b": PATH}, batch_size, mix={"a": 3, "b": 1})'
-            )
-        self.batch_size, self.image, self.seed, self.prefetch_factor = batch_size, image, seed, prefetch_factor
-        (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
-        self._tuner: Autotuner | None = None
+        self.batch_size, self.image, self.seed = batch_size, image, seed
         self.world = resolve_world(world)
         self._world_is_detected = world is None
-        self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         global_batch = batch_size * self.world.size
+
+        self.datasets = open_all(dataset, mix, storage_options, cache_dir)
+        self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
+        (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
         self._window = choose_window(frames, stride, padding)
         self._supply = make_supply(
             Choice(self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None),
@@ -222,41 +216,36 @@ class DataLoader:
         where, sources = self._supply.where, self._supply.sources
         self._batching = Batching(where.epoch_length, global_batch, self.world, drop_last=drop_last)
         self._look_ahead_bytes = look_ahead_bytes or max(source.storage.look_ahead_bytes for source in sources)
-        self._shelves: list[Shelf] = []
         self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)
-        cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
-        self._num_images = where.frames * len(cameras)
+
         threads = num_workers if num_workers is not None and num_workers != "auto" else default_num_workers()
         image_decoder = make_decoder(decoder, device, lambda: image_facts(sources), int(threads))
         check_pixels(image_decoder, pixels)
+        cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
         self._transfer = make_transfer(device, normalize)
         self._make = Production(
-            self._bad, cameras, lidar, work.Augments(image, pixels, bev, seed, accumulation, undistort),
+            self._bad, cameras, lidar, Augments(image, pixels, bev, seed, accumulation, undistort),
             image_decoder, batch_size, self._window,
             transform, collate_fn, normalize, self._transfer,
         )  # fmt: skip
+
+        self._num_images = where.frames * len(cameras)
+        axes = () if self._window is None else (where.frames,)
+        shape = (batch_size, *axes, len(cameras), 3, image.height, image.width)
+        tuner = make_tuner(budget, batch_size, math.prod(shape), prefetch_factor) if num_workers == "auto" else None
+        tuning = Tuning(threads, prefetch_factor) if tuner is None else tuner.tuning
+        self.num_workers, self.prefetch_factor = tuning
+        keep = batches_in_flight(tuning if tuner is None else tuner.most, batch_size)
         pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
-        axes = () if self._window is None else (where.frames,)
-        shape = (batch_size, *axes, len(cameras), 3, image.height, image.width)
-        if num_workers == "auto":
-            self._tuner = make_tuner(budget, batch_size, math.prod(shape), prefetch_factor)
-            self.num_workers, self.prefetch_factor = self._tuner.tuning
-        else:
-            self.num_workers = threads
-        most = Tuning(self.num_workers, prefetch_factor) if self._tuner is None else self._tuner.most
-        self._buffers = BufferPool(shape, pinned=pinned, keep=batches_in_flight(most, batch_size))
+        self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
+
+        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
+        self._share = Share()
+        self._check_ranks = check_ranks
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._check_ranks = check_ranks
-        self._share = work.Share()
-        self._trace = trace
-        self._begun_s: float | None = None
-        self._past_waited_s = 0.0
-        self._pipeline: Pipeline | None = None
-        self._ahead: Cursor | None = None  # where the running pipeline stands, between two epochs
-        self._past: tuple[StageClock, ...] = ()  # clocks of the pipelines before
         self._batches = 0
 
     @property
@@ -285,16 +274,14 @@ class DataLoader:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
         self._position = self._start
-        if self._pipeline is None or not self._pipeline.is_running or self._ahead != self._start:
+        if not (self._runner.is_running and self._runner.rests_at(self._start)):
             self.close()
-            tasks = work.tasks(self._ask_ahead(), self._supply.sources, self._buffers, self._window)
-            self._pipeline = Pipeline(tasks, self.stages(), name=f"fuelrail-r{self.world.rank}", observer=self._trace)
-            if self._tuner is not None:
-                self._tuner.restart()
-            if self._begun_s is None:
-                self._begun_s = time.perf_counter()
-        self._ahead = None
-        return self._drain(self._pipeline, self._start)
+            shelves = self._supply.shelves(self._start, self._batching, self._share)
+            coming = tasks.coming(self._supply.where, self._start, self._batching, self._share)
+            asked_for = look_ahead(coming, shelves, self._look_ahead_bytes)
+            made = tasks.tasks(asked_for, self._supply.sources, self._buffers, self._window)
+            self._runner.start(made, self.stages(), shelves)
+        return self._drain(self._runner.take(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs.
@@ -331,13 +318,18 @@ class DataLoader:
 
     def stats(self) -> LoaderStats:
         """The stages' clocks and what was handed out, since the loader was made; empty before the first iteration."""
-        samples = self._batches * self.batch_size
-        clocks = self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
-        waited_s = self._past_waited_s + (0.0 if self._pipeline is None else self._pipeline.waited_s)
-        elapsed_s = 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
-        images = samples * self._num_images
+        runner, samples = self._runner, self._batches * self.batch_size
         storage = add_stats([source.storage.stats() for source in self._supply.sources])
-        return LoaderStats(clocks, self._batches, samples, images, waited_s, elapsed_s, storage, self._bad.count)
+        return LoaderStats(
+            stages=runner.clocks(),
+            batches=self._batches,
+            samples=samples,
+            images=samples * self._num_images,
+            waited_s=runner.waited_s,
+            elapsed_s=runner.elapsed_s,
+            storage=storage,
+            bad_samples=self._bad.count,
+        )
 
     def take_share(self, index: int, count: int) -> None:
         """Make only every ``count``-th step of this rank from ``index`` on; for worker processes that take turns.
@@ -348,19 +340,11 @@ class DataLoader:
         assert 0 <= index < count, "a share is one of count"
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
-        self._share = work.Share(index, count)
+        self._share = Share(index, count)
 
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
-        for shelf in self._shelves:
-            shelf.session.close()  # a thread that waits for storage must not hold up the others' end
-        self._shelves = []
-        # Taken first: an iteration that ends in another thread closes too.
-        pipeline, self._pipeline, self._ahead = self._pipeline, None, None
-        if pipeline is not None:
-            pipeline.close()
-            self._past = add_clocks(self._past, pipeline.clocks())
-            self._past_waited_s += pipeline.waited_s
+        self._runner.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""
@@ -389,44 +373,34 @@ class DataLoader:
                 handed_out += 1
                 self._batches += 1
                 self._position = Cursor(start.epoch, rest.consumed(min(handed_out * share.of, rest.num_steps)))
-                if self._tuner is not None:
-                    self._retune(self._tuner, pipeline)
-                if handed_out == num_batches and self._pipeline is pipeline:
+                if (tuning := self._runner.tuning_due()) is not None:
+                    self.num_workers, self.prefetch_factor = tuning
+                    self._runner.adapt(self.stages())
+                if handed_out == num_batches and self._runner.runs(pipeline):
                     # Here, not behind the loop: who counts batches by len() never asks for one more.
                     self._go_on(following)
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
-            if self._pipeline is pipeline:
+            if self._runner.runs(pipeline):
                 if not num_batches:
                     self._go_on(following)
-                if self._ahead == following:  # and no other iteration has begun
+                if self._runner.rests_at(following):  # and no other iteration has begun
                     self._position = following
-            elif handed_out < num_batches and self._pipeline is not None:
+            elif handed_out < num_batches and self._runner.is_started:
                 raise FuelrailError(
                     f"another iteration of this loader has begun, which ended this one after {handed_out} of "
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
             hooks.warn_if_slow(pipeline.clocks())
-            if self._pipeline is pipeline and handed_out < num_batches:
+            if self._runner.runs(pipeline) and handed_out < num_batches:
                 self.close()
 
     def _go_on(self, following: Cursor) -> None:
         """The epoch is over: the next iteration is the following one, where the pipeline stands already."""
-        self._start = self._ahead = following
+        self._start = following
+        self._runner.rest_at(following)
         self._epoch_is_set = False
-
-    def _retune(self, tuner: Autotuner, pipeline: Pipeline) -> None:
-        """Note a batch, and do what the tuner says."""
-        now_s = time.perf_counter()
-        if not tuner.due(now_s):
-            return
-        tuning = tuner.update(now_s, pipeline.waited_s, pipeline.clocks())
-        if tuning is not None:
-            self.num_workers, self.prefetch_factor = tuning
-            for stage in self.stages():
-                pipeline.set_num_threads(stage.name, stage.num_threads)
-                pipeline.set_capacity(stage.name, stage.capacity)
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, as plain JSON types."""
@@ -435,12 +409,6 @@ class DataLoader:
             **msgspec.json.decode(state.pop("identity")), "batch_size": self.batch_size, "seed": self.seed,
             "points": self._make.lidar is not None, "augments": msgspec.to_builtins(self._make.augments), **state,
         }  # fmt: skip
-
-    def _ask_ahead(self) -> Iterator[Ahead]:
-        """The samples from where the run stands, asked for ahead of their turn."""
-        self._shelves = self._supply.shelves(self._start, self._batching, self._share)
-        coming = work.coming(self._supply.where, self._start, self._batching, self._share)
-        return look_ahead(coming, self._shelves, self._look_ahead_bytes)
 
     def stages(self) -> list[Stage]:
         """The stages that samples go through to become batches, unstarted.

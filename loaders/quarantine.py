@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.places import PlaceMap
     from fuelrail.loaders.sources import Source
-    from fuelrail.loaders.work import Task
+    from fuelrail.loaders.tasks import Task
 
 _LOG = logging.getLogger(__name__)
 

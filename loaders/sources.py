@@ -37,10 +37,11 @@ class Source(NamedTuple):
 
 def open_all(
     dataset: DatasetLike | Mapping[str, DatasetLike],
+    mix: Mapping[str, int] | None,
     storage_options: Mapping[str, Any] | None,
     cache_dir: str | os.PathLike[str] | None,
 ) -> dict[str, Dataset]:
-    """The datasets by name, opened; one alone has the name of its manifest.
+    """The datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
 
     Raises ConfigError for what is no dataset, or no mapping of names to them, and what `open_dataset` raises.
     """
@@ -54,6 +55,11 @@ def open_all(
             )
         return open_dataset(one, storage_options=storage_options, cache_dir=cache_dir)
 
+    if (mix is None) != (not isinstance(dataset, Mapping)):
+        raise ConfigError(
+            f"mix={mix!r} goes with a dict of datasets, got dataset={dataset!r}: "
+            'DataLoader({"a": PATH, "b": PATH}, batch_size, mix={"a": 3, "b": 1})'
+        )
     if not isinstance(dataset, Mapping):
         single = opened(dataset)
         return {single.manifest.name: single}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.sources import Source
     from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.work import Share
+    from fuelrail.loaders.tasks import Share
     from fuelrail.pipeline.compiled_order import AnyOrder
     from fuelrail.pipeline.dataset import Dataset
     from fuelrail.pipeline.dataset_mix import DatasetMixOrder

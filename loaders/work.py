@@ -12,36 +12,28 @@ import torch
 
 from fuelrail.loaders.assemble import BatchSlot, DecodedSample
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.lookahead import Due
 from fuelrail.loaders.quarantine import BAD_SAMPLE
 from fuelrail.loaders.reader import FetchedSpan
 from fuelrail.loaders.temporal import DecodedWindow, hidden
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.world import Cursor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode import ImageDecoder
-    from fuelrail.loaders.lookahead import Ahead
-    from fuelrail.loaders.places import PlaceMap
     from fuelrail.loaders.points import Accumulation
     from fuelrail.loaders.quarantine import BadSamples
-    from fuelrail.loaders.slots import BufferPool
-    from fuelrail.loaders.sources import Source
-    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.loaders.tasks import Task
     from fuelrail.loaders.undistort import Undistort
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.bev_augment import BevAugment, BevMap
     from fuelrail.pipeline.geometry import ImageMap
-    from fuelrail.pipeline.index import IndexRow
     from fuelrail.pipeline.pixel_augment import PixelAugment, PixelChange
     from fuelrail.pipeline.schema import Sample
     from fuelrail.pipeline.windows import FrameWindow
-    from fuelrail.pipeline.world import Batching
 
 
 class Augments(NamedTuple):
@@ -53,69 +45,6 @@ class Augments(NamedTuple):
     seed: int
     accumulation: Accumulation | None = None
     undistort: Undistort | None = None
-
-
-class Share(NamedTuple):
-    """Which steps a process makes of its rank's: every ``of``-th from ``first`` on."""
-
-    first: int = 0
-    of: int = 1
-
-    def steps(self, batching: Batching) -> range:
-        """The steps of these batches that are its own."""
-        return range(self.first, batching.num_steps, self.of)
-
-    def step(self, number: int, start: Cursor, whole: Batching) -> int:
-        """Which step, counted from ``start`` on over the ends of epochs, is its own one of this number."""
-        rest = start.rest(whole)
-        own = self.steps(rest)
-        if number < len(own):
-            return own[number]
-        own_in_epoch = self.steps(whole)
-        epochs, at = divmod(number - len(own), len(own_in_epoch))
-        return rest.num_steps + epochs * whole.num_steps + own_in_epoch[at]
-
-
-class FrameTask(NamedTuple):
-    """One frame of a sample to load: its row in its dataset's index."""
-
-    row: int
-    present: bool
-    """False: it stands in for a frame that the clip has not got."""
-    entry: IndexRow | None
-    """The row's content; None where the index is damaged there, which ``take`` tells."""
-    take: PendingSpan
-    """Waits for the bytes."""
-
-
-class Task(NamedTuple):
-    """One sample to load: its place in a batch, and its frames (one without windows)."""
-
-    slot: BatchSlot
-    at: int
-    source: Source
-    """The dataset that it is of."""
-    frames: tuple[FrameTask, ...]
-    current: int
-    """Which of the frames is the sample's own."""
-    valid: bool
-    position: int
-    """In the epoch, over all ranks."""
-    num_replaced: int = 0
-    """Bad samples that it stands in for."""
-
-    @property
-    def row(self) -> int:
-        """The sample's own row."""
-        return self.frames[self.current].row
-
-    @property
-    def number(self) -> int:
-        """The sample's number over all datasets: what its augmentation is drawn by."""
-        return self.source.base + self.row
-
-    def __str__(self) -> str:
-        return f"row {self.row} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
 class Fetched(NamedTuple):
@@ -168,53 +97,6 @@ class Parsed(NamedTuple):
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r}, {self.task}"
-
-
-def coming(where: PlaceMap, start: Cursor, whole: Batching, share: Share) -> Iterator[Due]:
-    """The samples of this rank from ``start`` on, epoch after epoch without end."""
-    while share.steps(whole):  # a share of nothing would never come to an end
-        yield from _coming_in_epoch(where, start, start.rest(whole), share)
-        start = Cursor(start.epoch + 1)
-
-
-def _coming_in_epoch(where: PlaceMap, start: Cursor, rest: Batching, share: Share) -> Iterator[Due]:
-    steps_done = start.samples_consumed // rest.global_batch
-    for step in share.steps(rest):
-        positions = rest.positions(step)
-        parts, rows, present, valid, flags = where.places(start.epoch, positions)
-        valid &= rest.valid(step)
-        places = (positions, rows, valid, parts, present)
-        for at, place in enumerate(zip(*[column.tolist() for column in places], strict=True)):
-            position, row, ok, part, here = place
-            yield Due(start.epoch, steps_done + step, at, position, row, ok, part, here, flags)
-
-
-def tasks(
-    asked_for: Iterator[Ahead], sources: Sequence[Source], buffers: BufferPool, window: FrameWindow | None = None
-) -> Iterator[Task]:
-    """The samples with their places in batches; a batch's buffer is taken when its first sample's turn comes."""
-    slot: BatchSlot | None = None
-    current = 0 if window is None else window.current
-    for due, entries, takes in asked_for:
-        if due.at == 0:
-            slot = BatchSlot(due.epoch, due.step, buffers.take(), due.flags, window is not None)
-        assert slot is not None, "a batch begins with its first sample"
-        frames = frame_tasks(due.rows, due.present, entries, takes)
-        yield Task(slot, due.at, sources[due.part], frames, current, due.valid, due.position)
-
-
-def frame_tasks(
-    rows: Sequence[int],
-    present: Sequence[bool] | None,
-    entries: Sequence[IndexRow],
-    takes: Sequence[PendingSpan],
-) -> tuple[FrameTask, ...]:
-    """A sample's frames; without ``entries`` (the index could not tell) the only take says why, whichever is taken."""
-    if not entries:
-        return tuple(FrameTask(row, True, None, takes[0]) for row in rows)
-    if present is None:
-        return tuple(FrameTask(row, True, entry, take) for row, entry, take in zip(rows, entries, takes, strict=True))
-    return tuple(map(FrameTask, rows, present, entries, takes))
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:

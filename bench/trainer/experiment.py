@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fuelrail.loaders.foresight import Foresight
     from fuelrail.loaders.reader import FetchedSpan
     from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.loaders.work import Parsed, Task
+    from fuelrail.loaders.tasks import Task
+    from fuelrail.loaders.work import Parsed
     from fuelrail.pipeline.index import IndexRow
     from fuelrail.pipeline.stages import Observer, Stage
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, Mix, OrderSpec, World
 from fuelrail.loaders.foresight import Foresight
 from fuelrail.loaders.lookahead import RequestNumbers
-from fuelrail.loaders.work import Share
+from fuelrail.loaders.tasks import Share
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.manifest import MANIFEST_FILE, encode_manifest, load_manifest

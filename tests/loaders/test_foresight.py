@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuelrail.bench.micro.storage_cache import lru_misses
 from fuelrail.loaders.foresight import NEVER, FarthestFirst, Foresight, coming_rows, foresee
-from fuelrail.loaders.work import Share
+from fuelrail.loaders.tasks import Share
 from fuelrail.pipeline.order import Layout, Order, OrderSpec
 from fuelrail.pipeline.world import Batching, Cursor, World
 
@@ -162,7 +162,7 @@ def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
     share = Share(first, of)
     foresight, uses = foresee(lambda epoch, positions: order(positions) + 100 * epoch, start, whole, share=share)
     assert uses == 4
-    own = []  # as `work.coming` walks
+    own = []  # as `tasks.coming` walks
     for epoch in range(3, 7):
         rest = (start if epoch == 3 else Cursor(epoch)).rest(whole)
         own += [order(rest.positions(step)) + 100 * epoch for step in share.steps(rest)]
