@@ -77,6 +77,7 @@ def test_shard_verify_inspect(run, source, tmp_path):
 def test_progress_for_machines(run, source, tmp_path):
     code, said, _ = shard(run, source.root, tmp_path / "out", "--json")
     events = [json.loads(line) for line in said.splitlines()]
+    events = [event for event in events if event["event"] != "progress"]  # one a second, of which a run may take many
     assert code == 0
     assert [event["event"] for event in events] == ["scanned", "planned", "shard", "finished"]
     assert events[0] == {"event": "scanned", "clips": 2, "samples": 6}
