@@ -45,7 +45,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--width", type=int, default=704, help="of the images delivered (default: %(default)s)")
     add("--cpus", metavar="LIST", help="CPUs that every loader is pinned to, such as 0,1 or 0-3 (default: all usable)")
     add("--rounds", type=int, default=5, help="runs of each, in turns; 0 prepares and checks (default: %(default)s)")
-    add("--seconds", type=float, default=4.0, help="length of a run behind its first batch (default: %(default)s)")
+    add(
+        "--seconds",
+        type=float,
+        default=4.0,
+        help="length of a run behind its warm-up, in all its laps (default: %(default)s)",
+    )
     add("--psnr", type=float, default=36.0, help="likeness [dB] that images must have at worst (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the orders (default: %(default)s)")
     add("--data", type=Path, help="folder for the loaders' formats, kept for the next time (default: data in --out)")
@@ -156,27 +161,25 @@ class _Session:
         """The rounds; the report is written after each run, so that nothing measured is lost."""
         for _ in range(self._arguments.rounds):
             turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
-            for number, contestant in enumerate(turns):
-                where = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {contestant.name}"
-                with self._console.status(where):
-                    self._note(contestant, workshop.time(contestant))
-                self.publish(cut_off=_UNDER_WAY)
+            with self._console.status(f"round {self._rounds + 1}") as status:
+                for number, measured in enumerate(workshop.round(turns)):
+                    self._note(measured)
+                    status.update(f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {measured.contestant.name}")
+                    self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
 
-    def _note(self, contestant: Contestant, measured: Measured) -> None:
+    def _note(self, measured: Measured) -> None:
         from fuelrail.bench.compare_report import make_run
-        from fuelrail.bench.peers.process import Timed
 
+        contestant = measured.contestant
         entry = self._entries[contestant.name]
-        answer = measured.answer
-        if not isinstance(answer, Timed):
-            why = getattr(answer, "message", "no answer")
-            self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=f"it failed while timed: {why}")
+        if measured.timed is None:
+            why = f"it failed while timed: {measured.failure}"
+            self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=why)
             self._entrants = [other for other in self._entrants if other != contestant]
             return
-        made = make_run(
-            self._rounds, answer, self._work.batch_size * len(self._work.cameras), measured.peak_memory_bytes
-        )
+        images_per_batch = self._work.batch_size * len(self._work.cameras)
+        made = make_run(self._rounds, measured.timed, measured.beside, images_per_batch)
         self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, made])
 
     def report(self) -> CompareReport:

@@ -14,16 +14,18 @@ from fuelrail.bench.files import load_report_of
 from fuelrail.bench.loader_report import CLOCK_JUMP_S
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.interface import Work  # noqa: TC001 (likewise)
-from fuelrail.bench.peers.process import Check, Timed  # noqa: TC001 (likewise)
+from fuelrail.bench.peers.process import Check  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.registry import OURS
-from fuelrail.bench.steady import Interval, interval_of, ratio_interval, warm_up_length
+from fuelrail.bench.steady import Interval, interval_of, ratio_interval
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from fuelrail.bench.compare_laps import Timed
+
 SCHEMA = "fuelrail-bench-compare"
-VERSION = 1
+VERSION = 2
 MIN_BATCHES = 8
 REFERENCE = f"{OURS}:turbo"
 # A gap so long between two batches is a machine that stood still, not a loader that is slow.
@@ -34,26 +36,30 @@ _PAUSE_FACTOR = 20
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one contestant in a round.
 
-    ``images_per_s`` is of the steady part; None where ``doubt`` says why the run does not count. CPU time is that of
-    the process and its children while batches came; ``peak_memory_bytes`` counts pages that processes share once;
-    ``others_cpus`` is what else kept CPUs busy on this machine, None where that cannot be known.
+    ``images_per_s`` is of all its laps; None where ``doubt`` says why the run does not count.
+    ``reference_images_per_s`` is the reference's rate in its laps between these; None without them, or where those do
+    not count. CPU time is that of the process and its children in the laps; ``peak_memory_bytes`` counts pages that
+    processes share once; ``others_cpus`` is what else kept CPUs busy on this machine, with what its host kept back;
+    ``stolen_cpus`` is the host's part alone. None where that cannot be known.
     """
 
     round: int
     images_per_s: float | None
+    reference_images_per_s: float | None
     first_batch_s: float
     num_batches: int
     cpu_s_per_1000_images: float
     peak_memory_bytes: int
     others_cpus: float | None
+    stolen_cpus: float | None
     doubt: str | None
 
 
 class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the rounds say about a contestant.
 
-    ``ours_times_as_fast``: the reference's rate over this one's in the same round; geometric mean with a 95 % interval.
-    None without the reference, and without an interval after a single round.
+    ``ours_times_as_fast``: the reference's rate over this one's in laps in turns; geometric mean over the rounds with a
+    95 % interval. None without the reference, and without an interval after a single round.
     """
 
     images_per_s: Interval
@@ -92,56 +98,56 @@ class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
 
 
-def make_run(round_number: int, timed: Timed, images_per_batch: int, peak_memory_bytes: int) -> Run:
-    """Judge one run by the times at which its batches came.
-
-    The rate is the slope of the line through the arrivals after warm-up, by least squares: with several workers batches
-    come in bursts, and first-to-last would depend on where a burst is cut.
-    """
-    arrival_s, clock_jump_s = timed.arrival_s, timed.clock_jump_s
-    gaps = np.diff(arrival_s)
-    doubt = None
-    rate = None
-    warm_up = warm_up_length(gaps.tolist())
-    steady = np.asarray(arrival_s[warm_up:])
-    if abs(clock_jump_s) > CLOCK_JUMP_S:
-        doubt = f"the wall clock jumped by {clock_jump_s:+.1f} s: it was set, or the machine slept"
-    elif len(gaps) and gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
-        doubt = f"nothing came for {gaps.max():.1f} s: something stopped the process"
-    elif len(steady) < MIN_BATCHES:
-        doubt = f"{len(steady)} batches after warm-up are too few: {MIN_BATCHES} are needed; give it more --seconds"
-    else:
-        rate = float(np.polyfit(steady, np.arange(len(steady)), 1)[0]) * images_per_batch
+def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:
+    """Judge one run by the times at which its batches came, and the reference's laps ``beside`` it likewise."""
+    rate, doubt = _rate(timed, images_per_batch)
     return Run(
         round=round_number,
         images_per_s=rate,
-        first_batch_s=arrival_s[0],
-        num_batches=len(arrival_s),
-        cpu_s_per_1000_images=1e3 * timed.cpu_s / (max(len(gaps), 1) * images_per_batch),
-        peak_memory_bytes=peak_memory_bytes,
+        reference_images_per_s=None if beside is None else _rate(beside, images_per_batch)[0],
+        first_batch_s=timed.first_batch_s,
+        num_batches=len(timed.arrival_s),
+        cpu_s_per_1000_images=1e3 * timed.cpu_s / (max(len(timed.arrival_s), 1) * images_per_batch),
+        peak_memory_bytes=timed.peak_memory_bytes,
         others_cpus=timed.others_cpus,
+        stolen_cpus=timed.stolen_cpus,
         doubt=doubt,
     )
 
 
+def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None]:
+    """The rate, and why there is none.
+
+    It is the slope of the line through the arrivals, by least squares: with several workers batches come in bursts, and
+    first-to-last would depend on where a burst is cut.
+    """
+    gaps = np.diff(timed.arrival_s)
+    if abs(timed.clock_jump_s) > CLOCK_JUMP_S:
+        return None, f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the machine slept"
+    if len(timed.arrival_s) < MIN_BATCHES:
+        return None, f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it more --seconds"
+    if gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
+        return None, f"nothing came for {gaps.max():.1f} s: something stopped the process"
+    return float(np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]) * images_per_batch, None
+
+
 def with_figures(contestants: Sequence[Contestant]) -> list[Contestant]:
     """The contestants with figures from their runs."""
-    reference = next((_rates(entry) for entry in contestants if entry.name == REFERENCE), {})
-    return [msgspec.structs.replace(entry, figures=_figures(entry, reference)) for entry in contestants]
+    return [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
 
 
-def _rates(contestant: Contestant) -> dict[int, float]:
-    return {run.round: run.images_per_s for run in contestant.runs if run.images_per_s is not None}
-
-
-def _figures(contestant: Contestant, reference: dict[int, float]) -> ContestantFigures | None:
+def _figures(contestant: Contestant) -> ContestantFigures | None:
     good = [run for run in contestant.runs if run.images_per_s is not None]
-    if not good:
+    rates = [run.images_per_s for run in good if run.images_per_s is not None]
+    if not rates:
         return None
-    rates = _rates(contestant)
-    ratios = [reference[number] / rate for number, rate in rates.items() if number in reference]
+    ratios = [
+        run.reference_images_per_s / rate
+        for run, rate in zip(good, rates, strict=True)
+        if run.reference_images_per_s is not None
+    ]
     return ContestantFigures(
-        images_per_s=interval_of(list(rates.values())),
+        images_per_s=interval_of(rates),
         cpu_s_per_1000_images=float(np.median([run.cpu_s_per_1000_images for run in good])),
         peak_memory_bytes=max(run.peak_memory_bytes for run in good),
         first_batch_s=float(np.median([run.first_batch_s for run in good])),
@@ -196,9 +202,11 @@ def _warnings(contestants: Sequence[Contestant]) -> list[str]:
         warnings.append(f"{len(doubted)} of {len(runs)} runs do not count: {'; '.join(doubted)}.")
     others = [run.others_cpus for _, run in runs if run.others_cpus is not None and run.doubt is None]
     if others and max(others) > 0.1:
+        stolen = [run.stolen_cpus for _, run in runs if run.stolen_cpus is not None and run.doubt is None]
         warnings.append(
-            f"Other processes used up to {max(others):.1f} CPUs during a run (median {float(np.median(others)):.2f}): "
-            "rates are too low by about that share; ratios suffer less."
+            f"Up to {max(others):.1f} CPUs were busy with something else during a run (median "
+            f"{float(np.median(others)):.2f}), of which its host kept back up to {max(stolen, default=0.0):.2f}: rates "
+            "are too low by about that share; ratios suffer less."
         )
     return warnings
 

@@ -8,36 +8,56 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 import fuelrail
+from fuelrail.bench.compare_laps import LapProcess, Timed, read_through
+from fuelrail.bench.compare_report import REFERENCE
 from fuelrail.bench.peers.interface import Work  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
 from fuelrail.bench.peers.registry import OURS, PEERS
-from fuelrail.bench.process_tree import tree_memory_bytes
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from fuelrail.bench.peers.registry import Contestant
     from fuelrail.pipeline.dataset import Dataset
 
 RESTART = "restart"
+_NUM_LAPS = 4
 _DONE = "compare.json"
-_POLL_S = 0.25
-_MEMORY_EVERY_S = 1.0  # adding up a process's pages takes milliseconds, of the CPUs that are measured
 _PREPARE_LIMIT_S = 1800.0
 _START_LIMIT_S = 120.0
 
 
 class Measured(NamedTuple):
-    """A task's answer, and the memory that its process and its children were seen to take at most."""
+    """A contestant's run in a round, and the reference's laps between its own; or why there is none."""
 
-    answer: Answer
-    peak_memory_bytes: int
+    contestant: Contestant
+    timed: Timed | None
+    beside: Timed | None = None
+    failure: str | None = None
+
+
+class _Files(NamedTuple):
+    """A task's files, in a folder that goes away with it."""
+
+    task: Path
+    result: Path
+    arrivals: Path
+    log: Path
+
+
+class _Runner(NamedTuple):
+    """A contestant that is being timed."""
+
+    process: LapProcess
+    files: _Files
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -75,7 +95,7 @@ class Workshop:
         if contestant.peer == OURS:
             reason = self._restart_copy(folder)
         else:
-            answer = self._run(contestant, "write", _PREPARE_LIMIT_S).answer
+            answer = self._run(contestant, "write")
             reason = answer.message if isinstance(answer, Failure) else None
             assert reason is not None or isinstance(answer, Written)
         if reason is None:
@@ -90,7 +110,7 @@ class Workshop:
 
         ``whole_epoch``: count an epoch's samples as well, which does not depend on the recipe.
         """
-        answer = self._run(contestant, "check", _PREPARE_LIMIT_S, whole_epoch=whole_epoch).answer
+        answer = self._run(contestant, "check", whole_epoch=whole_epoch)
         if not isinstance(answer, Check):
             return None, _why_not(answer)
         if answer.fault is not None:
@@ -102,9 +122,62 @@ class Workshop:
             )
         return answer, None
 
-    def time(self, contestant: Contestant) -> Measured:
-        """Run a contestant for the given seconds behind its first batch."""
-        return self._run(contestant, "time", _START_LIMIT_S + self._seconds)
+    def round(self, turns: Sequence[Contestant]) -> Iterator[Measured]:
+        """One run of each. The reference runs all along, in laps between those of each other one; its run comes last.
+
+        Who is first changes from lap to lap, so that a machine that becomes faster or slower favours neither.
+        """
+        reference = next((contestant for contestant in turns if contestant.name == REFERENCE), None)
+        others = [contestant for contestant in turns if contestant != reference]
+        with contextlib.ExitStack() as stack:
+            pacer = None
+            if reference is not None:
+                pacer = stack.enter_context(self._started(reference))
+                if not self._begin(pacer):
+                    yield Measured(reference, None, failure=_failure(pacer.files))
+                    reference = pacer = None
+            for contestant in others:
+                if pacer is not None:
+                    read_through(self._dataset.root)  # it was idle while the one before started and ran
+                yield self._race(contestant, pacer)
+            if reference is not None and pacer is not None:
+                if not others:
+                    for _ in range(_NUM_LAPS):
+                        pacer.process.lap(self._lap_s)
+                if pacer.process.is_alive():
+                    yield Measured(reference, pacer.process.timed(), pacer.process.timed())
+                else:
+                    yield Measured(reference, None, failure=_failure(pacer.files))
+
+    def _race(self, contestant: Contestant, pacer: _Runner | None) -> Measured:
+        with self._started(contestant) as runner:
+            if not self._begin(runner):
+                return Measured(contestant, None, failure=_failure(runner.files))
+            first = 0 if pacer is None else pacer.process.num_laps
+            both = (runner,) if pacer is None else (runner, pacer)
+            for number in range(_NUM_LAPS):
+                for one in both if number % 2 == 0 else both[::-1]:
+                    one.process.lap(self._lap_s)
+            if not runner.process.is_alive():
+                return Measured(contestant, None, failure=_failure(runner.files))
+            beside = pacer.process.timed(first) if pacer is not None and pacer.process.is_alive() else None
+            return Measured(contestant, runner.process.timed(), beside)
+
+    @property
+    def _lap_s(self) -> float:
+        return self._seconds / _NUM_LAPS
+
+    @contextlib.contextmanager
+    def _started(self, contestant: Contestant) -> Iterator[_Runner]:
+        read_through(self.folder(contestant))
+        with self._files(contestant, "time") as files:
+            command, environment = _command(files.task), _environment(contestant)
+            with LapProcess(command, environment, files.arrivals, files.log) as process:
+                yield _Runner(process, files)
+
+    def _begin(self, runner: _Runner) -> bool:
+        """A lap that does not count behind the first batch: queues fill, memory is taken."""
+        return runner.process.begin(self._lap_s, _START_LIMIT_S)
 
     def _format_work(self) -> Work:
         """The part of the work that the data on disk depends on: not size of images, batches or seed."""
@@ -125,59 +198,65 @@ class Workshop:
             return str(error)
         return None
 
-    def _run(self, contestant: Contestant, action: Action, limit_s: float, *, whole_epoch: bool = False) -> Measured:
-        scratch = self._data / f".task-{os.getpid()}"
-        scratch.mkdir(parents=True, exist_ok=True)
-        task_path, result = scratch / "task.json", scratch / "result.json"
-        task = Task(
-            action=action,
-            peer=contestant.peer,
-            recipe=contestant.recipe,
-            folder=str(self.folder(contestant)),
-            dataset=str(self._dataset.root),
-            work=self._work,
-            seconds=self._seconds,
-            whole_epoch=whole_epoch,
-            cpus=self._cpus,
-            result=str(result),
-        )
-        task_path.write_bytes(msgspec.json.encode(task))
-        result.unlink(missing_ok=True)
-        try:
-            with (scratch / "output.log").open("wb") as log:
-                peak = _supervise(task_path, contestant.environment, log.fileno(), limit_s, action == "time")
-            if not result.exists():
-                tail = (scratch / "output.log").read_text(errors="replace").strip().splitlines()[-1:]
-                last = f"; its last words: {tail[0][:200]}" if tail else ""
-                return Measured(Failure(message=f"its process gave no answer{last}", missing=False), peak)
-            return Measured(msgspec.json.decode(result.read_bytes(), type=Answer), peak)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
+        with self._files(contestant, action, whole_epoch=whole_epoch) as files:
+            with files.log.open("wb") as log:
+                process = subprocess.Popen(
+                    _command(files.task), stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
+                    env=_environment(contestant),
+                )  # fmt: skip
+                try:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_PREPARE_LIMIT_S)
+                finally:
+                    # Its workers as well, whatever they are at.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            return _answer(files)
+
+    @contextlib.contextmanager
+    def _files(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Iterator[_Files]:
+        self._data.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".task-", dir=self._data) as folder:
+            files = _Files(*(Path(folder) / name for name in ("task.json", "result.json", "arrivals", "output.log")))
+            task = Task(
+                action=action,
+                peer=contestant.peer,
+                recipe=contestant.recipe,
+                folder=str(self.folder(contestant)),
+                dataset=str(self._dataset.root),
+                work=self._work,
+                whole_epoch=whole_epoch,
+                cpus=self._cpus,
+                result=str(files.result),
+                arrivals=str(files.arrivals),
+            )
+            files.task.write_bytes(msgspec.json.encode(task))
+            yield files
 
 
-def _supervise(task: Path, environment: dict[str, str], log: int, limit_s: float, watch_memory: bool) -> int:
-    """Run a task's process to its end; the peak of its memory with its children's."""
+def _command(task: Path) -> list[str]:
+    return [sys.executable, "-m", "fuelrail.bench.peers.process", str(task)]
+
+
+def _environment(contestant: Contestant) -> dict[str, str]:
     package_root = str(Path(fuelrail.__file__).parents[1])
     paths = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fuelrail.bench.peers.process", str(task)],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        env={**os.environ, **environment, "PYTHONPATH": paths},
-    )  # fmt: skip
-    deadline_s, peak, looked_s = time.monotonic() + limit_s, 0, 0.0
-    try:
-        while process.poll() is None and time.monotonic() < deadline_s:
-            if watch_memory and time.monotonic() - looked_s >= _MEMORY_EVERY_S:
-                looked_s = time.monotonic()
-                peak = max(peak, tree_memory_bytes(process.pid))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_S)
-    finally:
-        # Its workers as well, whatever they are at.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return peak
+    return {**os.environ, **contestant.environment, "PYTHONPATH": paths}
+
+
+def _answer(files: _Files) -> Answer:
+    if files.result.exists():
+        answer: Answer = msgspec.json.decode(files.result.read_bytes(), type=Answer)
+        return answer
+    tail = files.log.read_text(errors="replace").strip().splitlines()[-1:]
+    last = f"; its last words: {tail[0][:200]}" if tail else ""
+    return Failure(message=f"its process gave no answer{last}", missing=False)
+
+
+def _failure(files: _Files) -> str:
+    return _why_not(_answer(files))
 
 
 def _read_done(folder: Path) -> _Done | None:

@@ -63,9 +63,17 @@ def all_cpu_s() -> float | None:
 
     None where there is no ``/proc/stat``.
     """
+    return _cpu_s((1, 2, 3, 6, 7, 8))
+
+
+def stolen_cpu_s() -> float | None:
+    """CPU seconds that the host of a virtual machine kept back since it started; None without ``/proc/stat``."""
+    return _cpu_s((8,))
+
+
+def _cpu_s(columns: tuple[int, ...]) -> float | None:
     try:
         fields = _STAT.read_text(encoding="ascii").partition("\n")[0].split()
     except OSError:
         return None
-    ticks = [int(fields[column]) for column in (1, 2, 3, 6, 7, 8)]
-    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+    return sum(int(fields[column]) for column in columns) / os.sysconf("SC_CLK_TCK")

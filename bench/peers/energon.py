@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.peers.interface import Sample, Work
 
 _SHUFFLE_BUFFER = 100
-_DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\nauto_decode: false\n"
+_DATASET = "__module__: megatron.energon\n__class__: CrudeWebdataset\ndecoder: null\n"
 
 
 class Energon:

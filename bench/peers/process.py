@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import array
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import cv2
 import msgspec
 import numpy as np
 
-from fuelrail.bench.clock import clock_jump_s
-from fuelrail.bench.cpu_watch import all_cpu_s
 from fuelrail.bench.peers.interface import UnavailableError, Work
 from fuelrail.bench.peers.recipes import prepare_worker
 from fuelrail.bench.peers.registry import load_peer
 from fuelrail.bench.peers.samples import read_samples
-from fuelrail.bench.process_tree import tree_cpu_s
 from fuelrail.bench.trainer.elastic import end_with
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import FuelrailError
@@ -45,7 +43,8 @@ class Task(Settings, frozen=True):
     """What to do: for ``peer`` with ``recipe`` in ``folder``.
 
     ``dataset`` is the Fuelrail dataset that the samples are from; ``cpus`` are those that the process and its children
-    may use. ``whole_epoch``: a check counts the samples of an epoch, not only those of some batches.
+    may use. ``whole_epoch``: a check counts the samples of an epoch, not only those of some batches. "time" takes
+    batches until it is killed, and writes to the file ``arrivals`` when it asked for the first and when each came.
     """
 
     action: Action
@@ -54,10 +53,10 @@ class Task(Settings, frozen=True):
     folder: str
     dataset: str
     work: Work
-    seconds: float
     whole_epoch: bool
     cpus: tuple[int, ...]
     result: str
+    arrivals: str
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
@@ -89,20 +88,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
     fault: str | None
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="timed"):
-    """A run: ``arrival_s`` are the batches' times since the loader was asked for its first; CPU time from the first on.
-
-    ``others_cpus``: how many CPUs were busy with something else meanwhile, None where that cannot be known.
-    ``clock_jump_s``: by how much the wall clock and the monotonic one disagree about the run's length.
-    """
-
-    arrival_s: list[float]
-    cpu_s: float
-    others_cpus: float | None
-    clock_jump_s: float
-
-
-Answer = Failure | Written | Check | Timed
+Answer = Failure | Written | Check
 
 
 def perform(task: Task) -> Answer:
@@ -172,22 +158,14 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
     return planes
 
 
-def _time(peer: Peer, task: Task) -> Timed:
-    batches = peer.batches(Path(task.folder), task.work, _decoding(task))
-    jump = clock_jump_s()
-    started_s = time.perf_counter()
-    next(batches)
-    arrivals = [time.perf_counter() - started_s]
-    own_s, all_s = tree_cpu_s(os.getpid()), all_cpu_s()
-    while arrivals[-1] - arrivals[0] < task.seconds:
-        next(batches)
-        arrivals.append(time.perf_counter() - started_s)
-    cpu_s = tree_cpu_s(os.getpid()) - own_s
-    all_now_s = all_cpu_s()
-    others = None
-    if all_s is not None and all_now_s is not None:
-        others = max(0.0, (all_now_s - all_s - cpu_s) / (arrivals[-1] - arrivals[0]))
-    return Timed(arrival_s=arrivals, cpu_s=cpu_s, others_cpus=others, clock_jump_s=clock_jump_s() - jump)
+def _time(peer: Peer, task: Task) -> NoReturn:
+    with Path(task.arrivals).open("wb", buffering=0) as out:
+        times = array.array("d", [time.monotonic()])
+        batches = peer.batches(Path(task.folder), task.work, _decoding(task))
+        while True:
+            out.write(times)
+            next(batches)
+            times[0] = time.monotonic()
 
 
 def _decoding(task: Task) -> str:

@@ -41,12 +41,14 @@ class Entry(NamedTuple):
 
 PEERS: dict[str, Entry] = {
     OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo")),
-    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast")),
+    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast", "sjfast")),
     "wds": Entry(
         "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")
     ),
-    "mds": Entry("mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast")),
-    "lit": Entry("lit", ("litdata",), "pip install litdata", ("litdata",), ("cv2", "cv2fast")),
+    "mds": Entry(
+        "mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast", "sjfast")
+    ),
+    "lit": Entry("lit", ("litdata",), "pip install litdata", ("litdata",), ("cv2", "cv2fast", "sjfast")),
     "spdl": Entry(
         "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
     ),
@@ -55,11 +57,12 @@ PEERS: dict[str, Entry] = {
         ("spdl-io",), ("ffmpeg",), "wds",
     ),
     "energon": Entry(
-        "energon", ("megatron.energon",), "pip install megatron-energon", ("megatron-energon",), ("cv2", "cv2fast")
+        "energon", ("megatron.energon",), "pip install megatron-energon", ("megatron-energon",),
+        ("cv2", "cv2fast", "sjfast"),
     ),
     "grain": Entry(
         "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
-        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
+        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast", "thr-sjfast+toppad"),
     ),
     "dali": Entry(
         "dali", ("nvidia.dali",), "pip install nvidia-dali-cuda120", ("nvidia-dali-cuda120",), ("roi", "noaa"), "wds"

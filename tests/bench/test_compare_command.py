@@ -58,6 +58,7 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
     assert bench(dataset, out, *only, "--rounds", 1, "--continue") == 0
     more = load_compare_report(out / "report.json")
     assert [run.round for run in more.contestants[1].runs] == [0, 1]
+    assert all(run.reference_images_per_s > 0 for entry in more.contestants for run in entry.runs)
     assert bench(dataset, out, *only, "--continue", "--batch-size", 1) == 2
     assert "is of another work" in capsys.readouterr().err
     assert load_compare_report(out / "report.json") == more
@@ -109,7 +110,7 @@ def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
     )  # fmt: skip
     task = Task(
         action="time", peer="loose", recipe="cv2", folder=str(tmp_path / "empty"), dataset=str(dataset), work=work,
-        seconds=0.1, whole_epoch=False, cpus=(0,), result=str(tmp_path / "result.json"),
+        whole_epoch=False, cpus=(0,), result=str(tmp_path / "result.json"), arrivals=str(tmp_path / "arrivals"),
     )  # fmt: skip
     with pytest.raises(FileNotFoundError):
         perform(task)

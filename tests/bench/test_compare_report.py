@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,13 +17,13 @@ from support.html_page import Page
 
 
 def run_of(arrival_s, **changes):
-    return make_run(0, timed(100.0, arrival_s=list(arrival_s), **changes), IMAGES_PER_BATCH, 1 << 20)
+    return make_run(0, timed(100.0, arrival_s=list(arrival_s), **changes), None, IMAGES_PER_BATCH)
 
 
 def test_a_steady_run_has_its_rate():
-    run = make_run(2, timed(800.0), IMAGES_PER_BATCH, 1 << 20)
-    assert run.images_per_s == pytest.approx(800)
-    assert run.cpu_s_per_1000_images == pytest.approx(1e3 * 5.0 / (39 * IMAGES_PER_BATCH))
+    run = make_run(2, timed(800.0), timed(900.0), IMAGES_PER_BATCH)
+    assert (run.images_per_s, run.reference_images_per_s) == pytest.approx((800, 900))
+    assert run.cpu_s_per_1000_images == pytest.approx(1e3 * 5.0 / (40 * IMAGES_PER_BATCH))
     assert (run.round, run.first_batch_s, run.doubt) == (2, 0.3, None)
 
 
@@ -39,8 +40,9 @@ def test_where_a_burst_is_cut_does_not_matter_much(cut):
         (np.arange(20) * 0.1, {"clock_jump_s": 3.0}, "wall clock jumped by +3.0 s"),
         (np.array([*range(20), *range(60, 80)]) * 0.1, {}, "nothing came for 4.1 s"),
         (np.arange(6) * 0.1, {}, "too few: 8 are needed"),
+        ((), {}, "0 batches are too few"),
     ],
-    ids=["clock", "stopped", "short"],
+    ids=["clock", "stopped", "short", "none"],
 )
 def test_a_run_that_proves_nothing_does_not_count(arrivals, changes, said):
     run = run_of(arrivals, **changes)
@@ -48,13 +50,20 @@ def test_a_run_that_proves_nothing_does_not_count(arrivals, changes, said):
     assert said in run.doubt
 
 
-def test_ratios_are_taken_within_a_round():
-    """The machine halves its speed in the second round: medians differ, the ratio does not."""
-    ours, theirs = contestant("fuelrail:turbo", [900.0, 450.0, 900.0]), contestant("wds:cv2fast", [600.0, 300.0, 600.0])
+def test_ratios_are_to_the_laps_between():
+    """The machine halves its speed in the second round, and the reference's own laps elsewhere were slow."""
+    ours = contestant("fuelrail:turbo", [700.0, 350.0, 700.0])
+    theirs = contestant("wds:cv2fast", [600.0, 300.0, 600.0], reference=[900.0, 450.0, 900.0])
     by_name = {entry.name: entry.figures for entry in compare_report_of([theirs, ours]).contestants}
     times = by_name["wds:cv2fast"].ours_times_as_fast
     assert (times.median, times.low, times.high) == pytest.approx((1.5, 1.5, 1.5))
     assert by_name["wds:cv2fast"].images_per_s.low == pytest.approx(300)
+    assert by_name["fuelrail:turbo"].ours_times_as_fast.median == pytest.approx(1)
+
+
+def test_where_the_reference_was_disturbed_there_is_a_rate_and_no_ratio():
+    run = make_run(0, timed(600.0), timed(900.0, clock_jump_s=9.0), IMAGES_PER_BATCH)
+    assert (run.images_per_s, run.reference_images_per_s) == (pytest.approx(600), None)
 
 
 def test_the_interval_of_ratios_is_students():
@@ -75,7 +84,7 @@ def test_the_interval_of_ratios_covers_as_often_as_it_says(seed):
 
 def test_the_fastest_stands_first_and_who_was_left_out_is_named():
     entries = [
-        contestant("loose:pil", [200.0]),
+        contestant("loose:pil", [200.0], reference=[900.0]),
         contestant("fuelrail:turbo", [900.0]),
         contestant("ffcv:area", [], left_out="'ffcv' is not installed: pip install ffcv"),
     ]
@@ -92,14 +101,16 @@ def test_the_fastest_stands_first_and_who_was_left_out_is_named():
 
 @pytest.mark.parametrize(("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)])
 def test_a_lead_within_the_noise_is_told_as_none(ours, undecided):
-    entries = [contestant("fuelrail:turbo", ours), contestant("wds:cv2fast", [600.0, 600.0, 600.0])]
+    entries = [contestant("fuelrail:turbo", ours), contestant("wds:cv2fast", [600.0] * 3, reference=ours)]
     assert ("The interval holds 1" in Page(render_compare_html(compare_report_of(entries))).text) == undecided
 
 
 def test_without_our_reference_there_are_rates_and_no_ratios():
-    (entry,) = compare_report_of([contestant("loose:pil", [200.0])]).contestants
+    run = make_run(0, timed(200.0), None, IMAGES_PER_BATCH)
+    alone = msgspec.structs.replace(contestant("loose:pil", []), runs=[run])
+    (entry,) = compare_report_of([alone]).contestants
     assert entry.figures.ours_times_as_fast is None
-    Page(render_compare_html(compare_report_of([contestant("loose:pil", [200.0])]))).check()
+    Page(render_compare_html(compare_report_of([alone]))).check()
 
 
 def test_comparisons_differ_by_what_both_timed():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fuelrail.bench.compare_laps import Timed
 from fuelrail.bench.compare_report import CompareReport, Contestant, build_compare_report, make_run
 from fuelrail.bench.peers.interface import Work
-from fuelrail.bench.peers.process import Check, Timed
+from fuelrail.bench.peers.process import Check
 from support.bench_runs import DATASET, MACHINE
 
 WORK = Work(
@@ -16,15 +17,21 @@ IMAGES_PER_BATCH = 16
 
 
 def timed(images_per_s, *, count=40, **changes) -> Timed:
-    """A run at this rate."""
-    arrivals = [0.3 + number * IMAGES_PER_BATCH / images_per_s for number in range(count)]
-    return Timed(**({"arrival_s": arrivals, "cpu_s": 5.0, "others_cpus": 0.0, "clock_jump_s": 0.0} | changes))
+    """Laps at this rate."""
+    usual = Timed(
+        first_batch_s=0.3, arrival_s=[number * IMAGES_PER_BATCH / images_per_s for number in range(count)], cpu_s=5.0,
+        others_cpus=0.0, stolen_cpus=0.0, clock_jump_s=0.0, peak_memory_bytes=300 << 20,
+    )  # fmt: skip
+    return usual._replace(**changes)
 
 
-def contestant(name, rates, left_out=None) -> Contestant:
-    """A contestant with a run of each of these rates."""
+def contestant(name, rates, left_out=None, reference=None) -> Contestant:
+    """A contestant with a run of each of these rates; those of the reference in the laps between (default: its own)."""
     peer, _, recipe = name.partition(":")
-    runs = [make_run(number, timed(rate), IMAGES_PER_BATCH, 300 << 20) for number, rate in enumerate(rates)]
+    runs = [
+        make_run(number, timed(rate), timed(beside), IMAGES_PER_BATCH)
+        for number, (rate, beside) in enumerate(zip(rates, reference or rates, strict=True))
+    ]
     check = None if left_out else CHECK
     return Contestant(name=name, peer=peer, recipe=recipe, check=check, left_out=left_out, runs=runs, figures=None)
 
