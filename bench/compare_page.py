@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 _GREEN = "#009e73"
 _METHOD = (
-    "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to 4 "
-    f"GiB). {REFERENCE} runs all along in a round; every other one is started anew, and runs four laps behind its "
-    "first batch and a lap that does not count. Between its laps the reference runs its own: whose turn it is not is "
-    "stopped with all its workers and keeps its place, and who is first changes from lap to lap. A rate is the slope "
-    "of the line through the batches' arrivals in all laps. Ratios are of laps in turns, one a round, so that a machine "
-    "whose speed changes within seconds disturbs both alike; the interval is Student's t on their logarithms over the "
-    "rounds. No run is left out but those that are named. Before anything is timed, every loader's images are held "
-    "against the definition (decode at full size, shrink by area, crop), and an epoch's samples are counted. The "
-    "consumer takes batches and does nothing with them. Memory counts pages that processes share once, and those of "
-    "mapped files, which Fuelrail and SPDL read their shards from. Fuelrail's batches hold matrices and boxes besides "
-    "the images, the others' the images alone."
+    "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to"
+    f" 4 GiB). {REFERENCE} runs all along in a round; every other one is started anew, and runs four laps behind its"
+    " first batch and a lap that does not count. Between its laps the reference runs its own: whose turn it is not "
+    "is stopped with all its workers and keeps its place, and who is first changes from lap to lap. A rate is the "
+    "slope of the line through the batches' arrivals in all laps. Ratios are of laps in turns, one a round, so that"
+    " a machine whose speed changes within seconds disturbs both alike; the interval is Student's t on their "
+    "logarithms over the rounds. No run is left out but those that are named. Before anything is timed, every "
+    "loader's images are held against the definition (decode at full size, shrink by area, crop), and an epoch's "
+    "samples are counted. The consumer takes batches and does nothing with them. Memory counts pages that processes"
+    " share once, and those of mapped files, which Fuelrail and SPDL read their shards from. Fuelrail's batches "
+    "hold matrices and boxes besides the images, the others' the images alone."
 )
 
 
