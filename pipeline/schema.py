@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import MemberError, SchemaError
-from fuelrail.pipeline.tensors import read_layout, read_npy, write_npy, write_tensors
+from fuelrail.pipeline.tensors import read_layout, read_npy, write_npy, write_stacked, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -208,13 +208,16 @@ def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
     """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked (SchemaError)."""
     kind = type(record)
     arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
-    found = tuple((array.dtype, array.shape) for array in arrays.values())
-    if (kind, found) not in _fitting:
-        _check(kind, arrays)
-        if len(_fitting) == _MOST_FITTING:
-            _fitting.clear()
-        _fitting.add((kind, found))
+    _check_once(kind, arrays)
     return write_tensors(arrays)
+
+
+def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
+    """:func:`encode_arrays` of many records of the same shapes, whose arrays all have one axis more in front."""
+    kind = type(record)
+    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
+    _check_once(kind, {name: array[0] for name, array in arrays.items()})
+    return write_stacked(arrays)
 
 
 def decode_arrays(data: Buffer, to: type[A]) -> A:
@@ -239,6 +242,15 @@ _SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
 _MOST_FITTING: Final = 1024
 _fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
 """What arrays of a record were found to be and passed: the same need no second look."""
+
+
+def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:
+    found = tuple((array.dtype, array.shape) for array in arrays.values())
+    if (kind, found) not in _fitting:
+        _check(kind, arrays)
+        if len(_fitting) == _MOST_FITTING:
+            _fitting.clear()
+        _fitting.add((kind, found))
 
 
 def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:

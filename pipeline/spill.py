@@ -167,6 +167,12 @@ class SpilledTexts:
         first, end = self._ends.values[row : row + 2].tolist()
         return str(self._utf8.whole[first:end], "utf-8")
 
+    def take(self, rows: NDArray[np.int64]) -> list[str]:
+        """The texts of some rows, in that order."""
+        ends, utf8 = self._ends.values, self._utf8.whole
+        bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
+        return [str(utf8[first:end], "utf-8") for first, end in bounds]
+
     def array(self) -> pa.LargeStringArray:
         """All rows as an Arrow array, not copied."""
         buffers = (pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.whole))

@@ -15,27 +15,31 @@ import xxhash
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.manifest import LidarEntry
-from fuelrail.pipeline.schema import SWEEPS_FIELD, encode_arrays, encode_points
+from fuelrail.pipeline.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.images import LFS_MAGIC
 from fuelrail.sharding.source import Channel, ScanInfo
 from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
 from fuelrail.sharding.sources.nuscenes_keyframes import Keyframes
-from fuelrail.sharding.sources.nuscenes_samples import ATTRIBUTE_TYPES, clip_ids, sample_attributes, sample_meta
+from fuelrail.sharding.sources.nuscenes_samples import ATTRIBUTE_TYPES, SceneFacts, clip_ids
 from fuelrail.sharding.sources.nuscenes_splits import SPLITS_FILE, source_splits
 from fuelrail.sharding.sources.nuscenes_sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes_tables import TABLES, check_tables
 from fuelrail.sharding.table import Reference
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
+    from fuelrail.sharding.sources.nuscenes_keyframes import Frame, SensorRow
     from fuelrail.sharding.table import ScanWriter
 
 _TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE)
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
-_IMAGE_EXTENSIONS: Final = {".jpg": "jpg", ".jpeg": "jpg", ".png": "png"}
+_IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
+_FRAMES_AT_ONCE: Final = 256
 
 
 class NuScenesOptions(Settings, frozen=True):
@@ -107,25 +111,27 @@ class NuScenesSource:
         num_masked = 0
         for scene_row, samples in keyframes.scenes():
             scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
-            clip_id = ids[scene_row]
-            out.begin_clip(clip_id, scene.name, scene.token)
-            geometries = keyframes.geometries(samples)
-            for frame, sample in enumerate(samples.tolist()):
-                stamps: list[str] = []
-                members, num_missing = self._members(keyframes, sample, stamps)
-                num_masked += num_missing
-                geometry = next(geometries)
-                if num_missing:
+            out.begin_clip(ids[scene_row], scene.name, scene.token)
+            facts = SceneFacts(scene, log, ids[scene_row], len(samples), keyframes.cameras)
+            for first in range(0, len(samples), _FRAMES_AT_ONCE):
+                geometry, frames = keyframes.frames(samples[first : first + _FRAMES_AT_ONCE])
+                stamps: list[list[str]] = [[] for _ in frames]
+                found = [self._members(keyframes, *of) for of in zip(frames, stamps, strict=True)]
+                for at, members in enumerate(found):
                     present = {member.name.partition(".")[0] for member in members}
-                    geometry.cam_valid[:] = [name.lower() in present for name in keyframes.cameras]
-                if sweeps is not None:
-                    members += self._earlier(keyframes, sweeps, sample, stamps)
-                boxes = keyframes.boxes(sample)
-                meta = sample_meta(keyframes, scene_row, clip_id, sample, frame, len(samples), members, boxes)
-                attributes = sample_attributes(scene, log, int(geometry.cam_valid.sum()), boxes)
-                encoded_boxes = None if boxes is None else encode_arrays(boxes)
-                stamp = xxhash.xxh3_64_intdigest(" ".join(stamps).encode())
-                out.append(meta, encode_arrays(geometry), encoded_boxes, members, attributes, stamp)
+                    geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
+                num_cameras = geometry.cam_valid.sum(axis=1).tolist()
+                num_masked += geometry.cam_valid.size - sum(num_cameras)
+                for at, (frame, members, encoded) in enumerate(
+                    zip(frames, found, encode_stacked(geometry), strict=True)
+                ):
+                    if sweeps is not None:
+                        members += self._earlier(keyframes, sweeps, frame, stamps[at])
+                    boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
+                    meta = facts.meta(first + at, frame, members)
+                    attributes = facts.attributes(num_cameras[at], frame.boxes)
+                    stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
+                    out.append(meta, encoded, boxes, members, attributes, stamp)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
             clips=out.clips,
@@ -155,47 +161,49 @@ class NuScenesSource:
             raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
         return version
 
-    def _members(self, keyframes: Keyframes, sample: int, stamps: list[str]) -> tuple[list[Reference], int]:
-        """References of the sample's sensor files that are there, in rig order, and how many cameras are not."""
+    def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str]) -> list[Reference]:
+        """References of the sample's sensor files that are there, in rig order."""
         members: list[Reference] = []
-        num_missing = 0
-        num_cameras = len(keyframes.cameras)
-        channels = (*keyframes.cameras, *(keyframes.lidars if self._options.points else ()))
-        for column, name in enumerate(channels):
-            is_camera = column < num_cameras
-            row = int(keyframes.sensor_rows[sample, column])
-            if row < 0:
-                if is_camera:
-                    num_missing += 1
-                    self._refuse_missing(f"sample '{keyframes.sample_tokens[sample]}' has no row for {name}")
+        for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
+            if row is None:
+                self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
                 continue
-            filename = keyframes.filenames[row]
-            size = self._file_bytes(filename, stamps)
+            size = self._file_bytes(row.filename, stamps)
             if size is None:
-                what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
-                if not is_camera:
-                    raise SourceError(f"lidar {what}; --no-points leaves all lidar sweeps out")
-                num_missing += 1
-                self._refuse_missing(f"camera {what}")
-                continue
-            extension = _IMAGE_EXTENSIONS.get("." + filename.rpartition(".")[2].lower()) if is_camera else "npy"
-            if extension is None or (not is_camera and not filename.endswith(".bin")):
-                raise SourceError(f"file '{filename}' of {name} is of a kind this adapter does not read")
-            width, height = keyframes.image_wh[row].tolist() if is_camera else (0, 0)
-            if is_camera and (width <= 0 or height <= 0):
-                raise SourceError(
-                    f"table 'sample_data': row '{keyframes.data_tokens[row]}' of {name} has the size {width} x {height}"
+                self._refuse_missing(
+                    f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
                 )
-            members.append(Reference(f"{name.lower()}.{extension}", filename, size, width, height))
-        return members, num_missing
+                continue
+            extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
+            if extension is None:
+                raise _of_no_known_kind(row.filename, camera)
+            if row.width <= 0 or row.height <= 0:
+                raise SourceError(
+                    f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
+                )
+            members.append(Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height))
+        for lidar, row in self._lidars(keyframes, frame):
+            size = self._file_bytes(row.filename, stamps)
+            if size is None:
+                what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+                raise SourceError(f"{what}; --no-points leaves all lidar sweeps out")
+            if not row.filename.endswith(".bin"):
+                raise _of_no_known_kind(row.filename, lidar)
+            members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
+        return members
 
-    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, sample: int, stamps: list[str]) -> list[Reference]:
+    def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
+        """The lidars that are to be stored, with their rows."""
+        if self._options.points:
+            for lidar, row in zip(keyframes.lidars, frame.sensors[len(keyframes.cameras) :], strict=True):
+                if row is not None:
+                    yield lidar, row
+
+    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
         """References of the sweeps before the sample's own ones; none for a lidar that has none."""
         members = []
-        for name, row in zip(keyframes.lidars, keyframes.sensor_rows[sample, len(keyframes.cameras) :], strict=True):
-            if row < 0:
-                continue
-            found = sweeps.before(keyframes.data_tokens[int(row)], self._options.sweeps)
+        for lidar, row in self._lidars(keyframes, frame):
+            found = sweeps.before(row.token, self._options.sweeps)
             num_bytes = 0
             for filename in found.files:
                 size = self._file_bytes(filename, stamps)
@@ -204,7 +212,7 @@ class NuScenesSource:
                     raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
                 num_bytes += size
             if found.files:
-                members.append(Reference(f"{name.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
+                members.append(Reference(f"{lidar.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
         return members
 
     def _file_bytes(self, filename: str, stamps: list[str]) -> int | None:
@@ -225,3 +233,7 @@ class NuScenesSource:
     def _refuse_missing(self, what: str) -> None:
         if self._options.missing_camera == "error":
             raise SourceError(f"{what}; --missing-camera mask makes it an absent member instead")
+
+
+def _of_no_known_kind(filename: str, sensor: str) -> SourceError:
+    return SourceError(f"file '{filename}' of {sensor} is of a kind this adapter does not read")

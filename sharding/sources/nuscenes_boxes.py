@@ -26,6 +26,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
 from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -71,6 +72,7 @@ _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "num_lidar_pts": (np.int32, ()),
     "num_radar_pts": (np.int32, ()),
 }
+_AS_THEY_ARE: Final = ("label", "instance_id", "num_lidar_pts", "num_radar_pts", "visibility", "attribute")
 _VISIBILITY: Final = {"v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4}
 
 
@@ -180,31 +182,42 @@ class Annotations:
         sample = self._columns["sample"][needed]
         return velocities(self._columns["translation"][needed], self._timestamp_us[sample], prev, following)[own]
 
-    def of_sample(self, sample: int, ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]) -> Boxes:
-        """The boxes of one sample in ego, whose pose in global is rotation (4,) and translation (3,)."""
-        rows = self._order[self._starts[sample] : self._starts[sample + 1]] % self._radix
+    def of_samples(
+        self, samples: NDArray[np.int64], ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]
+    ) -> Iterator[Boxes]:
+        """The boxes of each of some samples in ego, whose poses in global are rotations (S, 4) and translations (S, 3).
+
+        What is done box by box is done for all samples at once.
+        """
+        starts, ends = self._starts[samples], self._starts[samples + 1]
+        rows = np.concatenate([self._order[start:end] for start, end in zip(starts, ends, strict=True)]) % self._radix
         self._spill.used(4 * len(rows))
         columns = {name: self._columns[name][rows] for name in _COLUMNS}
-        ego2global = rotation_matrices(ego_wxyz)
-        rotation_wxyz = relative_rotations(ego_wxyz, columns["rotation"])
+        last = np.cumsum(ends - starts)
+        parts = [slice(*bounds) for bounds in zip((last - (ends - starts)).tolist(), last.tolist(), strict=True)]
+        ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
+        rotation_wxyz = columns["rotation"] / np.linalg.norm(columns["rotation"], axis=1, keepdims=True)
+        centre = columns["translation"] - np.repeat(ego_xyz, ends - starts, axis=0)
+        velocity = self._velocity(rows)
+        for number, part in enumerate(parts):
+            # Row vectors times R are columns times R^T: global to ego.
+            centre[part] = centre[part] @ ego2global[number]
+            velocity[part] = velocity[part] @ ego2global[number]
+            rotation_wxyz[part] = rotation_wxyz[part] @ left[number].T
+        rotation_wxyz = np.where(rotation_wxyz[:, :1] < 0, -rotation_wxyz, rotation_wxyz)
         rotation = rotation_matrices(rotation_wxyz)
         yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
-        # Row vectors times R are columns times R^T: global to ego.
-        centre = (columns["translation"] - ego_xyz) @ ego2global
         length_width_height = columns["size_wlh"][:, [1, 0, 2]]
         points = columns["num_lidar_pts"] + columns["num_radar_pts"]
-        return Boxes(
-            boxes3d=np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
-            rotation_wxyz=rotation_wxyz.astype(np.float32),
-            velocity=(self._velocity(rows) @ ego2global).astype(np.float32),
-            label=columns["label"],
-            instance_id=columns["instance_id"],
-            num_lidar_pts=columns["num_lidar_pts"],
-            num_radar_pts=columns["num_radar_pts"],
-            visibility=columns["visibility"],
-            attribute=columns["attribute"],
-            valid=(points > 0).astype(np.uint8),
-        )
+        found = {
+            "boxes3d": np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
+            "rotation_wxyz": rotation_wxyz.astype(np.float32),
+            "velocity": velocity.astype(np.float32),
+            "valid": (points > 0).astype(np.uint8),
+            **{name: columns[name] for name in _AS_THEY_ARE},
+        }
+        for part in parts:
+            yield Boxes(**{name: values[part] for name, values in found.items()})
 
 
 def velocities(
@@ -225,12 +238,14 @@ def velocities(
     return found
 
 
-def relative_rotations(frame_wxyz: NDArray[np.float64], rotation_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rotations (M, 4) in global as seen in a frame (4,): conj(frame) * rotation, Hamilton product, with w >= 0."""
-    w, x, y, z = frame_wxyz / np.linalg.norm(frame_wxyz)
-    left = np.array([[w, x, y, z], [-x, w, z, -y], [-y, -z, w, x], [-z, y, -x, w]])
-    product = rotation_wxyz / np.linalg.norm(rotation_wxyz, axis=1, keepdims=True) @ left.T
-    return np.asarray(np.where(product[:, :1] < 0, -product, product), np.float64)
+def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) * rotation.
+
+    The Hamilton product: a rotation in global as seen in the frame.
+    """
+    w, x, y, z = (frame_wxyz / np.linalg.norm(frame_wxyz, axis=1, keepdims=True)).T
+    rows = [w, x, y, z, -x, w, z, -y, -y, -z, w, x, -z, y, -x, w]
+    return np.stack(rows, -1).reshape(-1, 4, 4)
 
 
 def _stable_id(token: str) -> int:

@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
 from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -42,6 +43,25 @@ RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM
 
 NS_PER_US: Final = 1000
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
+
+
+class SensorRow(NamedTuple):
+    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others."""
+
+    token: str
+    filename: str
+    timestamp_us: int
+    width: int
+    height: int
+
+
+class Frame(NamedTuple):
+    """A sample; ``sensors`` are the cameras' rows and then the lidars', None for one that has none."""
+
+    token: str
+    timestamp_us: int
+    sensors: list[SensorRow | None]
+    boxes: Boxes | None
 
 
 class Keyframes:
@@ -179,59 +199,71 @@ class Keyframes:
             first += len(sample)
             self._spill.used(len(sample))
 
-    def _reference_pose(self, sample: int) -> int:
-        """Pose row that stands for the sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
-        rows = self.sensor_rows[sample]
-        if "LIDAR_TOP" in self.lidars and (row := rows[len(self.cameras) + self.lidars.index("LIDAR_TOP")]) >= 0:
-            return int(self._poses.of_row[row])
-        rows = rows[rows >= 0]
-        if not rows.size:
-            raise SourceError(f"table 'sample': row '{self.sample_tokens[sample]}' has no sensor data at all")
-        nearest = rows[np.argmin(np.abs(self.data_timestamp_us[rows] - self.timestamp_us[sample]))]
-        return int(self._poses.of_row[nearest])
+    def _reference_poses(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pose row that stands for each sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
+        lidar = np.full(len(samples), -1, np.int64)
+        if "LIDAR_TOP" in self.lidars:
+            lidar = self.sensor_rows[samples, len(self.cameras) + self.lidars.index("LIDAR_TOP")]
+        found = np.where(lidar >= 0, self._poses.of_row[lidar], -1)
+        for at in np.flatnonzero(lidar < 0).tolist():
+            sample = samples[at]
+            rows = self.sensor_rows[sample]
+            rows = rows[rows >= 0]
+            if not rows.size:
+                raise SourceError(f"table 'sample': row '{self.sample_tokens[int(sample)]}' has no sensor data at all")
+            nearest = rows[np.argmin(np.abs(self.data_timestamp_us[rows] - self.timestamp_us[sample]))]
+            found[at] = self._poses.of_row[nearest]
+        return found
 
-    def geometries(self, samples: NDArray[np.int64]) -> Iterator[Geometry]:
-        """The geometry of each of some samples, one scene's, all cameras valid that have a row.
+    def frames(self, samples: NDArray[np.int64]) -> tuple[Geometry, list[Frame]]:
+        """What the tables say of some samples; in the arrays of the geometry they are an axis more, in front.
 
         Sensors without a row are NaN, -1 and invalid.
         """
         rows = self.sensor_rows[samples]
         has = rows >= 0
         calibrated, poses = self._calibrated_of[rows], self._poses.of_row[rows]
-        reference = np.array([self._reference_pose(sample) for sample in samples.tolist()])
+        reference = self._reference_poses(samples)
         split = len(self.cameras)
         timestamp_ns = np.where(has, self.data_timestamp_us[rows] * NS_PER_US, -1)
         sensor2ego = np.where(has[..., None, None], self._calibrations.sensor2ego[calibrated], np.nan)
         ego2global = np.where(has[..., None, None], self._poses.ego2global(poses), np.nan)
-        reference_pose = self._poses.ego2global(reference)
         img_wh = np.where(has[:, :split, None], self.image_wh[rows[:, :split]], -1).astype(np.int32)
         intrinsics = np.where(has[:, :split, None, None], self._calibrations.intrinsics[calibrated[:, :split]], np.nan)
-        dist, unknown = np.full((split, NUM_DIST), np.nan), np.full(3, np.nan)
+        unknown = np.full((len(samples), 3), np.nan)
+        geometry = Geometry(
+            cam_valid=has[:, :split].astype(np.uint8),
+            cam_timestamp_ns=timestamp_ns[:, :split],
+            img_wh=img_wh,
+            intrinsics=intrinsics,
+            dist=np.full((len(samples), split, NUM_DIST), np.nan),
+            cam2ego=sensor2ego[:, :split],
+            cam_ego2global=ego2global[:, :split],
+            ego2global=self._poses.ego2global(reference),
+            lidar2ego=sensor2ego[:, split:],
+            lidar_ego2global=ego2global[:, split:],
+            lidar_timestamp_ns=timestamp_ns[:, split:],
+            ego_velocity=unknown,
+            ego_accel=unknown,
+            ego_rates=unknown,
+        )
+        boxes: Iterable[Boxes | None] = itertools.repeat(None, len(samples))
+        if len(self.annotations):  # a test split has none
+            boxes = self.annotations.of_samples(samples, self._poses.wxyz[reference], self._poses.xyz[reference])
+        there = rows[has]
         self._spill.used(rows.size)
-        for at in range(len(samples)):
-            yield Geometry(
-                cam_valid=has[at, :split].astype(np.uint8),
-                cam_timestamp_ns=timestamp_ns[at, :split],
-                img_wh=img_wh[at],
-                intrinsics=intrinsics[at],
-                dist=dist,
-                cam2ego=sensor2ego[at, :split],
-                cam_ego2global=ego2global[at, :split],
-                ego2global=reference_pose[at],
-                lidar2ego=sensor2ego[at, split:],
-                lidar_ego2global=ego2global[at, split:],
-                lidar_timestamp_ns=timestamp_ns[at, split:],
-                ego_velocity=unknown,
-                ego_accel=unknown,
-                ego_rates=unknown,
-            )
-
-    def boxes(self, sample: int) -> Boxes | None:
-        """The sample's boxes; None where the whole dataroot has no annotations (a test split)."""
-        if not len(self.annotations):
-            return None
-        pose = self._reference_pose(sample)
-        return self.annotations.of_sample(sample, self._poses.wxyz[pose], self._poses.xyz[pose])
+        sensor_rows = zip(
+            self.data_tokens.take(there),
+            self.filenames.take(there),
+            self.data_timestamp_us[there].tolist(),
+            *self.image_wh[there].T.tolist(),
+            strict=True,
+        )
+        found = map(SensorRow._make, sensor_rows)
+        sensors = [[next(found) if is_there else None for is_there in row] for row in has.tolist()]
+        tokens, timestamp_us = self.sample_tokens.take(samples), self.timestamp_us[samples].tolist()
+        frames = map(Frame._make, zip(tokens, timestamp_us, sensors, boxes, strict=True))
+        return geometry, list(frames)
 
 
 def _check_channels(names: Sequence[str]) -> None:

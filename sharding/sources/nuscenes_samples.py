@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.pipeline.schema import Boxes
-    from fuelrail.sharding.sources.nuscenes_keyframes import Keyframes
+    from fuelrail.sharding.sources.nuscenes_keyframes import Frame
     from fuelrail.sharding.sources.nuscenes_tables import Log, Scene
     from fuelrail.sharding.table import Reference
 
+_COUNTS: Final = tuple(f"num_{name}" for name in CLASSES)
 ATTRIBUTE_TYPES: Final[dict[str, type]] = {
     "clip_name": str,
     "log_id": str,
@@ -31,7 +32,7 @@ ATTRIBUTE_TYPES: Final[dict[str, type]] = {
     "rain": bool,
     "num_cameras": int,
     "num_boxes": int,
-    **{f"num_{name}": int for name in CLASSES},
+    **dict.fromkeys(_COUNTS, int),
 }
 
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
@@ -52,79 +53,79 @@ def clip_ids(scenes: Sequence[Scene]) -> list[str]:
     return ids
 
 
-def sample_meta(
-    keyframes: Keyframes,
-    scene_row: int,
-    clip_id: str,
-    sample: int,
-    frame: int,
-    num_frames: int,
-    members: Sequence[Reference],
-    boxes: Boxes | None,
-) -> Meta:
-    """The sample's metadata; dataset, split and license are filled in when shards are written."""
-    scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
-    timestamp_us = int(keyframes.timestamp_us[sample])
-    cameras: dict[str, CameraMeta] = {}
-    offsets_us = [0]
-    for column, name in enumerate(keyframes.cameras):
-        if (row := int(keyframes.sensor_rows[sample, column])) >= 0:
-            width, height = keyframes.image_wh[row].tolist()
-            exposed_us = int(keyframes.data_timestamp_us[row])
-            offsets_us.append(abs(exposed_us - timestamp_us))
-            cameras[name.lower()] = CameraMeta(
-                token=keyframes.data_tokens[row],
-                timestamp_ns=exposed_us * NS_PER_US,
-                width=width,
-                height=height,
-            )
-    present = {member.name.partition(".")[0] for member in members}
-    return Meta(
-        schema=SCHEMA,
-        dataset="",
-        key=frame_key(clip_id, frame),
-        sample_token=keyframes.sample_tokens[sample],
-        clip_id=clip_id,
-        clip_token=scene.token,
-        clip_name=scene.name,
-        log_id=log.logfile or log.token,
-        vehicle=log.vehicle,
-        frame_idx=frame,
-        num_frames=num_frames,
-        prev_key=frame_key(clip_id, frame - 1) if frame else None,
-        next_key=frame_key(clip_id, frame + 1) if frame + 1 < num_frames else None,
-        timestamp_ns=timestamp_us * NS_PER_US,
-        is_key_frame=True,
-        split="",
-        cameras=cameras,
-        tags={"location": log.location, "description": scene.description, **_conditions(scene)},
-        stats={
-            "max_sync_offset_ns": max(offsets_us) * NS_PER_US,
-            **({} if boxes is None else {"num_boxes": len(boxes.label)}),
-        },
-        sync={
-            "policy": "keyframe",
-            "dropped": [name.lower() for name in keyframes.cameras if name.lower() not in present],
-        },
-    )
+class SceneFacts:
+    """What all samples of a scene have in common."""
 
+    def __init__(self, scene: Scene, log: Log, clip_id: str, num_frames: int, cameras: Sequence[str]) -> None:
+        """``cameras`` are the names of the rig's cameras."""
+        conditions = _conditions(scene)
+        self._cameras = [name.lower() for name in cameras]
+        self._num_frames = num_frames
+        self._common: dict[str, Any] = {
+            "schema": SCHEMA,
+            "dataset": "",
+            "clip_id": clip_id,
+            "clip_token": scene.token,
+            "clip_name": scene.name,
+            "log_id": log.logfile or log.token,
+            "vehicle": log.vehicle,
+            "num_frames": num_frames,
+            "is_key_frame": True,
+            "split": "",
+            "tags": {"location": log.location, "description": scene.description, **conditions},
+        }
+        self._attributes = {
+            "clip_name": scene.name,
+            "log_id": log.logfile or log.token,
+            "vehicle": log.vehicle,
+            "location": log.location,
+            "description": scene.description,
+            "night": conditions.get("night"),
+            "rain": conditions.get("rain"),
+        }
 
-def sample_attributes(scene: Scene, log: Log, num_cameras: int, boxes: Boxes | None) -> dict[str, Any]:
-    """The sample's row of ``attributes.parquet``; what is not known is null."""
-    counts = None if boxes is None else np.bincount(boxes.label[boxes.label >= 0], minlength=len(CLASSES)).tolist()
-    conditions = _conditions(scene)
-    return {
-        "clip_name": scene.name,
-        "log_id": log.logfile or log.token,
-        "vehicle": log.vehicle,
-        "location": log.location,
-        "description": scene.description,
-        "night": conditions.get("night"),
-        "rain": conditions.get("rain"),
-        "num_cameras": num_cameras,
-        "num_boxes": None if boxes is None else len(boxes.label),
-        **{f"num_{name}": None if counts is None else counts[i] for i, name in enumerate(CLASSES)},
-    }
+    def meta(self, number: int, frame: Frame, members: Sequence[Reference]) -> Meta:
+        """The metadata of frame ``number``; dataset, split and license are filled in when shards are written."""
+        clip_id = self._common["clip_id"]
+        cameras: dict[str, CameraMeta] = {}
+        latest_us = 0
+        for name, row in zip(self._cameras, frame.sensors, strict=False):
+            if row is not None:
+                latest_us = max(latest_us, abs(row.timestamp_us - frame.timestamp_us))
+                cameras[name] = CameraMeta(
+                    token=row.token,
+                    timestamp_ns=row.timestamp_us * NS_PER_US,
+                    width=row.width,
+                    height=row.height,
+                )
+        present = {member.name.partition(".")[0] for member in members}
+        return Meta(
+            key=frame_key(clip_id, number),
+            sample_token=frame.token,
+            frame_idx=number,
+            prev_key=frame_key(clip_id, number - 1) if number else None,
+            next_key=frame_key(clip_id, number + 1) if number + 1 < self._num_frames else None,
+            timestamp_ns=frame.timestamp_us * NS_PER_US,
+            cameras=cameras,
+            stats={
+                "max_sync_offset_ns": latest_us * NS_PER_US,
+                **({} if frame.boxes is None else {"num_boxes": len(frame.boxes.label)}),
+            },
+            sync={"policy": "keyframe", "dropped": [name for name in self._cameras if name not in present]},
+            **self._common,
+        )
+
+    def attributes(self, num_cameras: int, boxes: Boxes | None) -> dict[str, Any]:
+        """The row of ``attributes.parquet`` of a frame; what is not known is null."""
+        counts: Sequence[int | None] = [None] * len(CLASSES)
+        if boxes is not None:
+            counts = np.bincount(boxes.label + 1, minlength=len(CLASSES) + 1).tolist()[1:]
+        return {
+            **self._attributes,
+            "num_cameras": num_cameras,
+            "num_boxes": None if boxes is None else len(boxes.label),
+            **dict(zip(_COUNTS, counts, strict=True)),
+        }
 
 
 def _conditions(scene: Scene) -> dict[str, bool]:

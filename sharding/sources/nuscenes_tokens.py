@@ -43,6 +43,10 @@ class TokenColumn:
     def __getitem__(self, row: int) -> str:
         return self._texts[row]
 
+    def take(self, rows: NDArray[np.int64]) -> list[str]:
+        """The tokens of some rows, in that order."""
+        return self._texts.take(rows)
+
     def extend(self, tokens: Sequence[str]) -> None:
         """Add rows."""
         encoded = [token.encode() for token in tokens]

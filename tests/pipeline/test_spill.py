@@ -58,6 +58,7 @@ def test_columns_of_texts(tmp_path_factory, parts, in_memory):
         assert len(column) == len(texts)
         assert [column[row] for row in range(len(texts))] == texts
         assert column.array().to_pylist() == texts
+        assert column.take(np.arange(len(texts))[::-1]) == texts[::-1]
 
 
 def test_pages_are_given_back(tmp_path):

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from fuelrail.pipeline import tensors
 from fuelrail.pipeline.errors import SchemaError
-from fuelrail.pipeline.tensors import read_layout, read_npy, read_tensors, write_npy, write_tensors
+from fuelrail.pipeline.tensors import read_layout, read_npy, read_tensors, write_npy, write_stacked, write_tensors
 
 DTYPES = [np.dtype(code) for code in ("?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
@@ -50,6 +50,13 @@ def test_tensors_agree_with_the_library_both_ways(named) -> None:
 @given(TENSORS)
 def test_bytes_are_those_of_the_library(named) -> None:
     assert write_tensors(named) == safetensors.numpy.save(named)
+
+
+@given(st.dictionaries(st.text("abc", max_size=3), ARRAYS, min_size=1, max_size=4), st.integers(1, 3))
+def test_stacked_records_are_those_written_one_by_one(named, num_records) -> None:
+    records = [{name: np.roll(array, shift) for name, array in named.items()} for shift in range(num_records)]
+    stacked = {name: np.stack([record[name] for record in records]) for name in named}
+    assert write_stacked(stacked) == [write_tensors(record) for record in records]
 
 
 @given(TENSORS)
