@@ -4,10 +4,13 @@
 
     acquire a place --> attempt --> answer
                         |  no answer within the p95 of recent ones: a second, equal request; the first answer counts
-                        |  fault or time-out: give the place back, wait (backoff, jitter), again until the deadline
+                        |  fault or time-out: give the place back, wait (backoff, jitter), again until the deadline,
+                        |  ahead of those that wait for their first: somebody waits for this one already
 
 *Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few per cent more
-requests. A budget keeps it at that: when all of storage is slow, second requests would only make it slower.
+requests. A budget keeps it at that: when all of storage is slow, second requests would only make it slower. From the
+same budget comes the first retry of a request, at once: one fault says nothing of the next request. When many fail
+the budget is spent, and they back off.
 
 *Concurrency* adapts by additive increase and multiplicative decrease on measured throughput: more in flight while
 that brings more bytes a second, fewer when storage says "slow down".
@@ -28,7 +31,7 @@ from fuelrail.pipeline.retry import Fault, RetryPolicy, fault_of
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
     from typing import Any
 
     from fuelrail.pipeline.buffers import Buffer
@@ -37,9 +40,12 @@ if TYPE_CHECKING:
 _RECENT: Final = 200
 _ENOUGH: Final = 20
 """So many answers tell what is usual."""
-_HEDGE_TOKENS: Final = 10.0
+_EXTRA_REQUESTS: Final = 10.0
+"""Hedges and immediate retries that may come together after a quiet time."""
 _FIRST_HEDGE_S: Final = 1.0
 """When to hedge before there are enough answers to know what is usual."""
+_LOOK_AGAIN_S: Final = 0.1
+"""So long who waits believes what was usual."""
 _WIDEN_ABOVE: Final = 0.75
 """Part of the best bytes a second that one place had, above which one more still brings something."""
 _LEARN_ROUNDS: Final = 100
@@ -49,7 +55,10 @@ _SHORT_ANSWERS: Final = 3
 
 
 class HedgePolicy(Settings, frozen=True):
-    """When a second request goes out. ``quantile`` of recent latencies; at most ``part`` of all requests are hedged."""
+    """When a second request goes out: after that ``quantile`` of recent latencies.
+
+    At most ``part`` of all requests are extra, not counting those made while hardly any other is in flight.
+    """
 
     quantile: float = 0.95
     part: float = 0.1
@@ -90,10 +99,10 @@ class Concurrency:
 
     After every two ``width`` answers it looks at bytes a second and place. While storage has room these stay the same
     however many places there are; where it has none they share what there is. So as long as requests wait at the gate
-    and a place brings three quarters of the best that one brought so far, it widens by a quarter. (Comparing the
-    throughput of one width with that of the next takes rounds so long that noise does not decide: it got stuck.) Every
-    hundred rounds it narrows by a third and learns anew. After a round of which over a fifth was told to slow down it
-    narrows by 30 %.
+    and a place brings three quarters of the best that one brought so far, it widens: at first to twice as many, and
+    once that was too wide it goes half the way back and on by quarters. (Comparing the throughput of one width with
+    that of the next takes rounds so long that noise does not decide: it got stuck.) Every hundred rounds it narrows by
+    a third and learns anew. After a round of which over a fifth was told to slow down it narrows by 30 %.
     """
 
     def __init__(self, start: int = 8, at_most: int = 64) -> None:
@@ -107,12 +116,27 @@ class Concurrency:
         self._rounds_left = _LEARN_ROUNDS
         self._throttles = 0
         self._had_waiters = False
+        self._starting = True
 
-    async def __aenter__(self) -> None:
-        if self.in_flight >= self.width or self._waiting:
+    @property
+    def is_idle(self) -> bool:
+        """Whether at most a quarter of the places are taken: one more request takes nothing from the others."""
+        return self.in_flight * 4 <= self.width
+
+    @contextlib.asynccontextmanager
+    async def place(self, *, ahead: bool = False) -> AsyncIterator[None]:
+        """Hold one of the places, once there is one; ``ahead`` of all who wait."""
+        await self._enter(ahead=ahead)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, *, ahead: bool) -> None:
+        if self.in_flight >= self.width or (self._waiting and not ahead):
             self._had_waiters = True
             place = asyncio.get_running_loop().create_future()
-            self._waiting.append(place)
+            (self._waiting.appendleft if ahead else self._waiting.append)(place)
             try:
                 await place
             except asyncio.CancelledError:
@@ -121,9 +145,6 @@ class Concurrency:
                 raise
         else:
             self.in_flight += 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self._leave()
 
     def _leave(self) -> None:
         self.in_flight -= 1
@@ -157,6 +178,7 @@ class Concurrency:
 
     def _decide(self, rate: float) -> None:
         if self._throttles >= 3 and self._throttles * 5 > self._answers + self._throttles:
+            self._starting = False
             self.width = max(1, int(self.width * 0.7))
             self._rounds_left = min(self._rounds_left, _LEARN_ROUNDS // 4)
             self._best_rate = float("inf")  # not wider until then
@@ -171,7 +193,10 @@ class Concurrency:
         of_one = rate / self.width
         self._best_rate = max(self._best_rate, of_one)
         if of_one >= _WIDEN_ABOVE * self._best_rate:
-            self.width = min(self.width + max(1, self.width // 4), self._at_most)
+            step = self.width if self._starting else max(1, self.width // 4)
+            self.width = min(self.width + step, self._at_most)
+        elif self._starting:
+            self.width, self._starting = max(1, self.width * 3 // 4), False
 
 
 class Requester:
@@ -191,7 +216,7 @@ class Requester:
         self._retry, self._hedge, self.concurrency = retry, hedge, concurrency
         self._options, self._on_fault = storage_options, on_fault
         self._latencies = Latencies()
-        self._tokens = _HEDGE_TOKENS
+        self._extra, self._extra_part = _EXTRA_REQUESTS, (hedge or HedgePolicy()).part
         self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
 
     async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
@@ -201,7 +226,7 @@ class Requester:
         failures = short = 0
         while True:
             try:
-                async with self.concurrency:
+                async with self.concurrency.place(ahead=failures > 0):
                     if started is None:
                         started = loop.time()
                     data = await self._attempt(get, started + self._retry.deadline_s)
@@ -218,7 +243,8 @@ class Requester:
             failures += 1
             if fault.kind == "throttled":
                 self.concurrency.throttled(loop.time())
-            pause_s = self._retry.delay_s(failures, random.random())
+            at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
+            pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
             elapsed_s = loop.time() - (started or loop.time())
             if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
                 raise FetchFailedError(fault, failures, elapsed_s)
@@ -228,19 +254,33 @@ class Requester:
             await asyncio.sleep(pause_s)
 
     async def _attempt(self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float) -> Buffer:
-        """One request and perhaps its hedge; whichever answers first counts, the other one is given up."""
+        """One request and perhaps its hedges; whichever answers first counts, the others are given up."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         end = min(deadline, began + self._timeout_s())
+        self._extra = min(_EXTRA_REQUESTS, self._extra + self._extra_part)
         tasks = {loop.create_task(get())}
         first = next(iter(tasks))
+        num_sent, sent_at = 1, began
         error: BaseException = TimeoutError(f"no answer within {end - began:.1f} s")
         try:
-            hedge_at = self._hedge_at(began)
             while tasks:
                 now = loop.time()
-                until = end if hedge_at is None else min(end, hedge_at)
-                done, _ = await asyncio.wait(tasks, timeout=max(0.0, until - now), return_when=asyncio.FIRST_COMPLETED)
+                if now >= end:
+                    self._latencies.add(end - began)  # at least that long
+                    break
+                usual_s = self._usual_s()
+                look_at = sent_at + 2 ** (num_sent - 1) * usual_s  # a hedge can stall too
+                if now >= look_at:
+                    if self.concurrency.is_idle or self._may_ask_once_more():
+                        self.hedges += 1
+                        num_sent, sent_at = num_sent + 1, now
+                        tasks.add(loop.create_task(get()))
+                        continue
+                    look_at = now + usual_s
+                # By then more may be known of what is usual.
+                timeout_s = min(look_at, end, now + _LOOK_AGAIN_S) - now
+                done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     tasks.discard(task)
                     if task.exception() is None:
@@ -248,27 +288,25 @@ class Requester:
                         self.hedges_won += task is not first
                         return task.result()
                     error = task.exception() or error
-                if not done and loop.time() >= end:
-                    self._latencies.add(end - began)  # at least that long
-                    break
-                if not done and hedge_at is not None:
-                    hedge_at = None
-                    if self._tokens >= 1.0:
-                        self._tokens -= 1.0
-                        self.hedges += 1
-                        tasks.add(loop.create_task(get()))
             raise error
         finally:
             for task in tasks:
                 task.cancel()
                 task.add_done_callback(_ignore)
 
-    def _hedge_at(self, began: float) -> float | None:
+    def _may_ask_once_more(self) -> bool:
+        """Take one request out of the budget of extra ones, if there is one."""
+        if self._extra < 1.0:
+            return False
+        self._extra -= 1.0
+        return True
+
+    def _usual_s(self) -> float:
+        """What an answer takes at most as a rule: after that a hedge goes out."""
         if self._hedge is None:
-            return None
-        self._tokens = min(_HEDGE_TOKENS, self._tokens + self._hedge.part)
+            return float("inf")
         usual_s = self._latencies.quantile(self._hedge.quantile)
-        return began + max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._hedge.min_delay_s)
+        return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._hedge.min_delay_s)
 
     def _timeout_s(self) -> float:
         """How long one attempt may take: ten times what is usual, at least 2 s, never over the policy's limit."""

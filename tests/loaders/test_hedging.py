@@ -88,6 +88,32 @@ class TestRetries:
         answers = fetch(requester(retry, hedge=None, start=1, at_most=1), server, 6)
         assert [bytes(data) for data in answers] == [DATA] * 6
 
+    def test_the_first_retry_is_at_once_and_the_next_are_not(self):
+        patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
+        made, server = requester(patient), Server(OSError("x"))
+        assert [bytes(data) for data in fetch(made, server)] == [DATA]
+        (error,) = fetch(made, Server(OSError("x"), OSError("y")))
+        assert error.num_attempts == 2
+
+    def test_when_many_fail_only_a_few_come_back_at_once(self):
+        patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
+        answers = fetch(requester(patient, start=64), Server(*[OSError("down")] * 50), 50)
+        assert 10 <= sum(isinstance(answer, memoryview) for answer in answers) <= 15
+
+    def test_a_retry_goes_ahead_of_those_that_wait_for_their_first(self):
+        made, answered = requester(start=1, at_most=1), []
+
+        async def run():
+            async def one(name, server):
+                await made.fetch(server.get, len(DATA))
+                answered.append(name)
+
+            servers = [Server(OSError("x")), *(Server(0.001) for _ in range(5))]
+            await asyncio.gather(*(one(*pair) for pair in enumerate(servers)))
+
+        asyncio.run(run())
+        assert answered.index(0) <= 1  # one was let in while the first found out
+
     def test_a_stall_ends_with_the_attempts_time(self):
         made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001), hedge=None)
         server = Server(None, None)
@@ -121,12 +147,12 @@ class TestHedging:
         assert (made.hedges, made.hedges_won, made.retries) == (1, 1, 0)
 
     def test_a_first_that_comes_after_all_counts_and_ends_the_second(self):
-        made = requester()
+        made = requester(hedge=HedgePolicy(min_delay_s=0.1))
 
         async def run():
             for _ in range(30):
                 await made.fetch(Server().get, len(DATA))
-            server = Server(0.05, None)
+            server = Server(0.2, None)
             await made.fetch(server.get, len(DATA))
             await asyncio.sleep(0)
             return server
@@ -148,6 +174,46 @@ class TestHedging:
         slow = asyncio.run(run())
         assert made.hedges <= 10 + 0.1 * 231
         assert slow.calls <= 200 + made.hedges
+
+    def test_a_hedge_can_stall_too(self):
+        made = requester()
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            return bytes(await made.fetch(Server(None, None, None).get, len(DATA)))
+
+        assert asyncio.run(run()) == DATA
+        assert (made.hedges, made.hedges_won, made.retries) == (3, 1, 0)
+
+    def test_without_budget_it_waits_for_the_others_to_be_done(self):
+        made = requester(start=8)
+        made._extra = -1e9
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            stalled, busy = Server(None), Server(*[0.1] * 7)
+            one = asyncio.create_task(made.fetch(stalled.get, len(DATA)))
+            await asyncio.gather(*(made.fetch(busy.get, len(DATA)) for _ in range(7)))
+            calls = stalled.calls
+            await one
+            return calls, busy.calls
+
+        assert asyncio.run(run()) == (1, 7)
+        assert (made.hedges, made.hedges_won) == (1, 1)
+
+    def test_a_stall_at_the_start_is_seen_as_soon_as_it_is_known_what_is_usual(self):
+        made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0))
+
+        async def run():
+            stalled = asyncio.create_task(made.fetch(Server(None).get, len(DATA)))
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            await stalled
+
+        asyncio.run(run())
+        assert (made.hedges, made.hedges_won, made.retries) == (1, 1, 0)
 
     def test_a_fault_does_not_wait_for_the_hedge(self):
         server = Server(OSError("x"))
@@ -172,6 +238,14 @@ class TestConcurrency:
                 gate.answered(1000, now)
             assert min(useful, 64) * 0.8 <= gate.width <= min(max(8, useful) * 1.6, 64)
 
+    def test_it_begins_with_great_steps(self):
+        gate, now = Concurrency(start=8, at_most=64), 0.0
+        for _ in range(16 + 32 + 64 + 4):
+            now += 0.02 / gate.width
+            gate._had_waiters = True
+            gate.answered(1000, now)
+        assert gate.width == 64
+
     def test_it_narrows_when_told_to_slow_down_and_never_to_nothing(self):
         gate = Concurrency(start=32)
         for number in range(500):
@@ -190,7 +264,7 @@ class TestConcurrency:
             passed = []
 
             async def through(name, hold_s):
-                async with gate:
+                async with gate.place():
                     passed.append(name)
                     await asyncio.sleep(hold_s)
 
