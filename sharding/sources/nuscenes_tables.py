@@ -18,7 +18,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.images import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import BinaryIO
 
@@ -156,19 +156,17 @@ def check_tables(folder: Path) -> None:
 def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
     """Yield a table's records in pieces, in order; raises SourceError where it is no JSON list of such records."""
     path = folder / f"{table}.json"
-    decoder = msgspec.json.Decoder(list[of])  # type: ignore[valid-type]
+    decode = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
     count = 0
     try:
         with path.open("rb") as file:
-            for piece in _pieces(file, path):
-                try:
-                    records = decoder.decode(piece)
-                except msgspec.ValidationError as error:
-                    raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise SourceError(f"table '{path}' is not JSON: {error}") from error
-                count += len(records)
+            for records in _pieces(file, path, decode):
                 yield records
+                count += len(records)
+    except msgspec.ValidationError as error:
+        raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"table '{path}' is not JSON: {error}") from error
     except OSError as error:
         raise SourceError(f"table '{path}' cannot be read: {error.strerror}") from error
 
@@ -178,8 +176,8 @@ def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
     return [record for piece in read_table(folder, table, of) for record in piece]
 
 
-def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Cut a JSON list of objects into lists of whole objects.
+def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:
+    """Cut a JSON list of objects into lists of whole objects, and decode those.
 
     A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a string that happens
     to hold these characters leaves an unterminated string, is not valid JSON, and the piece grows instead.
@@ -192,12 +190,11 @@ def _pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
         raise SourceError(f"table '{path}' is not a JSON list")
     pending = body[1:]
     while more := file.read(_PIECE_BYTES):
-        cut = _last_gap(pending)
-        if cut and _is_json(piece := b"[" + pending[:cut] + b"]"):
-            yield piece
+        if (cut := _last_gap(pending)) and (records := _decoded(b"[" + pending[:cut] + b"]", decode)) is not None:
+            yield records
             pending = pending[cut:].lstrip()[1:]
         pending += more
-    yield b"[" + pending
+    yield decode(b"[" + pending)
 
 
 def _last_gap(data: bytes) -> int:
@@ -210,12 +207,14 @@ def _last_gap(data: bytes) -> int:
     return 0
 
 
-def _is_json(piece: bytes) -> bool:
+def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None:
+    """The piece's records; None where it is no JSON."""
     try:
-        msgspec.json.decode(piece, type=list[msgspec.Raw])
-    except msgspec.DecodeError:
-        return False
-    return True
+        return decode(piece)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:
