@@ -8,6 +8,7 @@ of a host share its pages. Rows stand in the order of the samples in the shards.
 from __future__ import annotations
 
 import json
+import mmap
 import threading
 from functools import partial
 from pathlib import Path
@@ -224,8 +225,10 @@ class SampleIndex:
         self._path = str(path)
         self._lock = threading.Lock()
         try:
-            self._file = pa.ipc.open_file(pa.memory_map(self._path))
-        except (OSError, pa.ArrowException) as error:
+            with Path(path).open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
+        except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: an empty file
             raise IndexFileError(f"index '{self._path}' cannot be opened: {error}") from error
         metadata = self._file.schema.metadata or {}
         version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
@@ -292,6 +295,10 @@ class SampleIndex:
             parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
         return pa.chunked_array(parts, pa.string())
 
+    def clip_ids(self, first: int = 0, end: int | None = None) -> list[str]:
+        """The clip ids that rows first to end - 1 have, each once, sorted."""
+        return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
+
     def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
         """The clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
         encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
@@ -305,6 +312,10 @@ class SampleIndex:
             if at >= 0:
                 return number * ROWS_PER_BATCH + int(at)
         return None
+
+    def release(self) -> None:
+        """Give the pages that were looked at back to the page cache; what was handed out stays good."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def _look_up(self, names: bytes, codecs: bytes) -> tuple[list[str], list[str]]:
         """Names and codecs of a row's members by their numbers; hardly any two rows have different ones."""

@@ -90,6 +90,10 @@ class _Bytes:
         self._file: IO[bytes] | None = None
         self._whole: mmap.mmap | bytearray | None = None
 
+    def __del__(self) -> None:
+        if self._file is not None:  # of a column that nobody read
+            self._file.close()
+
     def append(self, data: bytes | memoryview) -> None:
         assert self._whole is None, "a column is read when it is whole"
         self._pending += data

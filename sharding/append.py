@@ -17,6 +17,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -36,12 +37,15 @@ from fuelrail.pipeline.manifest import (
     encode_manifest,
 )
 from fuelrail.pipeline.remote import filesystem
+from fuelrail.pipeline.spill import Spill
+from fuelrail.sharding.finish import ROWS_PER_GROUP
 from fuelrail.sharding.output import FolderOutput, check_out, manifest_in, open_output, sync_folder
 from fuelrail.sharding.plan import PlannedShard
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import Recipe
 from fuelrail.sharding.resume import recipe_of, refuse_other_recipe
 from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined
+from fuelrail.sharding.spilled_table import SpilledTable
 from fuelrail.sharding.url_output import UrlOutput
 from fuelrail.sharding.workspace import Begun, Workspace
 from fuelrail.sharding.writer import ShardDone
@@ -54,7 +58,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20
-_ROWS_AT_ONCE: Final = 1 << 16
 
 
 class Piece(NamedTuple):
@@ -119,7 +122,7 @@ def _open(location: str) -> Dataset:
 
 def _check(datasets: Sequence[Dataset]) -> None:
     check_alike(datasets)
-    check_disjoint({dataset.location: sorted(set(dataset.index.strings("clip_id"))) for dataset in datasets})
+    check_disjoint({dataset.location: dataset.index.clip_ids() for dataset in datasets})
     first = datasets[0]
     for other in datasets[1:]:
         for what, ours, theirs in (
@@ -238,8 +241,10 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
     with IndexWriter(index, names, codecs) as rows:
         for number, piece in enumerate(pieces):
             old = piece.old
+            source = datasets[piece.dataset].index
             for at in range(old.first_sample, old.first_sample + old.num_samples):
-                rows.append(datasets[piece.dataset].index.row(at)._replace(shard=number))
+                rows.append(source.row(at)._replace(shard=number))
+            source.release()
     _write_attributes(attributes, datasets, pieces)
     made = [index, attributes]
     if datasets[0].dictionary is not None:
@@ -256,14 +261,36 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
 
 
 def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
-    tables = [pq.read_table(dataset.root / ATTRIBUTES_FILE, memory_map=True) for dataset in datasets]
+    """The attributes of all samples; a column that a dataset lacks is null for its samples."""
+    files = [dataset.root / ATTRIBUTES_FILE for dataset in datasets]
+    schemas = [pq.read_schema(file).remove_metadata() for file in files]
     try:
-        schema = pa.unify_schemas([table.schema.remove_metadata() for table in tables])
+        schema = pa.unify_schemas(schemas)
     except pa.ArrowInvalid as error:
         raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
-    parts = [tables[p.dataset].slice(p.old.first_sample, p.old.num_samples) for p in pieces]
-    whole = pa.concat_tables([schema.empty_table(), *parts], promote_options="default").select(schema.names)
-    pq.write_table(whole, path, compression="zstd", row_group_size=_ROWS_AT_ONCE)
+    spill = Spill(path.parent)
+    tables = [SpilledTable.of_file(spill, file, of.names) for file, of in zip(files, schemas, strict=True)]
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for dataset, rows in _runs(pieces):
+            for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
+                found = tables[dataset].take(np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
+                lacking = pa.nulls(len(found))
+                columns = [
+                    found[name] if name in found.column_names else lacking.cast(kind)
+                    for name, kind in zip(schema.names, schema.types, strict=True)
+                ]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def _runs(pieces: Sequence[Piece]) -> list[tuple[int, range]]:
+    """Datasets and runs of their rows, in the new order: shards that stay neighbours are one run."""
+    runs: list[tuple[int, range]] = []
+    for dataset, old, _ in pieces:
+        rows = range(old.first_sample, old.first_sample + old.num_samples)
+        if runs and runs[-1][0] == dataset and runs[-1][1].stop == rows.start:
+            rows = range(runs.pop()[1].start, rows.stop)
+        runs.append((dataset, rows))
+    return runs
 
 
 def _manifest(

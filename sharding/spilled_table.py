@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.spill import Spill, SpilledTexts
+
+_ROWS_AT_ONCE: Final = 1 << 12
 
 
 class SpilledTable:
@@ -24,6 +30,15 @@ class SpilledTable:
             is_text = pa.types.is_string(field.type)
             self._columns[field.name] = spill.texts() if is_text else spill.column(field.type.to_pandas_dtype())
         self._is_valid = {field.name: spill.column(np.bool_) for field in schema}
+
+    @staticmethod
+    def of_file(spill: Spill, path: Path, names: Sequence[str]) -> SpilledTable:
+        """Columns of a Parquet file."""
+        with pq.ParquetFile(path) as file:
+            table = SpilledTable(spill, pa.schema([file.schema_arrow.field(name) for name in names]))
+            for part in file.iter_batches(_ROWS_AT_ONCE, columns=list(names)):
+                table.append(pa.Table.from_batches([part]))
+        return table
 
     def append(self, part: pa.Table) -> None:
         """Add rows; ``part`` may have other columns too."""

@@ -149,7 +149,7 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
             return [Fault(ATTRIBUTES_FILE, f"has {parquet.metadata.num_rows} rows, the index {len(index)}")]
     batches = None if parquet is None else parquet.iter_batches(_ROWS_AT_ONCE, columns=["key", "split"])
     for split, entry in dataset.manifest.splits.items():
-        for clip in set(index.strings("clip_id", entry.first_sample, entry.first_sample + entry.num_samples)):
+        for clip in index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples):
             if split_of.setdefault(clip, split) != split:
                 faults.append(Fault(INDEX_FILE, f"clip '{clip}' is in the splits {split_of[clip]} and {split}"))
     for first in range(0, len(index), _ROWS_AT_ONCE):

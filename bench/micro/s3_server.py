@@ -77,32 +77,41 @@ def upload(source: Path, bucket: str) -> str:
 
 
 @contextlib.contextmanager
-def _serving(name: str, command: Sequence[str], port: int) -> Iterator[S3Server]:
-    url = f"http://127.0.0.1:{port}"
+def s3_environment(url: str) -> Iterator[None]:
+    """Clients of this process and of its children find the server at ``url`` while the block runs."""
     ours = {
         "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
     before = {variable: os.environ.get(variable) for variable in ours}
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     os.environ.update(ours)
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            if time.monotonic() > deadline or server.poll() is not None:
-                raise RuntimeError(f"the S3 server ({name}) did not start within 60 s")
-            time.sleep(0.1)
-        yield S3Server(name, url, server.pid)
+        yield
     finally:
-        server.kill()
-        server.wait()
         for variable, value in before.items():
             if value is None:
                 del os.environ[variable]
             else:
                 os.environ[variable] = value
+
+
+@contextlib.contextmanager
+def _serving(name: str, command: Sequence[str], port: int) -> Iterator[S3Server]:
+    url = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with s3_environment(url):
+            deadline = time.monotonic() + 60
+            while True:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                if time.monotonic() > deadline or server.poll() is not None:
+                    raise RuntimeError(f"the S3 server ({name}) did not start within 60 s")
+                time.sleep(0.1)
+            yield S3Server(name, url, server.pid)
+    finally:
+        server.kill()
+        server.wait()
 
 
 def _free_port() -> int:

@@ -5,8 +5,10 @@
 *Plan*: from a scan table of ``--rows`` rows, selection and all, to the plan on disk. The table's small members are
 empty here (they would make it 100 GB of 10 million rows); a plan never looks at them.
 
-*Run*: whole runs of `fuelrail shard` over dataroots that differ in the number of samples alone. Every measurement is
-made in a process of its own; memory is its peak resident size, the libraries' own included.
+*Run*: whole runs of `fuelrail shard` over dataroots that differ in the number of samples alone, of `fuelrail reshard`
+over the datasets that come of them, and with `--append`. *Listing*: sizes and ETags of a dataroot's images in a bucket.
+
+Every measurement is made in a process of its own; memory is its peak resident size, the libraries' own included.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,14 +30,17 @@ import numpy as np
 import pyarrow as pa
 
 from fuelrail.bench.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.sharding_source import make_dataroot
+from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
+from fuelrail.bench.micro.sharding_source import CAMERAS, make_dataroot
 from fuelrail.pipeline.schema import SCHEMA, Meta
+from fuelrail.sharding.append import append
 from fuelrail.sharding.commands import ARROW_POOL
 from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.table import (
     ROWS_PER_BATCH,
     ClipInfo,
@@ -51,6 +57,9 @@ if TYPE_CHECKING:
 FRAMES_PER_CLIP = 40
 NUM_ROWS = 10_000_000
 NUM_SAMPLES = (1_000, 100_000)
+MORE_SAMPLES = 40
+DATASET, MORE = ".dataset", "more.dataset"
+IMAGE_WH = (32, 16)
 SHARD_BYTES = 2 << 20  # so that the shorter run has several shards too, and both workers have work
 
 
@@ -139,11 +148,34 @@ def make_the_plan(path: Path, select: str | None) -> int:
 
 
 def run_whole(root: Path) -> int:
-    """`fuelrail shard` with two workers; returns the number of samples."""
-    with tempfile.TemporaryDirectory(dir=root.parent) as out:
-        recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
-        manifest = shard(SourceSpec("nuscenes", str(root), {}), Path(out) / "out", recipe, 2, Quiet()).manifest
-    return manifest.num_samples
+    """`fuelrail shard` with two workers, to ``ROOT.dataset``; returns the number of samples."""
+    recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
+    out = root.with_suffix(DATASET)
+    return shard(SourceSpec("nuscenes", str(root), {}), out, recipe, 2, Quiet()).manifest.num_samples
+
+
+def reshard_whole(dataset: Path) -> int:
+    """`fuelrail reshard` of a dataset, another seed; returns the number of samples."""
+    recipe = make_recipe(shard_size_bytes=SHARD_BYTES, seed=1)
+    source = SourceSpec("fuelrail", str(dataset), {})
+    with tempfile.TemporaryDirectory(dir=dataset.parent) as out:
+        return shard(source, Path(out) / "out", recipe, 2, Quiet()).manifest.num_samples
+
+
+def append_whole(dataset: Path) -> int:
+    """`fuelrail reshard --append` of a dataset and :data:`MORE`; returns the number of samples."""
+    with tempfile.TemporaryDirectory(dir=dataset.parent) as out:
+        return append([str(dataset), str(dataset.with_name(MORE))], Path(out) / "out").num_samples
+
+
+def list_bucket(url: str, num_samples: int) -> int:
+    """Sizes and ETags of all images of a dataroot at a URL, by listing; returns the number of samples."""
+    files = source_files(url)
+    with files.fetched("tables", ()):
+        for number in range(num_samples * len(CAMERAS)):
+            facts = files.facts(object_name(number))
+            assert facts is not None and facts.num_bytes == OBJECT_BYTES
+    return num_samples
 
 
 def _status(entry: str) -> int:
@@ -172,11 +204,14 @@ def _peak_anonymous() -> Iterator[list[int]]:
         watch.join()
 
 
-def _child(what: str, path: Path) -> Measured:
+def _child(what: str, path: Path, url: str) -> Measured:
     works: dict[str, Callable[[], int]] = {
         "plan": lambda: make_the_plan(path, None),
         "plan with --select": lambda: make_the_plan(path, "not night"),
         "run": lambda: run_whole(path),
+        "reshard": lambda: reshard_whole(path),
+        "append": lambda: append_whole(path),
+        "listing": lambda: list_bucket(url, int(path.name)),
     }
     before, started, cpu_started = _status("VmRSS"), time.perf_counter(), time.process_time()
     with _peak_anonymous() as anonymous:
@@ -188,13 +223,35 @@ def _child(what: str, path: Path) -> Measured:
     )  # fmt: skip
 
 
-def _measure(what: str, path: Path) -> Measured:
+def _measure(what: str, path: Path, url: str = "") -> Measured:
     """In a process of its own."""
-    command = [sys.executable, "-m", __spec__.name, "--child", what, str(path)]
+    command = [sys.executable, "-m", __spec__.name, "--child", what, str(path), url]
     # It finds what this process found, and has Arrow as the command has it.
     environment = {**os.environ, **ARROW_POOL, "PYTHONPATH": os.pathsep.join(sys.path)}
     output = subprocess.run(command, check=True, capture_output=True, env=environment).stdout
     return msgspec.json.decode(output, type=Measured)
+
+
+def _make_more(work: Path) -> None:
+    """A dataset with clips of its own, to be appended."""
+    root = (work / MORE).with_suffix("")
+    make_dataroot(root, MORE_SAMPLES, lidar=False, size=IMAGE_WH, num_files=1, full_tables=False)
+    scenes = next(root.glob("*/scene.json"))
+    scenes.write_text(scenes.read_text().replace("bench-", "more-"))
+    run_whole(root)
+
+
+def _measure_length(root: Path, num_samples: int) -> Iterator[Measured]:
+    """All whole runs of one length."""
+    make_dataroot(root, num_samples, lidar=False, size=IMAGE_WH, num_files=1, full_tables=False)
+    yield _measure("run", root)
+    shutil.rmtree(root)
+    dataset = root.with_suffix(DATASET)
+    yield _measure("reshard", dataset)
+    yield _measure("append", dataset)
+    shutil.rmtree(dataset)
+    with listing_server(num_samples * len(CAMERAS)) as url:
+        yield _measure("listing", root, url)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,10 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", metavar="N,N", help="lengths of the whole runs (default: 1000,100000; 0: none)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="few rows and samples, to see that it runs")
-    parser.add_argument("--child", nargs=2, metavar=("WHAT", "PATH"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, metavar=("WHAT", "PATH", "URL"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.child:
-        sys.stdout.buffer.write(msgspec.json.encode(_child(options.child[0], Path(options.child[1]))))
+        sys.stdout.buffer.write(msgspec.json.encode(_child(options.child[0], Path(options.child[1]), options.child[2])))
         return 0
     lengths = NUM_SAMPLES if options.samples is None else tuple(int(n) for n in options.samples.split(",") if int(n))
     num_rows, lengths = (5_000, (5, 50)) if options.quick else (options.rows, lengths)
@@ -220,9 +277,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_table(work / "scan.arrow", num_rows)
             measured += [_measure(what, work / "scan.arrow") for what in ("plan", "plan with --select")]
             (work / "scan.arrow").unlink()
+        if lengths:
+            _make_more(work)
         for length in lengths:
-            make_dataroot(work / str(length), length, lidar=False, size=(32, 16), num_files=1)
-            measured.append(_measure("run", work / str(length)))
+            measured += _measure_length(work / str(length), length)
     for entry in measured:
         sys.stdout.write(
             f"{entry.what}, {entry.count:,} samples: {entry.seconds:.1f} s, {entry.cpu_seconds:.1f} s of CPU, peak "

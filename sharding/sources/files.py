@@ -7,14 +7,18 @@ import functools
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.remote import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
+from fuelrail.pipeline.spill import Spill
+from fuelrail.sharding.sources.nuscenes_tokens import Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from fuelrail.pipeline.retry import Fault
 
@@ -105,13 +109,17 @@ class FolderFiles:
 
 
 class UrlFiles:
-    """Files under a prefix of an object store. Facts come from listings, one for each top folder."""
+    """Files under a prefix of an object store. Facts come from listings, one for each top folder, kept on disk.
+
+    They are there, and the listings are, while :meth:`fetched` is open.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self.shown = shown_url(self._url)
         self._fs, self._root = filesystem(self._url)
-        self._facts: dict[str, dict[str, FileFacts]] = {}
+        self._spill: Spill | None = None
+        self._listings: dict[str, _Listing] = {}
 
     def folders_with(self, name: str) -> list[str]:
         """Prefixes that have an object of this name."""
@@ -124,10 +132,10 @@ class UrlFiles:
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             local = Path(scratch) / folder
             local.mkdir()
-            there = self._listed(folder)
+            self._spill, self._listings = Spill(scratch), {}
             for name in names:
                 remote = f"{folder}/{name}"
-                if remote in there:
+                if self.facts(remote) is not None:
                     self._try(remote, functools.partial(self._fs.get_file, self._path(remote), str(local / name)))
             try:
                 yield local
@@ -136,7 +144,12 @@ class UrlFiles:
 
     def facts(self, name: str) -> FileFacts | None:
         """Size and ETag."""
-        return self._listed(name.partition("/")[0]).get(name)
+        top = name.partition("/")[0]
+        listing = self._listings.get(top)
+        if listing is None:
+            assert self._spill is not None, "facts are known while the tables are here"
+            listing = self._listings[top] = _Listing(self._spill, self._pages(top))
+        return listing.facts(name)
 
     def read(self, name: str) -> bytes:
         """An object's bytes."""
@@ -154,14 +167,42 @@ class UrlFiles:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _listed(self, top: str) -> dict[str, FileFacts]:
-        if top not in self._facts:
-            found = self._try(top, lambda: self._fs.find(self._path(top), detail=True))
-            start = len(self._root) + 1
-            self._facts[top] = {
-                path[start:]: FileFacts(info["size"], stated_version(info)) for path, info in found.items()
+    def _pages(self, top: str) -> Iterator[dict[str, FileFacts]]:
+        """All that is under a folder, a part at a time, no part of which the file system keeps.
+
+        From S3 by pages of a thousand objects; from other stores folder by folder.
+        """
+        start = len(self._root) + 1
+        if hasattr(self._fs, "call_s3"):
+            bucket, _, prefix = self._path(top).partition("/")
+            wanted = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+            while True:
+                page = self._try(top, functools.partial(self._fs.call_s3, "list_objects_v2", **wanted))
+                yield {
+                    f"{bucket}/{found['Key']}"[start:]: FileFacts(found["Size"], stated_version(found))
+                    for found in page.get("Contents", ())
+                }
+                if not page.get("IsTruncated"):
+                    return
+                wanted["ContinuationToken"] = page["NextContinuationToken"]
+        folders = [self._path(top)]
+        while folders:
+            folder = folders.pop()
+            entries = self._try(top, functools.partial(self._listed, folder))
+            self._fs.invalidate_cache()
+            folders += [found["name"] for found in entries if found["type"] == "directory" and found["name"] != folder]
+            yield {
+                found["name"][start:]: FileFacts(found["size"], stated_version(found))
+                for found in entries
+                if found["type"] == "file"
             }
-        return self._facts[top]
+
+    def _listed(self, folder: str) -> list[dict[str, Any]]:
+        try:
+            found: list[dict[str, Any]] = self._fs.ls(folder, detail=True)
+        except FileNotFoundError:
+            return []
+        return found
 
     def _try(self, name: str, work: Callable[[], T]) -> T:
         def told(fault: Fault, pause_s: float | None) -> None:
@@ -177,3 +218,19 @@ class UrlFiles:
             "refused": "may not be read: check credentials, profile and endpoint",
         }.get(fault.kind, "cannot be read")
         raise SourceError(f"'{where}' {reason} ({fault.text})") from None
+
+
+class _Listing:
+    """Names with what a store says of them, as columns on disk."""
+
+    def __init__(self, spill: Spill, pages: Iterable[dict[str, FileFacts]]) -> None:
+        self._names, self._num_bytes, self._stamps = Tokens("listing", spill), spill.column(np.int64), spill.texts()
+        for page in pages:
+            self._names.extend(list(page))
+            self._num_bytes.append([facts.num_bytes for facts in page.values()])
+            self._stamps.append([facts.stamp.encode() for facts in page.values()])
+
+    def facts(self, name: str) -> FileFacts | None:
+        """Of one of them; None where it is not there."""
+        row = int(self._names.find([name])[0])
+        return None if row < 0 else FileFacts(int(self._num_bytes.values[row]), self._stamps[row])

@@ -76,7 +76,7 @@ class FuelrailSource:
         clips = {part.dataset.location: part.clip_ids() for part in self._parts}
         check_disjoint(clips)
         owners = sorted((clip, number) for number, ids in enumerate(clips.values()) for clip in ids)
-        walks = [part.samples() for part in self._parts]
+        walks = [part.samples(out.spill) for part in self._parts]
         types = self.attribute_types
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.

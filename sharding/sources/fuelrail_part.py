@@ -21,15 +21,19 @@ from fuelrail.pipeline.frames import is_framed, read_head
 from fuelrail.pipeline.remote import filesystem
 from fuelrail.pipeline.retry import fault_of
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
+from fuelrail.sharding.spilled_table import SpilledTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.index import IndexRow
+    from fuelrail.pipeline.spill import Spill
 
 INLINE: Final = (META, GEOMETRY, BOXES)
 _OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
-_ROWS_AT_ONCE: Final = 1 << 14
+_ROWS_AT_ONCE: Final = 1 << 9
 
 Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
 """A row's number and the row, and its attributes."""
@@ -62,18 +66,18 @@ class DatasetPart:
 
     def clip_ids(self) -> list[str]:
         """Ids of its clips, sorted."""
-        return sorted(set(self.dataset.index.strings("clip_id")))
+        return self.dataset.index.clip_ids()
 
     def splits(self) -> dict[str, list[str]]:
         """Ids of the clips of each split, sorted."""
         return {
-            name: sorted(set(self.dataset.index.strings("clip_id", s.first_sample, s.first_sample + s.num_samples)))
+            name: self.dataset.index.clip_ids(s.first_sample, s.first_sample + s.num_samples)
             for name, s in self.dataset.manifest.splits.items()
         }
 
-    def samples(self) -> Iterator[Iterator[Sample]]:
-        """For each clip, in the order of the ids, its samples by frame."""
-        numbered = ((at, self.dataset.index.row(at), attributes) for at, attributes in self._attributes())
+    def samples(self, spill: Spill) -> Iterator[Iterator[Sample]]:
+        """For each clip, in the order of the ids, its samples by frame. Their attributes are brought into ``spill``."""
+        numbered = ((at, self.dataset.index.row(at), attributes) for at, attributes in self._attributes(spill))
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
             yield (((at, row), attributes) for at, row, attributes in clip)
 
@@ -109,22 +113,21 @@ class DatasetPart:
                 raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
         return self._read[1][field]
 
-    def _attributes(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Each row in the order of clips and frames, with its attributes; a part of the table as Python objects."""
+    def _attributes(self, spill: Spill) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
         rows, names = self._rows_by_clip(), list(self.attribute_types)
-        table = pq.read_table(self.dataset.root / ATTRIBUTES_FILE, columns=names) if names else None
+        table = SpilledTable.of_file(spill, self.dataset.root / ATTRIBUTES_FILE, names) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
-            values = [{} for _ in part] if table is None else table.take(pa.array(part)).to_pylist()
-            yield from zip(part, values, strict=True)
+            values = [{} for _ in part] if table is None else table.take(part).to_pylist()
+            self.dataset.index.release()
+            yield from zip(part.tolist(), values, strict=True)
 
-    def _rows_by_clip(self) -> list[int]:
+    def _rows_by_clip(self) -> NDArray[np.int64]:
         index = self.dataset.index
         clips = index.texts("clip_id").dictionary_encode().combine_chunks()
         rank = np.argsort(np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable"))
-        order = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
-        rows: list[int] = order.tolist()
-        return rows
+        return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
 
     def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
         """The first bytes of a span, decoded if it is a frame."""

@@ -1,0 +1,54 @@
+"""Files of a source at a URL: what listings say of them, whatever the store and however long the listing."""
+
+from __future__ import annotations
+
+import fsspec
+import pytest
+
+from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import FileFacts, source_files
+
+
+def test_a_listing_of_several_pages():
+    pytest.importorskip("s3fs")
+    with listing_server(2500) as url:
+        files = source_files(url)
+        with files.fetched("tables", ()):
+            for number in (2499, 0, 1000, 999, 1234):
+                assert files.facts(object_name(number)) == FileFacts(OBJECT_BYTES, f'"{number:032x}"')
+            assert files.facts(object_name(2500)) is None
+            assert files.facts("samples/CAM_FRONT") is None
+
+
+def test_folders_of_a_store_that_is_not_s3():
+    fs = fsspec.filesystem("memory")
+    url = "memory://test_files/root"
+    try:
+        for name, size in {
+            "samples/a/b/x.jpg": 3,
+            "samples/a/y.jpg": 2,
+            "samples/z.jpg": 1,
+            "tables/t.json": 5,
+        }.items():
+            fs.pipe_file(f"/test_files/root/{name}", b"x" * size)
+        files = source_files(url)
+        with files.fetched("tables", ("t.json", "other.json")) as folder:
+            assert [path.name for path in folder.iterdir()] == ["t.json"]
+            found = [files.facts(name) for name in ("samples/a/b/x.jpg", "samples/a/y.jpg", "samples/z.jpg")]
+            assert [facts.num_bytes for facts in found] == [3, 2, 1]
+            assert files.facts("samples/a") is None
+            assert files.facts("nowhere/x.jpg") is None
+    finally:
+        fs.rm("/test_files", recursive=True)
+
+
+def test_a_listing_that_is_refused(monkeypatch):
+    files = source_files("memory://test_files_refused/root")
+
+    def refuse(*_, **__):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", refuse)
+    with files.fetched("tables", ()), pytest.raises(SourceError, match="samples' may not be read: check credentials"):
+        files.facts("samples/x.jpg")
