@@ -232,22 +232,25 @@ class SpanCache:
         """Evict samples used later than ``next_use`` until ``length`` bytes fit; all or none."""
         if next_use == NEVER:
             return False
-        victims: list[tuple[int, int]] = []
+        victims: dict[int, int] = {}
         room = self._folder.max_bytes - self._folder.used_bytes
         restocked = False
         while room < length:
             victim = policy.pop()
             if victim is None and not restocked:
                 restocked = True  # what other processes brought
-                policy.rebuild(np.setdiff1d(self._folder.held(), [row for row, _ in victims]), policy.now)
+                policy.rebuild(np.setdiff1d(self._folder.held(), list(victims)), policy.now)
                 continue
+            if victim is not None and victim[0] in victims:
+                continue  # it may come twice, and frees its room but once
             if victim is None or victim[1] <= next_use:
-                for row, time in victims if victim is None else [*victims, victim]:
+                victims.update([] if victim is None else [victim])
+                for row, time in victims.items():
                     policy.add(row, time)
                 return False
-            victims.append(victim)
+            victims[victim[0]] = victim[1]
             room += self._length_of(victim[0])
-        for row, _ in victims:
+        for row in victims:
             self._folder.remove(row)
         self._counts = self._counts._replace(evictions=self._counts.evictions + len(victims))
         return True

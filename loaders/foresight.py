@@ -235,7 +235,10 @@ class FarthestFirst:
         return int(self._foresight.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:
-        """Take out the resident with the farthest next use: (row, next use); None where no resident is known."""
+        """Take out the resident with the farthest next use: (row, next use); None where no resident is known.
+
+        One that was both admitted and used may come twice.
+        """
         while self._left or self._heap:
             if not self._heap or (self._left and self._times[self._left - 1] >= -self._heap[0][0]):
                 self._left -= 1
