@@ -62,7 +62,7 @@ PEERS: dict[str, Entry] = {
     ),
     "grain": Entry(
         "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
-        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast", "thr-sjfast+toppad"),
+        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
     ),
     "dali": Entry(
         "dali", ("nvidia.dali",), "pip install nvidia-dali-cuda120", ("nvidia-dali-cuda120",), ("roi", "noaa"), "wds"
