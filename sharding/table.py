@@ -7,6 +7,7 @@ of ``ROWS_PER_BATCH`` rows and read memory-mapped, so its size is bounded by the
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -21,10 +22,11 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
 from fuelrail.pipeline.spill import Spill
+from fuelrail.sharding.table_rows import row_reader
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -34,7 +36,7 @@ ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
 CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
-_LOOKS_BETWEEN: Final = 16
+_LOOKS_BETWEEN: Final = 64
 _MOST_BATCHES: Final = 64
 
 _REFERENCE = pa.struct(
@@ -57,6 +59,7 @@ _COLUMNS: Final = [
     pa.field("boxes", pa.binary()),
     pa.field("members", pa.list_(_REFERENCE), nullable=False),
 ]
+_ROW_COLUMNS: Final = ("key", "clip", "frame", "timestamp_ns", "meta", "geometry", "boxes", "members")
 _ATTRIBUTE_TYPES: Final = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 _PREFIX: Final = "attribute."
 
@@ -174,9 +177,8 @@ class ScanWriter:
         inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
         size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)
         number = len(self.clips) - 1
-        references = [member._asdict() for member in members]
-        row = (meta.key, number, meta.frame_idx, meta.timestamp_ns, size, blob, geometry, boxes, references)
-        self._pending.append((*row, *(attributes[name] for name in self._attributes)))
+        row = (meta.key, number, meta.frame_idx, meta.timestamp_ns, size, blob, geometry, boxes)
+        self._pending.append((*row, members, *(attributes[name] for name in self._attributes)))
         self._names.update(member.name for member in members)
         if boxes is not None:
             self._names.add(BOXES)
@@ -214,9 +216,21 @@ class ScanWriter:
 
     def _flush(self) -> None:
         columns = zip(*self._pending, strict=True)
-        arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+        arrays = [
+            _reference_lists(values) if field.name == "members" else pa.array(values, field.type)
+            for values, field in zip(columns, self._schema, strict=True)
+        ]
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._pending = []
+
+
+def _reference_lists(rows: Sequence[Sequence[Reference]]) -> pa.ListArray:
+    """The column ``members``."""
+    starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(members) for members in rows], out=starts[1:])
+    fields = zip(*itertools.chain.from_iterable(rows), strict=True) if starts[-1] else ((),) * len(Reference._fields)
+    arrays = [pa.array(values, field.type) for values, field in zip(fields, _REFERENCE, strict=True)]
+    return pa.ListArray.from_arrays(pa.array(starts), pa.StructArray.from_arrays(arrays, fields=list(_REFERENCE)))
 
 
 def tar_bytes(data_bytes: int) -> int:
@@ -247,6 +261,7 @@ class ScanTable:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
         self._batches: dict[int, Any] = {}
+        self._readers: dict[int, list[Callable[[int], Any]]] = {}
         self._num_looks = 0
         self._names = self._file.schema.names
         batches = self._file.num_record_batches
@@ -266,11 +281,9 @@ class ScanTable:
 
     def row(self, number: int) -> ScanRow:
         """One row."""
-        batch, at = self._batch(number // ROWS_PER_BATCH), number % ROWS_PER_BATCH
-        key, clip, frame, timestamp_ns, _, meta, geometry, boxes, members = (
-            batch.column(i)[at].as_py() for i in range(len(_COLUMNS))
-        )
-        references = tuple(Reference(**member) for member in members)
+        readers, at = self._readers_of(number // ROWS_PER_BATCH), number % ROWS_PER_BATCH
+        key, clip, frame, timestamp_ns, meta, geometry, boxes, members = [read(at) for read in readers]
+        references = tuple(map(Reference._make, members))
         return ScanRow(key, clip, frame, timestamp_ns, meta, geometry, boxes, references)
 
     def key_batches(self) -> Iterator[pa.Array]:
@@ -304,6 +317,14 @@ class ScanTable:
         for number in range(self._file.num_record_batches):
             yield self._batch(number)
 
+    def _readers_of(self, number: int) -> list[Callable[[int], Any]]:
+        """For each column of a row in batch ``number``, what reads it."""
+        batch = self._batch(number)
+        readers = self._readers.get(number)
+        if readers is None:
+            readers = self._readers[number] = [row_reader(batch.column(name)) for name in _ROW_COLUMNS]
+        return readers
+
     def _batch(self, number: int) -> Any:  # noqa: ANN401  (pyarrow has no types)
         self._num_looks += 1
         if self._num_looks % _LOOKS_BETWEEN == 0:
@@ -312,5 +333,6 @@ class ScanTable:
         if batch is None:
             if len(self._batches) == _MOST_BATCHES:
                 self._batches.clear()
+                self._readers.clear()
             batch = self._batches[number] = self._file.get_batch(number)
         return batch
