@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.console import report_console
+from fuelrail.bench.console import exit_code, report_console
 from fuelrail.bench.files import REPORT_JSON, prepare_folder
 from fuelrail.pipeline.errors import ConfigError
 
@@ -30,7 +29,6 @@ DESCRIPTION = (
     "then times them in turns, each in a process of its own on the same CPUs. A loader that is not installed, or whose "
     "images differ, is left out and named. Prepare with --rounds 0, and add rounds later with --continue."
 )
-_INTERRUPTED = 130
 _UNDER_WAY = "the run is under way, or was killed"
 
 
@@ -95,10 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         # A failure of our own must not take the rounds before it along.
         session.publish(cut_off)
     print_compare_report(session.report(), report_console())
-    if cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
-        return _INTERRUPTED
-    return 0
+    return exit_code(cut_off, interrupted=cut_off is not None)
 
 
 class _Session:

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from fuelrail.bench.console import NOTHING_MEASURED, exit_code
 from fuelrail.bench.diagnose_report import (
     RUNS_HEADER,
     SCHEMA,
@@ -45,7 +46,6 @@ DESCRIPTION = (
     "without the all-reduce, and once more as it is; the differences say what bounds the run and what lifting it would "
     "gain. Writes report.json, report.md and report.html. Takes the arguments of `bench train`, for each run."
 )
-_INTERRUPTED, _FAILED = 130, 1
 _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
 
 
@@ -87,9 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(report, Console(soft_wrap=True))
         told = f"\nwritten: {', '.join(map(str, written))}, and each run's report in a folder beside them"
         Console(soft_wrap=True).print(told, highlight=False)
-    if report.cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
-    return _INTERRUPTED if interrupted else _FAILED if report.cut_off is not None else 0
+    return exit_code(report.cut_off, interrupted=interrupted)
 
 
 def examine(arguments: argparse.Namespace, **changes: Any) -> Examined:  # noqa: ANN401
@@ -117,12 +115,12 @@ def examine(arguments: argparse.Namespace, **changes: Any) -> Examined:  # noqa:
     except _CutOff as error:
         if not made:
             if error.interrupted:
-                raise KeyboardInterrupt from error
+                raise KeyboardInterrupt(NOTHING_MEASURED) from error
             raise FuelrailError(f"no run was made whole: {error}") from error
         cut_off, interrupted = str(error), error.interrupted
     except KeyboardInterrupt:
         if not made:
-            raise
+            raise KeyboardInterrupt(NOTHING_MEASURED) from None
         cut_off, interrupted = "the run was interrupted", True
     return Examined(_report(made, diagnosis, tried, cut_off), interrupted)
 

@@ -10,10 +10,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.console import report_console
+from fuelrail.bench.console import exit_code, report_console
 from fuelrail.bench.files import prepare_folder
 from fuelrail.bench.machine import machine_facts, usable_cpus
-from fuelrail.bench.memory import peak_memory_bytes
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.bench.loader_report import LoaderFigures, LoaderReport
-    from fuelrail.bench.loader_run import LoaderRun
     from fuelrail.bench.rates import Rate
 
 HELP = "measure how fast a dataset can be loaded, stage by stage, and what bounds it"
@@ -30,9 +28,6 @@ DESCRIPTION = (
     "Runs the loader as fast as it goes, each of its stages alone, and this machine's limits on the same bytes, all "
     "from the page cache. Tells rates, CPU time, the time to the first batch, and what bounds the loader."
 )
-_INTERRUPTED = 130
-_NUM_BATCHES_KEPT = 3
-_NUM_SAMPLES_KEPT = 12
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,14 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure limits, stages and the whole loader; write the report; print it."""
     # torch, only where something is measured
-    from fuelrail.bench.cuda import pinned_copy
     from fuelrail.bench.dataset_facts import dataset_facts
-    from fuelrail.bench.limits import measure_limits, sample_sizes
     from fuelrail.bench.loader_report import build_loader_report
-    from fuelrail.bench.loader_run import run_loader
+    from fuelrail.bench.loader_rounds import measure_rounds
     from fuelrail.bench.rates import median_rates
     from fuelrail.bench.report_files import write_report
-    from fuelrail.bench.stages import LoaderChoice, measure_stacked, measure_stages, record_stages
+    from fuelrail.bench.stages import LoaderChoice
     from fuelrail.loaders.loader import DEFAULT_IMAGE
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.settings import load_yaml
@@ -79,71 +72,29 @@ def run(arguments: argparse.Namespace) -> int:
         )
     prepare_folder(arguments.out, html=not arguments.no_html)
     image = load_yaml(arguments.image, ImageAugment) if arguments.image else DEFAULT_IMAGE
-    batch_size: int = arguments.batch_size
     choice = LoaderChoice(
         split=arguments.split,
-        batch_size=batch_size,
+        batch_size=arguments.batch_size,
         num_workers=arguments.workers or max(1, int(usable_cpus())),
         decoder=arguments.decoder,
         verify=not arguments.no_verify,
         points=arguments.points,
         seed=arguments.seed,
     )
-    part_s = min(1.0, arguments.seconds / 8)
-    output_bytes = len(facts.cameras) * 3 * image.height * image.width
-    lidars = {lidar.channel for lidar in dataset.manifest.lidars if not choice.points}
-    to_device = pinned_copy(output_bytes)
-    console = Console(stderr=True)
-    with console.status("warming up"):
-        run_loader(dataset, image, choice, arguments.seconds)
-        # Read now: what follows keeps batches that a loader would not.
-        peak_rss_bytes = peak_memory_bytes()
-        recorded = record_stages(dataset, image, choice, max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // batch_size)))
-        items = {entry.stage.name: entry.items for entry in recorded}
-    names = [entry.stage.name for entry in recorded]
-    runs: list[LoaderRun] = []
-    stages: list[list[Rate]] = []
-    stacked: list[list[Rate]] = []
-    limits: list[list[Rate]] = []
-    cut_off = None
-    # In turns, so that a machine that grows slower or is disturbed for a while favours none of the four.
-    try:
-        for number in range(arguments.repeats):
-            where = f"round {number + 1} of {arguments.repeats}"
-            with console.status(f"{where}: the whole loader") as status:
-                run = run_loader(dataset, image, choice, arguments.seconds)
-                status.update(f"{where}: each stage alone")
-                alone = measure_stages(recorded, batch_size, part_s)
-                status.update(f"{where}: stage upon stage")
-                upon = measure_stacked(dataset, image, choice, names[:-1], part_s)
-                status.update(f"{where}: this machine's limits")
-                limit = measure_limits(
-                    items["parse"],
-                    items["decode"],
-                    lidars,
-                    output_bytes,
-                    choice.num_workers,
-                    part_s,
-                    dataset,
-                    to_device,
-                )
-            runs.append(run)
-            stages.append(alone)
-            stacked.append(upon)
-            limits.append(limit)
-    except KeyboardInterrupt:
-        if not runs:
-            raise
-        cut_off = f"it was interrupted after {len(runs)} of {arguments.repeats} rounds"
+    with Console(stderr=True).status("") as status:
+        measured = measure_rounds(
+            dataset, image, choice, num_rounds=arguments.repeats, seconds=arguments.seconds, tell=status.update
+        )
+    rounds, sizes, peak_rss_bytes, cut_off = measured
     report = build_loader_report(
         machine=machine_facts(),
         dataset=facts,
         options={**msgspec.to_builtins(choice), "image": msgspec.to_builtins(image), "seconds": arguments.seconds},
-        sizes=sample_sizes(items["parse"], items["decode"], output_bytes),
-        limits=median_rates(limits),
-        stages=median_rates(stages),
-        stacked=median_rates(stacked),
-        runs=runs,
+        sizes=sizes,
+        limits=median_rates([each.limits for each in rounds]),
+        stages=median_rates([each.stages for each in rounds]),
+        stacked=median_rates([each.stacked for each in rounds]),
+        runs=[each.run for each in rounds],
         peak_rss_bytes=peak_rss_bytes,
         cut_off=cut_off,
     )
@@ -159,10 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_loader_report(report, report_console())
         Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, written)), highlight=False)
-    if cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
-        return _INTERRUPTED
-    return 0
+    return exit_code(cut_off, interrupted=cut_off is not None)
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.console import report_console
+from fuelrail.bench.console import NOTHING_MEASURED, exit_code, report_console
 from fuelrail.bench.files import prepare_folder
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
@@ -28,8 +27,6 @@ DESCRIPTION = (
     "with a fixed batch of all ranks (strong scaling). A simulation draws from what was measured with up to 2 ranks, "
     "is tried against all runs, and goes on to thousands of ranks, with stragglers and with storage that gives so much."
 )
-_INTERRUPTED = 130
-_FAILED = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 fit = plan.fit(reports, arguments.loader_seconds)
     except KeyboardInterrupt:
         if not reports:
-            raise
+            raise KeyboardInterrupt(NOTHING_MEASURED) from None
         cut_off, interrupted = "the run was interrupted", True
     except FuelrailError as error:
         if not reports:
@@ -95,9 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = _report(arguments, plan, reports, fit, cut_off)
     write_report(report, arguments.out, html=not arguments.no_html)
     print_scale_report(report, report_console())
-    if cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
-    return _INTERRUPTED if interrupted else _FAILED if cut_off else 0
+    return exit_code(cut_off, interrupted=interrupted)
 
 
 def _check(arguments: argparse.Namespace) -> list[int]:

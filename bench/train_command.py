@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.accelerator import DEFAULT_PROFILE, profile_names
+from fuelrail.bench.console import exit_code
 from fuelrail.bench.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report_files import write_report
 from fuelrail.bench.train_run import TrainRun, measure_all
@@ -28,8 +29,6 @@ DESCRIPTION = (
     "Trains a small multi-camera model with DDP and writes report.json, report.md and report.html: occupancy, the time "
     "of each phase of the step, the loader's stages, throughput."
 )
-_INTERRUPTED = 130
-_FAILED = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -112,11 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_traces = merge_traces(arguments.out / "trace", arguments.out / TRACE_JSON)
         shutil.rmtree(arguments.out / "trace", ignore_errors=True)
         sys.stderr.write(f"written: {arguments.out / TRACE_JSON}, of {num_traces} ranks; open it in ui.perfetto.dev\n")
-    if report.cut_off is not None:
-        sys.stderr.write(f"fuelrail: error: the report is partial: {report.cut_off}\n")
-    if made.interrupted:
-        return _INTERRUPTED
-    return _FAILED if report.cut_off else 0
+    return exit_code(report.cut_off, interrupted=made.interrupted)
 
 
 def _save(report: Report, arguments: argparse.Namespace) -> None:

@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    except KeyboardInterrupt:
-        print("fuelrail: interrupted", file=sys.stderr)  # noqa: T201
+    except KeyboardInterrupt as interrupt:
+        print(" ".join(["fuelrail: interrupted", *map(str, interrupt.args)]), file=sys.stderr)  # noqa: T201
         return 130
     except BrokenPipeError:
         # Whoever read our output has seen enough, as in `fuelrail inspect OUT | head`. What is still in the buffer must

@@ -153,13 +153,29 @@ def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(datas
             raise KeyboardInterrupt
         return run_loader(*arguments)
 
-    monkeypatch.setattr("fuelrail.bench.loader_run.run_loader", interrupted)
+    monkeypatch.setattr("fuelrail.bench.loader_rounds.run_loader", interrupted)
     options = ("--batch-size", 2, "--seconds", 0.8, "--repeats", 5, "--no-html")
     assert bench(dataset, tmp_path / "out", *options) == 130
     report = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes(), type=LoaderReport)
     assert report.cut_off == "it was interrupted after 1 of 5 rounds"
     assert len(report.runs) == 1
     assert "the report is partial" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interrupted", ["run_loader", "record_stages", "measure_limits"])
+def test_interrupted_before_a_whole_round_it_says_that_there_is_no_report(
+    dataset, tmp_path, capsys, monkeypatch, interrupted
+):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"fuelrail.bench.loader_rounds.{interrupted}", interrupt)
+    out = tmp_path / "out"
+    assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.01, "--no-html") == 130
+    assert capsys.readouterr().err == (
+        "fuelrail: interrupted before anything was measured whole: no report was written\n"
+    )
+    assert list(out.iterdir()) == []
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(dataset, tmp_path, capsys):
