@@ -22,6 +22,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
     check_finite,
     read_all,
     read_table,
+    vectors,
 )
 from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
 
@@ -145,9 +146,9 @@ class Annotations:
                 self._visibilities.resolve(visibilities, column="visibility_token", **of)
             ],
             "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
-            "translation": np.array([record.translation for record in records], np.float64).reshape(-1, 3),
-            "size_wlh": np.array([record.size for record in records], np.float64).reshape(-1, 3),
-            "rotation": np.array([record.rotation for record in records], np.float64).reshape(-1, 4),
+            "translation": vectors([record.translation for record in records], 3),
+            "size_wlh": vectors([record.size for record in records], 3),
+            "rotation": vectors([record.rotation for record in records], 4),
             "num_lidar_pts": [record.num_lidar_pts for record in records],
             "num_radar_pts": [record.num_radar_pts for record in records],
         }

@@ -15,6 +15,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
     check_finite,
     read_all,
     read_table,
+    vectors,
 )
 from fuelrail.sharding.sources.nuscenes_tokens import Tokens
 
@@ -103,8 +104,8 @@ class Poses:
 def _pose(
     records: list[CalibratedSensor] | list[EgoPose], owners: Owners, table: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    translation = np.array([record.translation for record in records], np.float64).reshape(-1, 3)
-    rotation = np.array([record.rotation for record in records], np.float64).reshape(-1, 4)
+    translation = vectors([record.translation for record in records], 3)
+    rotation = vectors([record.rotation for record in records], 4)
     for name, values in (("translation", translation), ("rotation", rotation)):
         check_finite(values, owners, table=table, column=name)
     return translation, rotation

@@ -9,6 +9,7 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.images import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
@@ -215,6 +216,12 @@ def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None
         raise
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.float64]:
+    """Vectors of some length as an array (N, length); numpy's own way takes twice as long."""
+    flat = itertools.chain.from_iterable(values)
+    return np.fromiter(flat, np.float64, length * len(values)).reshape(-1, length)
 
 
 def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:

@@ -66,9 +66,11 @@ class Tokens(TokenColumn):
         super().__init__(spill)
         self.table = table
         self._sorted: NDArray[np.uint64] | None = None
+        self._at_hand: dict[str, int] = {}
         if tokens is not None:
             self.extend(tokens)
             self.check_unique()
+            self._at_hand = {token: row for row, token in enumerate(tokens)}
 
     def check_unique(self) -> None:
         """Raise SourceError where a token stands twice."""
@@ -83,6 +85,8 @@ class Tokens(TokenColumn):
 
     def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
         """Row number of each token, the first one that has it; -1 where there is none."""
+        if self._at_hand:
+            return np.array([self._at_hand.get(token, -1) for token in tokens], np.int64)
         return self._find(_digests([token.encode() for token in tokens]))
 
     def resolve(self, tokens: Sequence[str], *, table: str, column: str, owners: Owners) -> NDArray[np.int64]:
