@@ -1,9 +1,10 @@
 """One dataset from every engine, undisturbed and killed at random: is it the same bytes?
 
-Each case shards one source with the command line, as a user does. *Killed* cases send SIGKILL at random moments to the
-command and its processes (of a Ray cluster, which lives on, every third time to a node instead) and run the same
-command again, until there were as many deaths as asked for; a run that finishes in between is compared and begun anew.
-What is compared is the SHA-256 of every file of the dataset.
+Each case shards one source with the command line, as a user does. *Killed* cases send SIGKILL to the command and its
+processes (of a Ray cluster, which lives on, every third time to a node instead) and run the same command again, until
+there were as many deaths as asked for; a run that finishes in between is compared and begun anew. Death comes a random
+moment after a random number of the shards that are left to be made, up to a third of them; one in six comes at any
+moment of a run, start and end included. What is compared is the SHA-256 of every file of the dataset.
 
 With ``--out`` the report is written after each case, and the same command goes on with the cases that it lacks; with
 ``--seconds`` none is begun after that time.
@@ -46,19 +47,28 @@ _NODE_DIES_EVERY: Final = 3
 _RUN_S: Final = 600.0  # in which a command ends, whatever has died under it
 
 
+class Death(msgspec.Struct, frozen=True):
+    """One death: shards that the run had found when it began, and shards that were there when it, or a node, died."""
+
+    shards_found: int
+    shards_there: int
+    of_node: bool
+
+
 class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, undisturbed or not: digest of the whole dataset, deaths, how often it was finished, time taken [s].
 
-    ``shards_at_deaths``: how many shards there were at each death. ``failures``: what the command said when it did not
-    outlive a node's death, and was run again.
+    ``num_while_writing``: deaths of runs that had made some of the shards they were to make, and not all.
+    ``failures``: what the command said when it did not outlive a node's death, and was run again.
     """
 
     engine: str
     killed: bool
     dataset_sha256: str
     num_deaths: int
+    num_while_writing: int
     num_nodes_killed: int
-    shards_at_deaths: list[int]
+    deaths: list[Death]
     failures: list[str]
     num_finished: int
     took_s: float
@@ -115,18 +125,25 @@ class Trial:
         shutil.rmtree(self._out)
         return len(sizes), sum(sizes)
 
-    def killed(self, num_deaths: int, undisturbed_s: float, draw: random.Random) -> Case:
-        """Run it until it died so often, then to its end."""
+    def killed(self, num_deaths: int, num_shards: int, undisturbed_s: float, draw: random.Random) -> Case:
+        """Run it until it died so often, then to its end. It makes ``num_shards``, in ``undisturbed_s`` or less."""
         begun = time.monotonic()
-        num_nodes = num_finished = 0
-        at_deaths: list[int] = []
+        num_finished = 0
+        deaths: list[Death] = []
         failures: list[str] = []
         finished: set[str] = set()
-        while len(at_deaths) < num_deaths:
-            node = self._cluster is not None and len(at_deaths) % _NODE_DIES_EVERY == 2 and self._name != "Ray, 1 node"
+        while len(deaths) < num_deaths:
+            found = self._num_shards()
+            left = num_shards - found
+            kill_at: tuple[int, float] | None = None  # all that is left is the end, which lone late deaths strike
+            if draw.random() < 1 / 6:
+                kill_at = found, draw.uniform(0.25, 1.0) * undisturbed_s
+            elif left:
+                kill_at = found + draw.randint(1, -(-left // 3)), draw.uniform(0, 2 * undisturbed_s / num_shards)
+            node = kill_at is not None and len(deaths) % _NODE_DIES_EVERY == 2 and NODES.get(self._name, 1) > 1
             there: list[int] = []
             run_begun = time.monotonic()
-            if not self._run(draw.uniform(0.25, 1.0) * undisturbed_s, there, node=node):
+            if not self._run(kill_at, there, node=node):
                 if not there:  # done before it was to die: the run that says how long one takes was held up
                     undisturbed_s = min(undisturbed_s, time.monotonic() - run_begun)
                 finished.add(self._finish())
@@ -135,8 +152,7 @@ class Trial:
                 raise RuntimeError(f"{self._name}: the command failed before anything died: {self._last_words()}")
             elif node:
                 failures.append(self._last_words())
-            at_deaths += there
-            num_nodes += node and bool(there)
+            deaths += [Death(found, number, node) for number in there]
         self._run_to_the_end()
         finished.add(self._finish())
         return self._case(
@@ -144,8 +160,8 @@ class Trial:
             killed=True,
             took_s=time.monotonic() - begun,
             num_finished=num_finished + 1,
-            num_nodes_killed=num_nodes,
-            shards_at_deaths=at_deaths,
+            num_while_writing=sum(death.shards_found < death.shards_there < num_shards for death in deaths),
+            deaths=deaths,
             failures=failures,
         )
 
@@ -156,21 +172,25 @@ class Trial:
         took_s: float,
         num_finished: int,
         killed: bool = False,
-        num_nodes_killed: int = 0,
-        shards_at_deaths: Sequence[int] = (),
+        num_while_writing: int = 0,
+        deaths: Sequence[Death] = (),
         failures: Sequence[str] = (),
     ) -> Case:
         return Case(
             engine=self._name,
             killed=killed,
             dataset_sha256=finished.pop() if len(finished) == 1 else "several: " + " ".join(sorted(finished)),
-            num_deaths=len(shards_at_deaths),
-            num_nodes_killed=num_nodes_killed,
-            shards_at_deaths=list(shards_at_deaths),
+            num_deaths=len(deaths),
+            num_while_writing=num_while_writing,
+            num_nodes_killed=sum(death.of_node for death in deaths),
+            deaths=list(deaths),
             failures=list(failures),
             num_finished=num_finished,
             took_s=round(took_s, 1),
         )
+
+    def _num_shards(self) -> int:
+        return len(list(self._out.glob("*.tar")))
 
     def _finish(self) -> str:
         digest = digest_of(self._out)
@@ -184,10 +204,11 @@ class Trial:
         if self._run(None, []):
             raise RuntimeError(f"{self._name}: the command failed: {self._last_words()}")
 
-    def _run(self, kill_after_s: float | None, at_deaths: list[int], *, node: bool = False) -> int:
+    def _run(self, kill_at: tuple[int, float] | None, at_deaths: list[int], *, node: bool = False) -> int:
         """Run the command, or kill it, or a node under it, and note how many shards there are; returns its exit code.
 
-        Raises RuntimeError where it is not done within :data:`_RUN_S`.
+        ``kill_at``: once there are so many shards, so many seconds later. Raises RuntimeError where it is not done
+        within :data:`_RUN_S`.
         """
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
         with self._said.open("w") as said:
@@ -195,10 +216,10 @@ class Trial:
                 self._command, stdout=subprocess.DEVNULL, stderr=said, env=environment, start_new_session=True
             )
         try:
-            if kill_after_s is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    return run.wait(kill_after_s)
-                at_deaths.append(len(list(self._out.glob("*.tar"))))
+            if kill_at is not None:
+                if self._is_done_before(run, *kill_at):
+                    return run.wait()
+                at_deaths.append(self._num_shards())
                 if not node or self._cluster is None:
                     os.killpg(run.pid, signal.SIGKILL)
                     return run.wait()
@@ -214,9 +235,28 @@ class Trial:
             self._cluster.tell("add")
         return code
 
+    def _is_done_before(self, run: subprocess.Popen[bytes], num_shards: int, pause_s: float) -> bool:
+        """Wait for so many shards and then so long; whether the run ended meanwhile."""
+        deadline = time.monotonic() + _RUN_S
+        while self._num_shards() < num_shards:
+            if run.poll() is not None:
+                return True
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(run.args, _RUN_S)
+            time.sleep(0.002)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(pause_s)
+        return run.poll() is not None
+
 
 def measure(
-    folder: Path, source: Path, engines: Sequence[str], num_deaths: int, done: Sequence[Case], until_s: float
+    folder: Path,
+    source: Path,
+    engines: Sequence[str],
+    num_deaths: int,
+    num_shards: int,
+    done: Sequence[Case],
+    until_s: float,
 ) -> Iterator[Case]:
     """The cases that are not ``done``, one after the other; none is begun after ``until_s`` on the monotonic clock."""
     draw = random.Random(len(done))
@@ -234,7 +274,7 @@ def measure(
             if not known:
                 yield undisturbed
             if num_deaths and time.monotonic() < until_s:
-                yield trial.killed(num_deaths, undisturbed.took_s, draw)
+                yield trial.killed(num_deaths, num_shards, undisturbed.took_s, draw)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -283,12 +323,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report = report_of(_cases_in(options.out, options.frames, options.deaths, num_shards, num_bytes))
         for case in measure(
-            Path(scratch), source, options.engines, options.deaths, report.cases, begun + options.seconds
+            Path(scratch), source, options.engines, options.deaths, num_shards, report.cases, begun + options.seconds
         ):
             report = report_of([*report.cases, case])
-            deaths = f"{case.num_deaths} deaths, {case.num_nodes_killed} of nodes" if case.killed else "undisturbed"
+            deaths = "undisturbed"
+            if case.killed:
+                deaths = f"{case.num_deaths} deaths, {case.num_while_writing} writing, {case.num_nodes_killed} of nodes"
             sys.stdout.write(
-                f"{case.engine:12} {deaths:24} finished {case.num_finished:2}x  {case.dataset_sha256[:16]} "
+                f"{case.engine:12} {deaths:35} finished {case.num_finished:2}x  {case.dataset_sha256[:16]} "
                 f"{case.took_s:6.1f} s\n"
             )
             sys.stdout.flush()
