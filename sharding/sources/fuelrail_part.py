@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 INLINE: Final = (META, GEOMETRY, BOXES)
 _OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
 _ROWS_AT_ONCE: Final = 1 << 9
+_LOOKS_BETWEEN: Final = 16
 
 Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
 """A row's number and the row, and its attributes."""
@@ -50,6 +51,7 @@ class DatasetPart:
             raise SourceError(str(error)) from error
         self._remote = filesystem(self.dataset.url) if self.dataset.url is not None else None
         self._read: tuple[int, dict[str, memoryview]] = (-1, {})
+        self._num_looks = 0
 
     @property
     def lidars(self) -> frozenset[str]:
@@ -77,7 +79,7 @@ class DatasetPart:
 
     def samples(self, spill: Spill) -> Iterator[Iterator[Sample]]:
         """For each clip, in the order of the ids, its samples by frame. Their attributes are brought into ``spill``."""
-        numbered = ((at, self.dataset.index.row(at), attributes) for at, attributes in self._attributes(spill))
+        numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(spill))
         for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
             yield (((at, row), attributes) for at, row, attributes in clip)
 
@@ -103,7 +105,7 @@ class DatasetPart:
     def read(self, at: int, field: str) -> memoryview:
         """A member of row number ``at``, decoded; those of one row are decoded together."""
         if self._read[0] != at:
-            row = self.dataset.index.row(at)
+            row = self._row(at)
             span = self._read_bytes(row, row.length)
             shard = self.dataset.shard_path(row).name
             try:
@@ -113,6 +115,13 @@ class DatasetPart:
                 raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
         return self._read[1][field]
 
+    def _row(self, at: int) -> IndexRow:
+        """A row of the index, all of which would else stand in this process's memory in the end."""
+        self._num_looks += 1
+        if self._num_looks % _LOOKS_BETWEEN == 0:
+            self.dataset.index.release()
+        return self.dataset.index.row(at)
+
     def _attributes(self, spill: Spill) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
         rows, names = self._rows_by_clip(), list(self.attribute_types)
@@ -120,7 +129,6 @@ class DatasetPart:
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             values = [{} for _ in part] if table is None else table.take(part).to_pylist()
-            self.dataset.index.release()
             yield from zip(part.tolist(), values, strict=True)
 
     def _rows_by_clip(self) -> NDArray[np.int64]:
