@@ -1,14 +1,18 @@
 """Sharding loose files: Fuelrail, digests and index and all, beside GNU tar, ``tarfile`` and other shard writers.
 
-``python -m fuelrail.bench.micro.sharding [--dir DIR] [--source DATAROOT] [--cpus N] [--out FILE] [--quick]``. All read
-the same files of a nuScenes dataroot out of the page cache, write to DIR, by default a folder in memory, so that the
-writers are measured and not a disk, and have the same CPUs. Without ``--source`` the dataroot is made: images as large
-as real ones, of noise.
+``python -m fuelrail.bench.micro.sharding [--dir DIR] [--source DATAROOT] [--case CASE] [--cpus N] [--out FILE]
+[--quick]``. All read the same files of a nuScenes dataroot out of the page cache, write to DIR, by default a folder in
+memory, so that the writers are measured and not a disk, and have the same CPUs. Without ``--source`` the dataroot is
+made: images as large as real ones, of noise, and tables with as many rows for each frame as nuScenes' own.
 
 GNU tar and ``tarfile`` just copy; the others make datasets that a trainer can shuffle. Fuelrail's time is the whole
 run: scan of the tables, plan, shards, index, attributes, manifest; SHA-256 of every file and XXH3 of every sample.
-Writers that are not installed are left out, and named. *Floors* are reading, writing and digests alone, in threads: no
-program that takes digests can be faster here.
+Everybody but GNU tar runs in this interpreter, which is there and has loaded its modules; what start and imports take
+is in the time of the one candidate that is the command as a user types it. Writers that are not installed are left
+out, and named. *Floors* are reading, writing and digests alone, in threads: no program that takes digests can be
+faster here.
+
+The cases of an earlier report in FILE, from the same machine, stay in it where they are not measured again.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import argparse
 import os
 import resource
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -24,7 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.sharding_source import list_files, make_dataroot
 from fuelrail.bench.micro.sharding_writers import FLOORS, candidates, fuelrail_with
@@ -43,7 +50,7 @@ NUM_REWRITTEN = 200
 class Case(NamedTuple):
     """What is sharded: frames, those with files of their own (the others name these again), rounds to measure.
 
-    So many frames that shards come to an even number: with few of them, one over would be waited for.
+    So many frames that shards come to an even number, nearly full: with few of them, one over would be waited for.
     """
 
     lidar: bool
@@ -54,11 +61,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "cameras": Case(lidar=False, num_frames=490, num_files=490, num_rounds=5),
+    "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=5),
     "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=5),
     # Longer, so that start and end of a run count less; the fastest alone, for it takes its time.
-    "cameras, 1,470 frames": Case(
-        lidar=False, num_frames=1470, num_files=490, num_rounds=3,
+    "cameras, 1,440 frames": Case(
+        lidar=False, num_frames=1440, num_files=480, num_rounds=5,
         leave_out=(
             "GNU tar, then SHA-256", "tarfile", "streaming.MDSWriter", "litdata.optimize, 2 workers",
             "floor: reading and writing alone", "floor: with SHA-256",
@@ -66,6 +73,14 @@ CASES = {
     ),
 }  # fmt: skip
 OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
+
+
+class Quartiles(NamedTuple):
+    """Of a ratio over the rounds."""
+
+    q25: float
+    median: float
+    q75: float
 
 
 class RestartCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,32 +99,37 @@ class ShardingReport(msgspec.Struct, frozen=True, kw_only=True):
     benchmark: str
     machine: MachineFacts
     num_cpus: int
+    commits: dict[str, str | None]
+    """Of each case what was measured; ``machine`` has the latest."""
     num_files: dict[str, int]
     num_bytes: dict[str, int]
     restart: dict[str, RestartCost]
     not_installed: list[str]
     mb_per_s: dict[str, dict[str, float]]
     cpu_s_per_gb: dict[str, dict[str, float]]
-    share_of_floor: dict[str, float]
-    """Fuelrail's rate over that of the floor that takes the same digests."""
+    share_of_floor: dict[str, Quartiles]
+    """Fuelrail's rate over that of the floor that takes the same digests, in the same round."""
     comparisons: list[Comparison]
 
 
-class _CpuClock:
-    """Calls something, and keeps the CPU time that it and the processes it waited for took."""
+class _Clock:
+    """Calls something, and keeps the time that it took, and the CPU time with that of processes it waited for."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
         self.taken_s: list[float] = []
+        self.cpu_s: list[float] = []
 
     def __call__(self) -> None:
-        before = _cpu_s()
+        before, started = _cpu_s(), time.perf_counter()
         self._work()
-        self.taken_s.append(_cpu_s() - before)
+        self.taken_s.append(time.perf_counter() - started)
+        self.cpu_s.append(_cpu_s() - before)
 
-    @property
-    def median_s(self) -> float:
-        return sorted(self.taken_s)[len(self.taken_s) // 2]
+    def over(self, other: _Clock, num_rounds: int) -> Quartiles:
+        """How many times as fast as another one, round by round; the calls before the first round only warm up."""
+        ratios = np.divide(other.taken_s[-num_rounds:], self.taken_s[-num_rounds:])
+        return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
 
 
 def _cpu_s() -> float:
@@ -163,15 +183,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.sched_setaffinity(0, cpus)
     sys.stdout.write(_table(report) + "\n")
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, _merged(options.out, report))
     return 0
+
+
+def _merged(path: Path, report: ShardingReport) -> ShardingReport:
+    """The report, with the cases that an earlier one of the same machine has and it has not."""
+    try:
+        earlier = msgspec.json.decode(path.read_bytes(), type=ShardingReport)
+    except (OSError, msgspec.DecodeError):
+        return report
+    then, now = (msgspec.structs.replace(of.machine, commit=None, uncommitted_changes=None) for of in (earlier, report))
+    if (then, earlier.num_cpus, earlier.not_installed) != (now, report.num_cpus, report.not_installed):
+        return report
+    tables = {
+        name: {**getattr(earlier, name), **getattr(report, name)}
+        for name in ("commits", "num_files", "num_bytes", "restart", "mb_per_s", "cpu_s_per_gb", "share_of_floor")
+    }
+    by_title = {comparison.title: comparison for comparison in (*earlier.comparisons, *report.comparisons)}
+    comparisons = sorted(by_title.values(), key=lambda comparison: [*CASES, comparison.title].index(comparison.title))
+    return msgspec.structs.replace(report, **tables, comparisons=comparisons)
 
 
 def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> ShardingReport:
     size = (320, 180) if options.quick else (1600, 900)
     report = ShardingReport(
-        benchmark="sharding", machine=machine_facts(), num_cpus=num_cpus, num_files={}, num_bytes={}, restart={},
-        not_installed=[], mb_per_s={}, cpu_s_per_gb={}, share_of_floor={}, comparisons=[],
+        benchmark="sharding", machine=machine_facts(), num_cpus=num_cpus, commits={}, num_files={}, num_bytes={},
+        restart={}, not_installed=[], mb_per_s={}, cpu_s_per_gb={}, share_of_floor={}, comparisons=[],
     )  # fmt: skip
     cases = {options.case: CASES[options.case]} if options.case else CASES
     if options.source is not None:
@@ -186,18 +224,20 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
         files = list_files(root)
         num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
         works, missing = candidates(root, files, work, num_cpus)
-        clocks = {name: _CpuClock(call) for name, call in works.items() if name not in case.leave_out}
+        clocks = {name: _Clock(call) for name, call in works.items() if name not in case.leave_out}
         touch_memory(work, 2 * num_bytes)
-        comparison = compare(
-            title, clocks, QUICK if options.quick else Effort(num_rounds=case.num_rounds, min_lap_s=0.0)
-        )
+        effort = QUICK if options.quick else Effort(num_rounds=case.num_rounds, min_lap_s=0.0)
+        comparison = compare(title, clocks, effort)
         rates = {entry.name: num_bytes / 1e6 / entry.seconds_per_call for entry in comparison.entries}
         report.comparisons.append(comparison)
         report.num_files[title] = sum(len(paths) for _, paths in files)
         report.num_bytes[title] = num_bytes
         report.mb_per_s[title] = rates
-        report.share_of_floor[title] = rates[fuelrail_with(num_cpus)] / rates[[*FLOORS][-1]]
-        report.cpu_s_per_gb[title] = {name: clock.median_s * 1e9 / num_bytes for name, clock in clocks.items()}
+        report.share_of_floor[title] = clocks[fuelrail_with(num_cpus)].over(clocks[[*FLOORS][-1]], effort.num_rounds)
+        report.cpu_s_per_gb[title] = {
+            name: statistics.median(clock.cpu_s) * 1e9 / num_bytes for name, clock in clocks.items()
+        }
+        report.commits[title] = report.machine.commit
         report.not_installed[:] = missing
         if shutil.which("jpegtran"):
             report.restart[title] = restart_cost(files, num_cpus)
@@ -216,8 +256,10 @@ def _table(report: ShardingReport) -> str:
             f"  {title}, {name}: {rate:,.0f} MB/s, {report.cpu_s_per_gb[title][name]:.2f} CPU-s/GB"
             for name, rate in rates.items()
         ]
+        share = report.share_of_floor[title]
         lines.append(
-            f"  {title}, fuelrail's share of the floor with the same digests: {report.share_of_floor[title]:.2f}"
+            f"  {title}, fuelrail's share of the floor with the same digests: {share.median:.2f} "
+            f"({share.q25:.2f} to {share.q75:.2f})"
         )
     for title, cost in report.restart.items():
         lines.append(

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 64 << 20
 _SWEEP_CODEC = codecs.planes(20)
+COMMAND = "fuelrail shard, the whole command"
 FLOORS = {
     "floor: reading and writing alone": (),
     "floor: with SHA-256": ("sha256",),
@@ -57,6 +59,17 @@ def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
     with _fresh(out) as folder:
         recipe = make_recipe(shard_size_bytes=SHARD_BYTES)
         shard(SourceSpec("nuscenes", str(root), {}), folder, recipe, num_workers, Quiet())
+
+
+def with_command(root: Path, num_workers: int, out: Path) -> None:
+    """`fuelrail shard` as a user types it: start of the interpreter and imports count."""
+    with _fresh(out) as folder:
+        command = [
+            sys.executable, "-m", "fuelrail", "shard", f"nuscenes:{root}", str(folder), "--workers", str(num_workers),
+            "--shard-size", str(SHARD_BYTES),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # it finds what this process found
+        subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
 def fuelrail_with(num_workers: int) -> str:
@@ -205,6 +218,7 @@ def candidates(
         missing.append("litdata.optimize")
     for num_workers in sorted({1, num_cpus}):
         made[fuelrail_with(num_workers)] = partial(with_fuelrail, root, num_workers, work / "fuelrail")
+    made[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
     for title, digests in FLOORS.items():
         made[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
     return made, missing
