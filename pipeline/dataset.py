@@ -28,7 +28,7 @@ from fuelrail.pipeline.frames import is_framed, open_span
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
-from fuelrail.pipeline.shardfile import BLOCK_BYTES, name_and_size
+from fuelrail.pipeline.shardfile import BLOCK_BYTES, are_members
 
 if TYPE_CHECKING:
     import os
@@ -175,50 +175,50 @@ def read_members(
 
     ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame, which is decoded first.
     ``wanted`` restricts it to some field names. Raises FrameError, IndexFileError for an entry outside the span or,
-    with ``verify``, at odds with the tar header there (the span's digest says nothing about the index), and the codec's
-    errors with key and member.
+    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index), and the
+    codec's errors with key and member.
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
+    (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
+    if verify and not are_members(view, row.key, fields, offsets, stored_bytes):
+        raise _misplaced(row, view, shard)
     members: dict[str, memoryview] = {}
-    size, front = len(view), row.key.encode("ascii", "replace") + b"."
-    for entry in row.members:
-        field, offset, stored_bytes, raw_bytes, codec = entry
-        if wanted is not None and field not in wanted:
+    for name, codec, offset, size, raw_bytes in zip(names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True):
+        if wanted is not None and name not in wanted:
             continue
-        end = offset + stored_bytes
-        if not BLOCK_BYTES <= offset <= end <= size:
-            raise IndexFileError(
-                f"index entry of {row.key}.{entry.name} in shard {shard} covers bytes {entry.offset} to {end} "
-                f"of a span of {len(view)} bytes"
-            )
-        if verify:
-            name = front + (_names_in_tar.get((field, codec)) or _name_in_tar(field, codec))
-            # Each sample comes by here: a call for each member would take as long again.
-            if name_and_size(view, offset - BLOCK_BYTES) != (name[:100].ljust(100, b"\0"), b"%011o\0" % stored_bytes):
-                raise IndexFileError(
-                    f"index entry of {row.key}.{entry.name}: no member '{name.decode('ascii')}' of "
-                    f"{entry.stored_bytes} bytes lies at {_address(row, entry.offset, shard)}"
-                )
-        if codec == codecs.RAW and stored_bytes == raw_bytes:
-            members[field] = view[offset:end]
+        end = offset + size
+        if not BLOCK_BYTES <= offset <= end <= len(view):
+            raise _outside(row, name, offset, end, view, shard)
+        if codec == codecs.RAW and size == raw_bytes:
+            members[name] = view[offset:end]
             continue
         try:
-            members[entry.name] = memoryview(codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary))
+            members[name] = memoryview(codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary))
         except MemberError as error:
-            raise type(error)(
-                f"{error.message} ({_address(row, entry.offset, shard)})", key=row.key, member=entry.name
-            ) from error
+            message = f"{error.message} ({_address(row, offset, shard)})"
+            raise type(error)(message, key=row.key, member=name) from error
     return members
 
 
-_names_in_tar: dict[tuple[str, str], bytes] = {}
-"""Of the fields and codecs met so far; an index names all of its own, so they are few."""
+def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
+    """Of the first member whose header is not where the index has it."""
+    (names, _, fields), offsets, sizes, _ = row.columns()
+    for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
+        if not BLOCK_BYTES <= offset <= offset + size <= len(view):
+            return _outside(row, name, offset, offset + size, view, shard)
+        if not are_members(view, row.key, (stored,), (offset,), (size,)):
+            break
+    return IndexFileError(
+        f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies at "
+        f"{_address(row, offset, shard)}"
+    )
 
 
-def _name_in_tar(field: str, codec: str) -> bytes:
-    """What follows the key and a dot in a member's name."""
-    name = _names_in_tar[field, codec] = (field + codecs.suffix(codec)).encode("ascii", "replace")
-    return name
+def _outside(row: IndexRow, name: str, offset: int, end: int, view: memoryview, shard: str) -> IndexFileError:
+    return IndexFileError(
+        f"index entry of {row.key}.{name} in shard {shard} covers bytes {offset} to {end} "
+        f"of a span of {len(view)} bytes"
+    )
 
 
 def _address(row: IndexRow, offset: int, shard: str) -> str:

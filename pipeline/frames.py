@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from operator import add
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zstandard
@@ -72,7 +73,8 @@ def encode_frame(span: Buffer, level: int) -> bytes:
 
 def span_bytes(row: IndexRow) -> int:
     """Length of a sample's span in the decoded tar, from its members in the index: to the end of the last padding."""
-    end = max((entry.offset + entry.stored_bytes for entry in row.members), default=0)
+    _, offsets, stored_bytes, _ = row.columns()
+    end = max(map(add, offsets, stored_bytes), default=0)
     return end + -end % BLOCK_BYTES
 
 

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.index_row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
 from fuelrail.pipeline.spill import Spill
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+__all__ = ["INDEX_FILE", "ROWS_PER_BATCH", "IndexRow", "IndexWriter", "MemberEntry", "SampleIndex", "write_index"]
+
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
 ROWS_PER_BATCH: Final = 1 << 16
 _ROWS_PER_PART: Final = 1 << 10
-_WORDS_KEPT: Final = 1 << 10
-"""Different lists of members that are held as words."""
+_KINDS_KEPT: Final = 1 << 10
+"""Different lists of members that are remembered."""
 
 _MEMBER_TYPE = pa.struct(
     [
@@ -62,33 +65,8 @@ _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
 
 
-class MemberEntry(NamedTuple):
-    """One member of a sample: field name without codec suffix, its data's offset in the span, sizes [bytes], codec."""
-
-    name: str
-    offset: int
-    stored_bytes: int
-    raw_bytes: int
-    codec: str
-
-
-class IndexRow(NamedTuple):
-    """One sample: identity, and its span in shard number ``shard`` (manifest order), with the span's xxh3-64."""
-
-    key: str
-    clip_id: str
-    frame: int
-    timestamp_ns: int
-    shard: int
-    offset: int
-    length: int
-    xxh3: int
-    members: tuple[MemberEntry, ...]
-
-
-_make_member = partial(tuple.__new__, MemberEntry)
-"""A MemberEntry from an iterable, at half the price of the call."""
 _make_row = partial(tuple.__new__, IndexRow)
+"""An IndexRow from a tuple, at half the price of the call."""
 
 
 class IndexWriter:
@@ -197,6 +175,37 @@ class _Texts(NamedTuple):
         return str(self.utf8[self.starts[at] : self.starts[at + 1]], "utf-8")
 
 
+class _Kinds:
+    """Lists of names and codecs by the numbers that stand for them; hardly any two samples have different ones."""
+
+    def __init__(self, names: Sequence[str], codecs: Sequence[str]) -> None:
+        self._names, self._codecs = names, codecs
+        self._known: dict[tuple[bytes, bytes], MemberKinds] = {}
+
+    def __call__(self, name: memoryview, codec: memoryview) -> MemberKinds:
+        numbers = name.tobytes(), codec.tobytes()
+        kinds = self._known.get(numbers)
+        if kinds is None:
+            kinds = member_kinds(tuple([self._names[n] for n in name]), tuple([self._codecs[n] for n in codec]))
+            if len(self._known) < _KINDS_KEPT:
+                self._known[numbers] = kinds
+        return kinds
+
+
+class _MemberParts:
+    """The members of a batch's rows, one after the other, in columns as they are stored."""
+
+    def __init__(self, columns: tuple[memoryview, ...], kinds: _Kinds) -> None:
+        self._columns, self._kinds = columns, kinds
+
+    def __call__(self, first: int, end: int) -> MemberColumns:
+        name, codec, offset, stored, raw = self._columns
+        return MemberColumns(
+            self._kinds(name[first:end], codec[first:end]),
+            offset[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(),
+        )  # fmt: skip
+
+
 class _Batch(NamedTuple):
     """Zero-copy views of one record batch.
 
@@ -211,7 +220,7 @@ class _Batch(NamedTuple):
     row_clip_id: _Texts
     row_scalars: tuple[memoryview, ...]
     row_starts: memoryview
-    row_members: tuple[memoryview, ...]
+    row_members: _MemberParts
 
 
 class SampleIndex:
@@ -243,7 +252,7 @@ class SampleIndex:
                 suffix(codec)
             except ConfigError as error:
                 raise IndexFileError(f"index '{self._path}': {error}") from error
-        self._words: dict[tuple[bytes, bytes], tuple[list[str], list[str]]] = {}
+        self._kinds = _Kinds(self.names, self.codecs)
         self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
         # Only the last batch may be short, so its length alone gives the total.
         last = len(self._batches) - 1
@@ -258,17 +267,10 @@ class SampleIndex:
             raise OrderError(f"sample {index} is outside the index of {self._length} samples")
         number, at = divmod(index, ROWS_PER_BATCH)
         batch = self._batches[number] or self._batch(number)
-        first, end = batch.row_starts[at], batch.row_starts[at + 1]
-        name, codec, offsets, stored, raw = batch.row_members
-        numbers = name[first:end].tobytes(), codec[first:end].tobytes()
-        names, codecs = self._words.get(numbers) or self._look_up(*numbers)
-        entries = zip(
-            names, offsets[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(), codecs, strict=True
-        )
-        frame, timestamp_ns, shard, offset, length, xxh3 = batch.row_scalars
+        _, _, _, key, clip_id, (frame, timestamp_ns, shard, offset, length, xxh3), starts, members = batch
         return _make_row((
-            batch.row_key(at), batch.row_clip_id(at), frame[at], timestamp_ns[at], shard[at], offset[at], length[at],
-            xxh3[at], tuple(map(_make_member, entries)),
+            key(at), clip_id(at), frame[at], timestamp_ns[at], shard[at], offset[at], length[at], xxh3[at],
+            Members(members, starts[at], starts[at + 1]),
         ))  # fmt: skip
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
@@ -317,16 +319,6 @@ class SampleIndex:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def _look_up(self, names: bytes, codecs: bytes) -> tuple[list[str], list[str]]:
-        """Names and codecs of a row's members by their numbers; hardly any two rows have different ones."""
-        words = (
-            [self.names[number] for number in memoryview(names).cast("h")],
-            [self.codecs[number] for number in memoryview(codecs).cast("h")],
-        )
-        if len(self._words) < _WORDS_KEPT:
-            self._words[names, codecs] = words
-        return words
-
     def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
         try:
             return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
@@ -369,7 +361,7 @@ class SampleIndex:
                 _texts(columns["clip_id"]),
                 tuple(map(memoryview, scalars)),
                 memoryview(members.offsets.to_numpy(zero_copy_only=True)),
-                tuple(map(memoryview, parts)),
+                _MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
         except (OSError, pa.ArrowException) as error:
             raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error

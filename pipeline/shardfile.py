@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import re
-import struct
 import tarfile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -32,8 +31,8 @@ MAX_STORED_BYTES: Final = 0o77777777777
 _KEY = re.compile(r"(?!__)[a-z0-9_-]+\Z")  # webdataset skips files called __...__
 _FIELD = re.compile(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+\Z")
 _USTAR_NAME_BYTES: Final = 100
-name_and_size: Final = struct.Struct("100s24x12s").unpack_from
-"""A ustar header's name, filled up with zeros, and size, in octal digits and a zero; at an offset into a buffer."""
+_FRONT_BYTES: Final = 136
+"""Name, mode, owner and size in a header: what it says of its member."""
 _MODE_UID_GID = b"".join(b"%07o\0" % number for number in (0o644, 0, 0))
 _MTIME = b"%011o\0" % 0
 _DEVICES = 2 * (b"%07o\0" % 0)
@@ -107,6 +106,31 @@ def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> byt
     back, rest = _after_checksum(typeflag, devices)
     checksum = rest + sum(name) + sum(digits)
     return b"".join((name.ljust(100, b"\0"), _MODE_UID_GID, digits, _MTIME, b"%06o\0 " % checksum, back))
+
+
+def are_members(
+    view: memoryview, key: str, fields: tuple[str, ...], offsets: Sequence[int], sizes: Sequence[int]
+) -> bool:
+    """Whether the members of a sample lie there: their headers, in front of ``offsets`` in its span, say so.
+
+    Of names over 100 bytes only so many are compared. ``fields`` and ``sizes`` [bytes] are those of the members.
+    """
+    # Every sample that is read passes here, so all headers are compared at once. The key is in each; one will do.
+    front = key.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
+    begin, end = len(front) - BLOCK_BYTES, _FRONT_BYTES - BLOCK_BYTES
+    found = b"".join([view[at + begin : at + end] for at in offsets])
+    return found == _fronts(fields, len(front)) % tuple(sizes) and (
+        not offsets or view[offsets[0] - BLOCK_BYTES : offsets[0] + begin] == front
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fronts(fields: tuple[str, ...], key_bytes: int) -> bytes:
+    """What follows the key in the headers of these fields, up to the sizes, for which there are places."""
+    most = _USTAR_NAME_BYTES - key_bytes
+    names = [b"." + field.encode("ascii", "replace") for field in fields]
+    names = [name[:most].ljust(most, b"\0").replace(b"%", b"%%") for name in names]
+    return b"".join([name + _MODE_UID_GID + b"%011o\0" for name in names])
 
 
 @functools.cache

@@ -39,6 +39,9 @@ class OpenShards(Generic[T]):
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> T:
+        shard = self._shards.get(number)
+        if shard is not None and len(self._shards) < self._limit:  # nothing is forgotten, so nobody asks what was used
+            return shard
         with self._lock:
             shard = self._shards.get(number)
             if shard is None:
@@ -73,10 +76,11 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, expected_bytes: int) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
         self.fd = -1
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._opened = os.fstat(self.fd)
+        self._byte = [bytearray(1)]
         if self._opened.st_size != expected_bytes:
             # A shard that shrinks under a map kills the process with SIGBUS, so its size is settled here.
             kind = TruncatedShardError if self._opened.st_size < expected_bytes else ShardError
@@ -85,6 +89,18 @@ class ShardFile:
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+
+    def has_in_memory(self, position: int) -> bool | None:
+        """Whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
+
+        Where it says no, the kernel may have begun to read that page.
+        """
+        try:
+            return os.preadv(self.fd, self._byte, position, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+        except (OSError, AttributeError):  # the latter: not Linux
+            return None
 
     def size_now(self) -> int:
         """Bytes in the file at this moment."""

@@ -114,11 +114,11 @@ class PreadShards:
             if count == 0:
                 raise TruncatedShardError(
                     f"sample needs bytes up to {row.offset + row.length}, the shard ends at {row.offset + done}",
-                    shard=file.path.name, offset=row.offset, key=row.key,
+                    shard=file.name, offset=row.offset, key=row.key,
                 )  # fmt: skip
             done += count
         if self._verify:
-            check_span(row, buffer, file.path.name)
+            check_span(row, buffer, file.name)
         return buffer.toreadonly()
 
     def _read_again(self, row: IndexRow) -> memoryview:
@@ -146,10 +146,12 @@ class _PreadSession:
         self._storage, self._files, self._residency = storage, files, residency
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
-        """Let the kernel read ahead."""
+        """Let the kernel read ahead, unless it has: for what is in memory the advice takes half as long as reading."""
         for _, row in rows:
             try:
-                os.posix_fadvise(self._files[row.shard].fd, row.offset, row.length, os.POSIX_FADV_WILLNEED)
+                file = self._files[row.shard]
+                if not file.has_in_memory(row.offset + row.length - 1):
+                    os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_WILLNEED)
             except (OSError, ShardError):
                 continue  # advice only; whoever takes the span meets the error with its address
         return [partial(self._take, index, row) for index, row in rows]

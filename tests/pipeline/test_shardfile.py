@@ -21,11 +21,11 @@ from fuelrail.pipeline.shardfile import (
     MAX_STORED_BYTES,
     FoundMember,
     StoredMember,
+    are_members,
     check_field,
     check_key,
     iter_members,
     member_header,
-    name_and_size,
     pack_sample,
     split_member_name,
 )
@@ -321,7 +321,20 @@ def test_reserved_names_of_webdataset_cannot_be_made(tmp_path: Path) -> None:
         shardfile.pack_sample("__key", [StoredMember("data.x__", b"")])
 
 
-@pytest.mark.parametrize("length", [5, 99, 100, 101, 300])
-def test_name_and_size_as_a_header_has_them(length) -> None:
-    header = member_header("n" * length, 0o1234567)
-    assert name_and_size(header, len(header) - 512) == ((b"n" * length)[:100].ljust(100, b"\0"), b"00001234567\0")
+@pytest.mark.parametrize("length", [1, 5, 90, 92, 93, 99, 100, 101, 300])
+def test_members_are_known_by_their_headers(length) -> None:
+    key, fields, sizes = "k" * length, ("meta.json", "cam_front.jpg.zst"), [0o1234567, 0]
+    packed = pack_sample(key, [StoredMember(field, bytes(size)) for field, size in zip(fields, sizes, strict=True)])
+    span, offsets = memoryview(b"".join(packed.pieces)), packed.offsets
+    assert are_members(span, key, fields, offsets, sizes)
+    assert are_members(span, key, fields[1:], offsets[1:], sizes[1:])
+    assert are_members(span, key, (), [], [])
+    assert not are_members(span, key, fields, offsets[::-1], sizes)
+    assert not are_members(span, key, fields, offsets, sizes[::-1])
+    assert not are_members(span, key, fields, offsets, [sizes[0], -1])
+    assert not are_members(span, key, fields, [offsets[0], len(span) + 512], sizes)
+    assert not are_members(span, "j" + key[1:], fields, offsets, sizes)
+    if length < 99:  # of longer names the rest is not compared
+        assert not are_members(span, key, fields[::-1], offsets, sizes)
+        for other in (key[1:], key + "k", "", "%d", "\u00e9" + key):
+            assert not are_members(span, other, fields, offsets, sizes)

@@ -62,6 +62,12 @@ def reseal(out, change=lambda manifest: manifest):
     (out / "dataset.json").write_bytes(encode_manifest(change(manifest)))
 
 
+def replace_index(out, dataset, rows):
+    """Another index in the place of the dataset's, by a rename: rows may still be read from the old one."""
+    write_index(out / "new", rows, dataset.index.names, dataset.index.codecs)
+    (out / "new").rename(out / INDEX_FILE)
+
+
 def rewrite(out, position, change):
     """Write one sample's shard and the index anew, with its raw members changed, all digests right."""
     dataset = open_dataset(out)
@@ -90,7 +96,7 @@ def rewrite(out, position, change):
         data += span
     (out / shard.name).write_bytes(data + END_OF_ARCHIVE)
     (out / shard.name).with_suffix(".idx").write_bytes(listing.encode())
-    write_index(out / INDEX_FILE, rows, dataset.index.names, dataset.index.codecs)
+    replace_index(out, dataset, rows)
     reseal(out)
     return target
 
@@ -173,7 +179,7 @@ def test_members_that_differ_from_the_index(out, change, says):
     rows = [dataset.index.row(at) for at in range(6)]
     old = rows[1].members[1]
     rows[1] = rows[1]._replace(members=(rows[1].members[0], old._replace(**change), *rows[1].members[2:]))
-    write_index(out / INDEX_FILE, rows, dataset.index.names, dataset.index.codecs)
+    replace_index(out, dataset, rows)
     reseal(out)
     found = faults(out)
     assert len(found) == 1
@@ -186,7 +192,7 @@ def test_a_member_that_the_index_does_not_know(out):
     dataset = open_dataset(out)
     rows = [dataset.index.row(at) for at in range(6)]
     rows[1] = rows[1]._replace(members=rows[1].members[:-1])
-    write_index(out / INDEX_FILE, rows, dataset.index.names, dataset.index.codecs)
+    replace_index(out, dataset, rows)
     reseal(out)
     assert f"member '{rows[1].key}.lidar_top.npy.p20.zst' is not in the index" in [fault.text for fault in faults(out)]
 
@@ -196,7 +202,7 @@ def test_spans_that_do_not_tile_the_shard(out):
     rows = [dataset.index.row(at) for at in range(6)]
     last = dataset.manifest.splits["train"].num_samples - 1
     rows[last] = rows[last]._replace(offset=rows[last].offset + 512)
-    write_index(out / INDEX_FILE, rows, dataset.index.names, dataset.index.codecs)
+    replace_index(out, dataset, rows)
     reseal(out)
     assert any("the index has it in shard number" in fault.text for fault in faults(out))
 
@@ -211,7 +217,7 @@ def test_a_key_twice_and_a_clip_in_two_splits(out):
     dataset = open_dataset(out)
     rows = [dataset.index.row(at) for at in range(6)]
     rows[5] = rows[5]._replace(clip_id=rows[0].clip_id)
-    write_index(out / INDEX_FILE, rows, dataset.index.names, dataset.index.codecs)
+    replace_index(out, dataset, rows)
     reseal(out)
     assert [fault.text for fault in faults(out)] == [f"clip '{rows[0].clip_id}' is in the splits train and val"]
 
