@@ -17,11 +17,10 @@ import numpy as np
 import simplejpeg
 import torch
 
-from fuelrail.__main__ import main as fuelrail_main
+from fuelrail.bench.gpu_bench import CheckFailed, train
 from fuelrail.bench.micro.decode import SOURCE_WH
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.stages import LoaderChoice, measure_stages, record_stages
-from fuelrail.bench.train_report import Report, load_report
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
 from fuelrail.bench.trainer.settings import MODELS
 from fuelrail.loaders import DataLoader
@@ -35,7 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fuelrail.bench.gpu_check import Bench
+    from fuelrail.bench.gpu_bench import Bench
+    from fuelrail.bench.train_report import Report
 
 MIN_OCCUPANCY = 0.98
 _NUM_SYNC_STEPS = 6
@@ -43,10 +43,6 @@ _BARE_BATCH = 64
 # More than one run of DALI's takes.
 _NUM_COMPARED, _MIN_PSNR_DB = 96, 35.0
 _ONE_CAMERA = ("cam_front",)
-
-
-class CheckFailed(Exception):  # noqa: N818 - a finding, not an error of the program
-    """What was checked does not hold; the text says what was found."""
 
 
 def decoder_of(bench: Bench) -> str:
@@ -194,6 +190,31 @@ def _bare_dali(images: list[bytes], bench: Bench, seconds: float) -> float:
     return runs * _BARE_BATCH / (time.perf_counter() - started_s)
 
 
+def training_runs(bench: Bench) -> dict[str, Any]:
+    """``fuelrail bench train`` on all GPUs (one emulated rank on the CPU): it ends, it learns, the ranks agree."""
+    num_ranks = torch.cuda.device_count() if bench.on_gpu else 1
+    steps, warmup = (60, 10) if bench.on_gpu else (12, 2)
+    accelerator = "cuda" if bench.on_gpu else "emulated:resnet50-224-h100"
+    out = bench.work / "bench-train"
+    report = train(bench.dataset, out, steps=(steps, warmup), ranks=num_ranks, batch_size=2, accelerator=accelerator)
+    assert report.figures is not None, "a run of enough steps has figures"
+    losses = [math.inf if loss is None else loss for loss in report.series[0].loss]
+    if not sum(losses[-5:]) < sum(losses[:5]):
+        raise CheckFailed(f"the loss did not fall: first {losses[:5]}, last {losses[-5:]}")
+    if report.ranks_disagree:
+        raise CheckFailed("the ranks ended with different weights")
+    return {
+        "ranks": num_ranks,
+        "all_reduce_by": report.ranks[0].backend,
+        "occupancy": round(report.figures.occupancy.mean, 4),
+        "samples_per_s": round(report.figures.throughput.samples_per_s, 2),
+        "images_per_s": round(report.figures.throughput.images_per_s, 2),
+        "phases_mean_ms": {phase.phase: round(phase.time.mean_ms, 3) for phase in report.figures.phases},
+        "peak_device_bytes": report.ranks[0].peak_device_bytes,
+        "warnings": report.warnings,
+    }
+
+
 def resnet_is_fed(bench: Bench) -> dict[str, Any]:
     """ResNet-50 on one camera, in bf16, from shards on local disk: the GPU computes at least 98 % of the time."""
     model = "resnet50" if bench.on_gpu else "light"
@@ -209,17 +230,12 @@ def cameras_are_fed(bench: Bench) -> dict[str, Any]:
 def _fed(bench: Bench, dataset: Path, model: str, *, batch_size: int) -> dict[str, Any]:
     out = bench.work / f"fed-{dataset.name}"
     steps, warmup = (120, 20) if bench.on_gpu else (10, 2)
-    arguments = ["bench", "train", str(dataset), "--batch-size", str(batch_size), "--model", model, "--no-html"]
-    arguments += ["--steps", str(steps), "--warmup", str(warmup), "--out", str(out), "--decoder", decoder_of(bench)]
-    arguments += ["--accelerator", "cuda" if bench.on_gpu else "emulated:bevdet-r50-704x256-h100"]
-    if not bench.on_gpu:
-        arguments += ["--workers", "1"]
-    code = fuelrail_main(arguments)
-    if code != 0:
-        log = out / "records" / "ranks.log"
-        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:] if log.exists() else ""
-        raise CheckFailed(f"`fuelrail {' '.join(arguments)}` ended with exit code {code}; {tail}")
-    report = load_report(out / "report.json")
+    accelerator = "cuda" if bench.on_gpu else "emulated:bevdet-r50-704x256-h100"
+    options: dict[str, object] = {} if bench.on_gpu else {"workers": 1}
+    report = train(
+        dataset, out, steps=(steps, warmup), batch_size=batch_size, model=model, decoder=decoder_of(bench),
+        accelerator=accelerator, **options,
+    )  # fmt: skip
     facts = dict(_facts(report))
     # An emulated device says nothing of a real one.
     if bench.on_gpu and facts["occupancy"] < MIN_OCCUPANCY:

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 import torch
 
-from fuelrail.bench import gpu_check
+from fuelrail.bench import gpu_check, gpu_device
 from fuelrail.bench.files import publish_json
-from fuelrail.bench.gpu_check import Bench, CheckFailed, GpuCheck, run_checks
+from fuelrail.bench.gpu_bench import Bench, CheckFailed
+from fuelrail.bench.gpu_check import GpuCheck, run_checks
 from fuelrail.pipeline.dataset import open_dataset
 from support.datasets import build_dataset
 
@@ -35,7 +36,7 @@ def test_a_check_that_fails_or_breaks_is_told_and_the_others_still_run(bench, mo
     def breaks(bench):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(gpu_check, "CHECKS", {"a": fails, "b": breaks, "c": gpu_check.device_facts})
+    monkeypatch.setattr(gpu_check, "CHECKS", {"a": fails, "b": breaks, "c": gpu_device.device_facts})
     a, b, c = run_checks(bench).checks
     assert (a.passed, a.problem) == (False, "it is wrong")
     assert "ZeroDivisionError" in b.problem
@@ -43,7 +44,7 @@ def test_a_check_that_fails_or_breaks_is_told_and_the_others_still_run(bench, mo
 
 
 def test_a_difference_between_batches_is_found(bench, monkeypatch):
-    honest = gpu_check._loader
+    honest = gpu_device._loader
 
     class Tampering:
         def __init__(self, device):
@@ -64,9 +65,9 @@ def test_a_difference_between_batches_is_found(bench, monkeypatch):
         def stats(self):
             return self.loader.stats()
 
-    monkeypatch.setattr(gpu_check, "_loader", lambda _, device: Tampering(device))
+    monkeypatch.setattr(gpu_device, "_loader", lambda _, device: Tampering(device))
     with pytest.raises(CheckFailed, match="batch 0: intrinsics differ"):
-        gpu_check.transfer_is_exact(bench)
+        gpu_device.transfer_is_exact(bench)
 
 
 def test_its_dataset_is_made_by_the_commands_that_users_take(tmp_path):
