@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.bench.diagnose_command import configure, examine, told
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.markdown import table
 from fuelrail.bench.micro.fault_server import FaultServerProcess
 from fuelrail.bench.micro.loader_data import write_cameras
-from fuelrail.bench.micro.runs import arguments_for
+from fuelrail.bench.micro.runs import arguments_for, made_profile
 from fuelrail.bench.remedies import Tried, best
 from fuelrail.bench.trainer.injection import compute_in_python
 from fuelrail.bench.trainer.settings import Injection
@@ -39,18 +38,7 @@ if TYPE_CHECKING:
 
 _NUM_SAMPLES = 96
 # One sample of a rank a step; this machine's loader needs a third of the time for one.
-_PROFILE = AcceleratorProfile(
-    name="40-ms",
-    device="a GPU that takes 40 ms a sample",
-    network="none",
-    per="sample",
-    reference_input=ReferenceInput(cameras=6, height=256, width=704),
-    forward_ms=13.0,
-    backward_ms=26.0,
-    optimiser_ms=1.0,
-    sources=["made for this measurement"],
-    derivation="None.",
-)
+_PROFILE = made_profile("40-ms", "a GPU that takes 40 ms a sample", forward_ms=13.0, backward_ms=26.0, optimiser_ms=1.0)
 _TRANSFORM_S = 0.07
 
 

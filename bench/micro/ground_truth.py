@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from fuelrail.bench.accelerator import AcceleratorProfile, EmulatedAccelerator, ReferenceInput
+from fuelrail.bench.accelerator import EmulatedAccelerator
 from fuelrail.bench.clock import MonotonicClock
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
-from fuelrail.bench.micro.runs import arguments_for
+from fuelrail.bench.micro.runs import arguments_for, made_profile
 from fuelrail.bench.records import RankWriter
 from fuelrail.bench.train_run import TrainRun, measure_all
 from fuelrail.bench.trainer.loop import train
@@ -48,18 +48,7 @@ _NUM_RANKS = 2
 _FROM_MEMORY = ("loading",)
 _WARMUP = 5
 _STALL_MS = 30.0
-_PROFILE = AcceleratorProfile(
-    name="120-ms",
-    device="a GPU that takes 120 ms a step",
-    network="none",
-    per="sample",
-    reference_input=ReferenceInput(cameras=6, height=256, width=704),
-    forward_ms=39.0,
-    backward_ms=80.0,
-    optimiser_ms=1.0,
-    sources=["made for this measurement"],
-    derivation="None.",
-)
+_PROFILE = made_profile("120-ms", "a GPU that takes 120 ms a step", forward_ms=39.0, backward_ms=80.0, optimiser_ms=1.0)
 _BUSY_MS = _PROFILE.step_ms(1, 6)
 _FORWARD_MS = _PROFILE.forward_ms + _STALL_MS  # in all, of which the emulated phase hides its own part
 _COLLATE_MS = 160.0

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pyarrow as pa
-import xxhash
 
 from fuelrail.bench.micro.decode import SOURCE_WH, made_image
+from fuelrail.bench.micro.made_dataset import MadeSample, write_made_dataset
 from fuelrail.bench.micro.metadata import CHANNELS, sample_members
-from fuelrail.bench.synthetic_index import file_entry, write_manifest
+from fuelrail.bench.synthetic_index import file_entry
 from fuelrail.pipeline import codecs
 from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.index import INDEX_FILE, ROWS_PER_BATCH, IndexRow, MemberEntry, write_index
+from fuelrail.pipeline.index import INDEX_FILE, ROWS_PER_BATCH, write_index
 from fuelrail.pipeline.manifest import MANIFEST_FILE, CameraEntry, encode_manifest
 from fuelrail.pipeline.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.sharding.packing import RawMember
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 
@@ -39,7 +39,6 @@ def write_cameras(
     ``channels`` are the first cameras of the rig, or all.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     picture = made_image() if image is None else image
     members = sample_members()
     geometry = decode_arrays(members[GEOMETRY], Geometry)
@@ -52,38 +51,17 @@ def write_cameras(
     members[GEOMETRY] = encode_arrays(replace(geometry, img_wh=sizes_wh, **of_the_first, **without_lidar))
     meta = msgspec.json.decode(members[META], type=Meta)
     meta = msgspec.structs.replace(meta, cameras={channel: meta.cameras[channel] for channel in channels})
-    names = [*members, *(f"{channel}.jpg" for channel in channels)]
     bounds = [num_samples * number // num_shards for number in range(num_shards + 1)]
-    rows, sizes = [], []
-    for shard in range(num_shards):
-        data = bytearray()
-        for number in range(bounds[shard], bounds[shard + 1]):
+
+    def samples() -> Iterator[MadeSample]:
+        for number in range(num_samples):
             key = f"scene-{number // 40:04d}-{number % 40:06d}"
             own = msgspec.json.encode(msgspec.structs.replace(meta, key=key, clip_id=key[:10], frame_idx=number % 40))
-            raw = {**members, META: own, **{f"{channel}.jpg": picture for channel in channels}}
-            codec = {name: "raw" if name.endswith(".jpg") else "zstd" for name in raw}
-            stored = [
-                StoredMember(name + codecs.suffix(codec[name]), codecs.encode(codec[name], content))
-                for name, content in raw.items()
-            ]
-            span = pack_sample(key, stored)
-            joined = b"".join(span.pieces)
-            entries = tuple(
-                MemberEntry(name, offset, len(kept.data), len(raw[name]), codec[name])
-                for name, offset, kept in zip(raw, span.offsets, stored, strict=True)
-            )
-            digest = xxhash.xxh3_64_intdigest(joined)
-            rows.append(IndexRow(key, key[:10], number % 40, 0, shard, len(data), len(joined), digest, entries))
-            data += joined
-        data += END_OF_ARCHIVE
-        sizes.append(len(data))
-        (folder / f"train-{shard:06d}.tar").write_bytes(data)
-    write_index(folder / INDEX_FILE, rows, names, ["raw", "zstd"])
-    lengths = np.diff(bounds).tolist()
-    files = [file_entry(folder / INDEX_FILE)]
-    manifest = write_manifest(
-        folder, lengths, num_clips=-(-num_samples // 40), split="train", files=files, shard_bytes=sizes
-    )
+            small = [RawMember(name, codecs.ZSTD, data) for name, data in {**members, META: own}.items()]
+            images = [RawMember(f"{channel}.jpg", codecs.RAW, picture) for channel in channels]
+            yield MadeSample(key, key[:10], number % 40, 0, [*small, *images])
+
+    manifest = write_made_dataset(folder, np.diff(bounds).tolist(), samples())
     cameras = tuple(
         CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in channels
     )

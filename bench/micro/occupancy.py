@@ -32,11 +32,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
-from fuelrail.bench.micro.runs import arguments_for
+from fuelrail.bench.micro.runs import arguments_for, made_profile
 from fuelrail.bench.steady import Interval, ratio_interval
 from fuelrail.bench.train_run import TrainRun, measure_all
 from fuelrail.pipeline.errors import FuelrailError
@@ -202,17 +201,13 @@ def _run(dataset: Path, folder: Path, what: Reference | float, capacity: float, 
     else:
         optimiser_ms = 1.0
         phases_ms = 1e3 * _NUM_RANKS / (what * capacity) - optimiser_ms / _BATCH_SIZE
-    profile = AcceleratorProfile(
-        name=f"demand-{what}",
-        device="a GPU that takes that much",
-        network="none",
-        per="sample",
-        reference_input=ReferenceInput(cameras=6, height=256, width=704),
-        optimiser_ms=optimiser_ms,
-        sources=["made for this measurement"],
-        derivation="The loader's measured capacity times the demand.",
+    profile = made_profile(
+        f"demand-{what}",
+        "a GPU that takes that much",
         forward_ms=_FORWARD_SHARE * phases_ms,
         backward_ms=(1.0 - _FORWARD_SHARE) * phases_ms,
+        optimiser_ms=optimiser_ms,
+        derivation="The loader's measured capacity times the demand.",
     )
     return TrainRun(arguments, folder / "records", (), profile=profile)
 

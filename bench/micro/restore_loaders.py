@@ -12,17 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
-import xxhash
 
-from fuelrail.bench.synthetic_index import file_entry, write_manifest
+from fuelrail.bench.micro.made_dataset import MadeSample, even_lengths, write_made_dataset
+from fuelrail.bench.synthetic_index import file_entry
+from fuelrail.pipeline.codecs import RAW
 from fuelrail.pipeline.compiled_order import CompiledOrder, compile_order
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
+from fuelrail.pipeline.index import INDEX_FILE, write_index
 from fuelrail.pipeline.manifest import MANIFEST_FILE, encode_manifest
 from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 from fuelrail.pipeline.world import Batching, Cursor, World
+from fuelrail.sharding.packing import RawMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,29 +74,19 @@ class FuelrailSpans(LoaderKind):
 
     def write(self, folder: Path, num_samples: int, _source: str | None, /) -> None:
         """Tar shards of one small member a sample, with their index."""
-        folder.mkdir(parents=True)
-        rows, sizes = [], []
-        lengths = [min(SAMPLES_PER_SHARD, num_samples - n) for n in range(0, num_samples, SAMPLES_PER_SHARD)]
-        for shard, length in enumerate(lengths):
-            data = bytearray()
-            for number in range(shard * SAMPLES_PER_SHARD, shard * SAMPLES_PER_SHARD + length):
-                key, content = f"{number:09d}", _NUMBER.pack(number)
-                span = pack_sample(key, [StoredMember("n.bin", content)])
-                joined = b"".join(span.pieces)
-                member = MemberEntry("n.bin", span.offsets[0], len(content), len(content), "raw")
-                digest = xxhash.xxh3_64_intdigest(joined)
-                rows.append(IndexRow(key, key[:7], number % 100, 0, shard, len(data), len(joined), digest, (member,)))
-                data += joined
-            data += END_OF_ARCHIVE
-            sizes.append(len(data))
-            (folder / f"train-{shard:06d}.tar").write_bytes(data)
-        write_index(folder / INDEX_FILE, rows, ["n.bin"], ["raw"])
-        files = [file_entry(folder / INDEX_FILE)]
-        write_manifest(folder, lengths, num_clips=len(rows) // 100, split="train", files=files, shard_bytes=sizes)
+        samples = (
+            MadeSample(f"{number:09d}", f"{number // 100:07d}", number % 100, 0, [_number_member(number)])
+            for number in range(num_samples)
+        )
+        write_made_dataset(folder, even_lengths(num_samples, SAMPLES_PER_SHARD), samples)
 
     def start(self, folder: Path, state: dict[str, Any] | None, /) -> RestoreLoader:
         """Open the dataset and seek."""
         return _Spans(open_dataset(folder), state)
+
+
+def _number_member(number: int) -> RawMember:
+    return RawMember("n.bin", RAW, _NUMBER.pack(number))
 
 
 class _Spans:

@@ -1,10 +1,11 @@
-"""Arguments of `fuelrail bench train` as benchmarks give them."""
+"""Runs of `fuelrail bench train` as benchmarks make them: their arguments, and imaginary accelerators."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
 from fuelrail.bench.train_command import configure
 
 if TYPE_CHECKING:
@@ -26,3 +27,21 @@ def arguments_for(
         assert hasattr(arguments, name), f"there is no option {name}"
         setattr(arguments, name, value)
     return arguments
+
+
+def made_profile(
+    name: str, device: str, *, forward_ms: float, backward_ms: float, optimiser_ms: float, derivation: str = "None."
+) -> AcceleratorProfile:
+    """An accelerator that takes these times for each sample of six cameras, and is alone on its network."""
+    return AcceleratorProfile(
+        name=name,
+        device=device,
+        network="none",
+        per="sample",
+        reference_input=ReferenceInput(cameras=6, height=256, width=704),
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        optimiser_ms=optimiser_ms,
+        sources=["made for this measurement"],
+        derivation=derivation,
+    )
