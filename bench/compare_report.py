@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,7 @@ from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.interface import Work  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.process import Check  # noqa: TC001 (likewise)
 from fuelrail.bench.peers.registry import OURS
+from fuelrail.bench.report_header import ReportHeader, created_now
 from fuelrail.bench.steady import Interval, interval_of, ratio_interval
 
 if TYPE_CHECKING:
@@ -81,21 +81,13 @@ class Contestant(msgspec.Struct, frozen=True, kw_only=True):
     figures: ContestantFigures | None
 
 
-class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
+class CompareReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report. ``cut_off`` says why it is partial; ``packages`` has the peers' versions."""
 
-    schema: str
-    version: int
-    created: str
-    cut_off: str | None
-    machine: MachineFacts
     packages: dict[str, str]
-    dataset: DatasetFacts
     work: Work
-    options: dict[str, Any]
     num_rounds: int
     contestants: list[Contestant]
-    warnings: list[str]
 
 
 def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:
@@ -171,7 +163,7 @@ def build_compare_report(
     return CompareReport(
         schema=SCHEMA,
         version=VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created_now(),
         cut_off=cut_off,
         machine=machine,
         packages=packages,

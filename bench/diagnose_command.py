@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +26,7 @@ from fuelrail.bench.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.remedies import Trial, Tried, judge, trials
 from fuelrail.bench.report_files import write_report
+from fuelrail.bench.report_header import created_now
 from fuelrail.bench.shard_probe import shard_scaling
 from fuelrail.bench.train_command import configure_run
 from fuelrail.bench.train_run import TrainRun, measure_all
@@ -161,7 +161,7 @@ def _report(
     return DiagnoseReport(
         schema=SCHEMA,
         version=VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created_now(),
         cut_off=cut_off,
         machine=base.machine,
         dataset=base.dataset,

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.diagnosis import Counterfactual, Diagnosis  # noqa: TC001 (likewise)
-from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.remedies import Tried, best
+from fuelrail.bench.report_header import ReportHeader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,22 +27,14 @@ class RunMade(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
 
 
-class DiagnoseReport(msgspec.Struct, frozen=True, kw_only=True):
+class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report. ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made."""
 
-    schema: str
-    version: int
-    created: str
-    cut_off: str | None
-    machine: MachineFacts
-    dataset: DatasetFacts
     accelerator: dict[str, Any]
-    options: dict[str, Any]
     num_ranks: int
     diagnosis: Diagnosis | None
     tried: list[Tried] | None
     runs: list[RunMade]
-    warnings: list[str]
 
 
 RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import traceback
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +35,7 @@ from fuelrail.bench.gpu_training import (
     training_runs,
 )
 from fuelrail.bench.machine import MachineFacts, installed_gpus, machine_facts
+from fuelrail.bench.report_header import created_now
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def run_checks(bench: Bench) -> GpuCheck:
     return GpuCheck(
         schema=SCHEMA,
         version=VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created_now(),
         device=str(bench.device),
         machine=machine_facts(),
         checks=results,

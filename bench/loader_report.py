@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,6 +12,7 @@ from fuelrail.bench.loader_bound import Bound, find_bound
 from fuelrail.bench.loader_run import MIN_STEADY_BATCHES, LoaderRun
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.rates import Rate  # noqa: TC001 (likewise)
+from fuelrail.bench.report_header import ReportHeader, created_now
 from fuelrail.bench.steady import Interval, interval_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     bound: Bound
 
 
-class LoaderReport(msgspec.Struct, frozen=True, kw_only=True):
+class LoaderReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
     ``limits``: the libraries alone. ``stages``: each stage alone. ``stacked``: the loader with its first stage, with
@@ -59,12 +59,6 @@ class LoaderReport(msgspec.Struct, frozen=True, kw_only=True):
     ``cut_off`` says why a report is partial.
     """
 
-    schema: str
-    version: int
-    created: str
-    machine: MachineFacts
-    dataset: DatasetFacts
-    options: dict[str, Any]
     sizes: SampleSizes
     limits: list[Rate]
     stages: list[Rate]
@@ -72,8 +66,6 @@ class LoaderReport(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[LoaderRun]
     figures: LoaderFigures | None
     too_short: str | None
-    cut_off: str | None
-    warnings: list[str]
 
 
 def build_loader_report(
@@ -104,7 +96,7 @@ def build_loader_report(
     return LoaderReport(
         schema=SCHEMA,
         version=VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created_now(),
         machine=machine,
         dataset=dataset,
         options=options,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -10,6 +9,7 @@ import msgspec
 from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.files import load_report_of
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (likewise)
+from fuelrail.bench.report_header import ReportHeader, created_now
 from fuelrail.bench.scale_model import Cluster, Fit, Simulated, simulate
 
 if TYPE_CHECKING:
@@ -70,22 +70,14 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     points: list[Point]
 
 
-class ScaleReport(msgspec.Struct, frozen=True, kw_only=True):
+class ScaleReport(ReportHeader, frozen=True, kw_only=True):
     """A whole report. ``cut_off`` says why it is partial: which runs are missing; then there may be no curves."""
 
-    schema: str
-    version: int
-    created: str
-    cut_off: str | None
-    machine: MachineFacts
-    dataset: DatasetFacts
     accelerator: dict[str, Any]
-    options: dict[str, Any]
     measured: list[Measured]
     fit: Fit | None
     trials: list[Trial]
     curves: list[Curve]
-    warnings: list[str]
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +194,7 @@ def build_scale_report(
     return ScaleReport(
         schema=SCHEMA,
         version=VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created_now(),
         cut_off=cut_off,
         machine=machine,
         dataset=dataset,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +10,7 @@ from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.cpu_watch import CpuUse  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.doubts import doubts, ranks_disagree
+from fuelrail.bench.files import load_report_of
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.nvml import GpuUse  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.occupancy import (
@@ -22,9 +22,8 @@ from fuelrail.bench.occupancy import (
     window_of,
 )
 from fuelrail.bench.records import PHASES, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.report_header import ReportHeader, created_now
 from fuelrail.bench.stragglers import RankPace, rank_paces
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import convert
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,7 +116,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     peak_device_bytes: int | None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
     ``cpu`` says who used the host's CPUs from the ranks' start to their end.
@@ -126,19 +125,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ranks' start to their end, where there is a GPU and `pynvml`.
     """
 
-    schema: str
-    version: int
-    created: str
-    cut_off: str | None
-    options: dict[str, Any]
     num_ranks: int
-    machine: MachineFacts
-    dataset: DatasetFacts
     accelerator: dict[str, Any]
     model: dict[str, Any]
     window: Window
     figures: Figures | None
-    warnings: list[str]
     cpu: CpuUse | None
     ranks_disagree: bool
     ranks: list[RankFacts]
@@ -167,7 +158,7 @@ def build_report(
     return Report(
         schema=SCHEMA,
         version=VERSION,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        created=created_now(),
         cut_off=cut_off,
         options=_options(settings),
         num_ranks=len(logs),
@@ -190,16 +181,7 @@ def build_report(
 
 def load_report(path: Path) -> Report:
     """Read a report; raises ConfigError for other files and other versions."""
-    try:
-        raw = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
-    found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
-    if found != (SCHEMA, VERSION):
-        raise ConfigError(
-            f"report '{path}' has schema {found[0]!r} version {found[1]!r}; known: {SCHEMA!r} version {VERSION}"
-        )
-    return convert(raw, Report, str(path))
+    return load_report_of(path, Report, SCHEMA, VERSION)
 
 
 def _options(settings: TrainSettings) -> dict[str, Any]:
