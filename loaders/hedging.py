@@ -222,13 +222,16 @@ class Requester:
     async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
         """The ``length`` bytes that ``get()`` brings. Raises FetchFailedError."""
         loop = asyncio.get_running_loop()
-        started: float | None = None  # the deadline is for storage, not for the queue in front of it
+        started = 0.0  # the deadline is for storage, not for the queue in front of it
         failures = short = 0
+        fault: Fault | None = None
         while True:
             try:
                 async with self.concurrency.place(ahead=failures > 0):
-                    if started is None:
+                    if fault is None:
                         started = loop.time()
+                    elif loop.time() - started >= self._retry.deadline_s:  # it came late to its turn
+                        raise FetchFailedError(fault, failures, loop.time() - started)
                     data = await self._attempt(get, started + self._retry.deadline_s)
                 view = memoryview(data).cast("B")
                 if len(view) == length:
@@ -238,6 +241,8 @@ class Requester:
                     return view
                 short += len(view) < length
                 fault = _wrong_length(len(view), length, short)
+            except FetchFailedError:
+                raise
             except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of tells them apart
                 fault = fault_of(error, self._options)
             failures += 1
@@ -245,7 +250,7 @@ class Requester:
                 self.concurrency.throttled(loop.time())
             at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
             pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
-            elapsed_s = loop.time() - (started or loop.time())
+            elapsed_s = loop.time() - started
             if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
                 raise FetchFailedError(fault, failures, elapsed_s)
             self.retries += 1

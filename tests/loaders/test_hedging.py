@@ -82,6 +82,21 @@ class TestRetries:
         assert error.fault.kind == "transient"
         assert error.num_attempts > 5
 
+    def test_a_retry_that_comes_too_late_to_its_turn_tells_the_last_fault(self):
+        made = requester(RetryPolicy(deadline_s=0.05, attempt_timeout_s=2.0), start=1, at_most=1)
+        server = Server(OSError("x"), OSError("y"))
+
+        async def run():
+            async def in_its_way():
+                async with made.concurrency.place():
+                    await asyncio.sleep(0.2)
+
+            both = made.fetch(server.get, len(DATA)), in_its_way()
+            return (await asyncio.gather(*both, return_exceptions=True))[0]
+
+        error = asyncio.run(run())
+        assert (error.fault.text, error.num_attempts, server.calls) == ("OSError: x", 1, 1)
+
     def test_waiting_for_ones_turn_does_not_count(self):
         retry = RetryPolicy(deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
         server = Server(*[0.06] * 5, OSError("x"))
