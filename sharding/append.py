@@ -122,7 +122,7 @@ def _open(location: str) -> Dataset:
 
 def _check(datasets: Sequence[Dataset]) -> None:
     check_alike(datasets)
-    check_disjoint({dataset.location: dataset.index.clip_ids() for dataset in datasets})
+    check_disjoint([(dataset.location, dataset.index.clip_ids()) for dataset in datasets])
     first = datasets[0]
     for other in datasets[1:]:
         for what, ours, theirs in (

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.command import counted
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.remote import is_url
 from fuelrail.sharding.engines import ENGINES, make_engine
 from fuelrail.sharding.processes import sigterm_is_ctrl_c
 from fuelrail.sharding.progress import JsonLines, Quiet, make_progress
@@ -30,6 +31,7 @@ from fuelrail.sharding.sources.fuelrail import SEPARATOR
 from fuelrail.sharding.transcode import FORM, parse_images
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.manifest import Manifest
     from fuelrail.sharding.recipe import Recipe
 
 _FLAGS: Final = {
@@ -95,10 +97,17 @@ def configure_reshard(parser: argparse.ArgumentParser) -> None:
 
 def run_reshard(args: argparse.Namespace) -> int:
     """`fuelrail reshard`."""
+    if _place(args.out) in map(_place, args.datasets):
+        raise ConfigError(f"'{args.out}' is to be read and to be written: choose another output folder")
     if args.append:
         return _append(args)
     options = {"points": False} if args.no_points else {}
     return _make(args, SourceSpec("fuelrail", SEPARATOR.join(args.datasets), options))
+
+
+def _place(location: str) -> str:
+    """The same for two ways to write one folder or URL."""
+    return location.rstrip("/") if is_url(location) else os.path.realpath(location.removeprefix("file://"))
 
 
 def _append(args: argparse.Namespace) -> int:
@@ -251,11 +260,20 @@ def _report(progress: Quiet, outcome: Outcome, out: str, seconds: float) -> int:
         return 0
     splits = ", ".join(f"{name} {entry.num_samples:,}" for name, entry in manifest.splits.items())
     kept = f" ({outcome.num_kept} were there already)" if outcome.num_kept else ""
+    left_out = _left_out(manifest)
     sys.stdout.write(
         f"{counted(manifest.num_samples, 'sample')} ({splits}) of {counted(manifest.num_clips, 'clip')} in "
-        f"{counted(len(manifest.shards), 'shard')}{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {out}\n"
+        f"{counted(len(manifest.shards), 'shard')}{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {out}\n{left_out}"
     )
     return 0
+
+
+def _left_out(manifest: Manifest) -> str:
+    """A line about clips that no split names, where nobody asked for less than all of them; else nothing."""
+    recipe, number = manifest.provenance.get("recipe", {}), manifest.provenance.get("num_clips_in_no_split", 0)
+    if not number or recipe.get("select") is not None or recipe.get("limit") is not None:
+        return ""
+    return f"left out: {counted(number, 'clip')} of the source that no split names; --splits says what goes where\n"
 
 
 def _named_by_flag(text: str, values: dict[str, Any]) -> str:

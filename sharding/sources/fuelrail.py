@@ -73,9 +73,9 @@ class FuelrailSource:
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read index, attributes and the small members; write one row for each sample."""
         manifests = [part.dataset.manifest for part in self._parts]
-        clips = {part.dataset.location: part.clip_ids() for part in self._parts}
+        clips = [(part.dataset.location, part.clip_ids()) for part in self._parts]
         check_disjoint(clips)
-        owners = sorted((clip, number) for number, ids in enumerate(clips.values()) for clip in ids)
+        owners = sorted((clip, number) for number, (_, ids) in enumerate(clips) for clip in ids)
         walks = [part.samples(out.spill) for part in self._parts]
         types = self.attribute_types
         for clip, number in owners:

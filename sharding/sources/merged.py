@@ -30,11 +30,13 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
                 )
 
 
-def check_disjoint(clips: Mapping[str, Sequence[str]]) -> None:
-    """Raise SourceError for a clip that is in two datasets; ``clips`` are the clip ids of each, by its location."""
+def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raise SourceError for a clip that is in two datasets; ``clips`` are the location and the clip ids of each."""
     seen: dict[str, str] = {}
-    for location, ids in clips.items():
+    for location, ids in clips:
         for clip in ids:
+            if seen.get(clip) == location:
+                raise SourceError(f"the dataset '{location}' is named twice: name each once")
             if clip in seen:
                 raise SourceError(
                     f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so its keys would stand twice; leave it "

@@ -74,6 +74,16 @@ def test_shard_verify_inspect(run, source, tmp_path):
     assert (code, "(2 were there already)" in said) == (0, True)
 
 
+def test_clips_that_no_split_names_are_told(run, source, tmp_path):
+    shutil.copytree(source.root, tmp_path / "source")
+    (tmp_path / "source" / "v1.0-mini" / "splits.json").write_text('{"train": ["b"]}')
+    code, said, _ = shard(run, tmp_path / "source", tmp_path / "out")
+    assert code == 0
+    assert said.splitlines()[1] == "left out: 1 clip of the source that no split names; --splits says what goes where"
+    code, said, _ = shard(run, tmp_path / "source", tmp_path / "asked", "--select", "clip_id == 'b'")
+    assert (code, said.count("\n")) == (0, 1)
+
+
 def test_progress_for_machines(run, source, tmp_path):
     code, said, _ = shard(run, source.root, tmp_path / "out", "--json")
     events = [json.loads(line) for line in said.splitlines()]

@@ -153,6 +153,9 @@ def test_what_does_not_fit_together(old, new, tmp_path):
         append([str(old), str(tmp_path / "copy")], tmp_path / "out")
     with pytest.raises(SourceError, match=r"clip '.*' is in '.*old' and in '.*copy'"):
         reshard([old, tmp_path / "copy"], tmp_path / "out")
+    for way in (append, reshard):
+        with pytest.raises(SourceError, match=r"the dataset '.*old' is named twice"):
+            way([str(old), str(old)], tmp_path / "out")
     rig = build_nuscenes(tmp_path / "s", {"x": 2}, cameras=("CAM_FRONT", "CAM_BACK"))
     shard_nuscenes(rig.root, tmp_path / "rig", **{**OPTIONS, "splits": None})
     says = r"the cameras of the first are cam_front \(CAM_FRONT\), .*, of the second cam_front \(CAM_FRONT\), cam_back"
@@ -172,6 +175,9 @@ def test_the_commands(old, new, tmp_path, capsys):
     assert "16 samples" in capsys.readouterr().out
     assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v3"), "--seed", "3"]) == 2
     assert "--append writes no shard anew: --seed cannot be had with it" in capsys.readouterr().err
+    for more in ([], ["--append"]):
+        assert main(["reshard", str(old), str(new), f"{new}/", *more]) == 2
+        assert f"'{new}/' is to be read and to be written" in capsys.readouterr().err
     assert main(["shard", f"fuelrail:{old}", str(tmp_path / "v3")]) == 2
     assert f"fuelrail reshard {old} {tmp_path / 'v3'}" in capsys.readouterr().err
     (tmp_path / "out" / "index.arrow").write_bytes(b"damaged")
