@@ -57,7 +57,7 @@ from fuelrail.loaders.temporal import Frames, frame_facts
 from fuelrail.pipeline.bev_augment import IDENTITY
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.geometry import apply_to_intrinsics, apply_to_projection, ida_mats
-from fuelrail.pipeline.schema import homogeneous, invert_rigid
+from fuelrail.pipeline.rigid import homogeneous, invert_rigid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

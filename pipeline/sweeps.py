@@ -15,7 +15,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
-from fuelrail.pipeline.schema import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:

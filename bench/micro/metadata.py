@@ -21,6 +21,7 @@ import safetensors.numpy
 
 from fuelrail.bench.micro.timing import Comparison, Effort, compare, main
 from fuelrail.pipeline.index import ROWS_PER_BATCH, IndexRow, MemberEntry, SampleIndex, write_index
+from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.schema import (
     BOXES,
     GEOMETRY,
@@ -36,7 +37,6 @@ from fuelrail.pipeline.schema import (
     encode_arrays,
     encode_meta,
     encode_points,
-    rigid,
 )
 
 if TYPE_CHECKING:

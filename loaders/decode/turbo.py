@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
@@ -25,6 +25,7 @@ from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.resize_grid import REACH, resize_grid
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
@@ -34,22 +35,13 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.decode.native import CameraJpeg
     from fuelrail.loaders.decode.probe import ImageInfo
+    from fuelrail.loaders.decode.resize_grid import ResizeGrid
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.lens import Lens
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
-_REACH = {"bilinear": 1, "bicubic": 2}
-"""Source pixels on each side of a sampled place that the filter reads."""
-
 _WARP_REACH = 4
 """Source pixels kept about the region of a warp: more than any filter reads, so that its border is never seen."""
-
-_MAX_SHIFT_PX = 0.02
-"""Largest displacement, in output pixels, that the fast path may have against the exact map."""
-
-_GOOD_SHIFT_PX = 0.01
-_MAX_EXTRA = 128
-"""Source rows or columns searched for a place where the output's grid meets the source's."""
 
 _MIN_SCALABLE_PX = 16
 """Smallest image side for DCT-scaled decoding. Below 8 pixels, different scales give the same size."""
@@ -96,7 +88,7 @@ class TurboDecoder:
         bilinear = native if interpolation == "bilinear" else None
         if bilinear is not None and bilinear.resize(encoded, info, factor, image_map, out, self._scratch):
             return
-        grid = _resize_grid(image_map, interpolation)
+        grid = resize_grid(image_map, interpolation)
         reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
         rows = grid.rows.needed if grid is not None else image_map.source_roi(reach)[1::2]
         image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None
@@ -124,7 +116,7 @@ class TurboDecoder:
                 return
             if image_map.max_scale <= 0.5:
                 image, image_map = _shrink(image, image_map)
-                grid = _resize_grid(image_map, interpolation)
+                grid = resize_grid(image_map, interpolation)
             if grid is not None:
                 self._resize(image, 0, grid, out, interpolation)
             else:
@@ -138,7 +130,7 @@ class TurboDecoder:
         """Decode a distorted image, and undo its lens and sample the map by one `cv2.remap`."""
         max_scale = largest_scale(image_map, lens)
         factor = _dct_factor(info, max_scale)
-        first, last = source_rows(image_map, lens, (_REACH[interpolation] + 1.0) / min(1.0, max_scale))
+        first, last = source_rows(image_map, lens, (REACH[interpolation] + 1.0) / min(1.0, max_scale))
         image, top = None, 0
         if self._native is not None and self._native.takes(info, factor):
             rows = first // factor, -(-last // factor)
@@ -166,7 +158,7 @@ class TurboDecoder:
         if places.unseen is not None:
             out[:, places.unseen] = 0
 
-    def _resize(self, image: Picture, top: int, grid: _ResizeGrid, out: NDArray[np.uint8], interpolation: str) -> None:
+    def _resize(self, image: Picture, top: int, grid: ResizeGrid, out: NDArray[np.uint8], interpolation: str) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what the grid speaks of."""
         x0, y0, x1, y1 = grid.covered
         if x0 < x1:
@@ -221,92 +213,6 @@ def _dct_factor(info: ImageInfo, max_scale: float) -> int:
         while factor < 8 and max_scale * factor * 2 <= 1.0 + 1e-9:
             factor *= 2
     return factor
-
-
-class _Span(NamedTuple):
-    """Source lines [start, stop) to resize on one axis, the lines that makes, and how many of them to drop first.
-
-    Lines before ``first_needed`` are read for lines that are dropped.
-    """
-
-    start: int
-    stop: int
-    num_lines: int
-    skip: int
-    first_needed: int
-
-    @property
-    def needed(self) -> tuple[int, int]:
-        """Source lines that lines which are kept are made of."""
-        return self.first_needed, self.stop
-
-
-class _ResizeGrid(NamedTuple):
-    """How `cv2.resize` does an axis-aligned map: region, factors, then ``flip`` (its code, None for none)."""
-
-    covered: tuple[int, int, int, int]
-    columns: _Span
-    rows: _Span
-    scale: tuple[float, float]
-    flip: int | None
-
-
-_NOTHING = _Span(0, 0, 0, 0, 0)
-
-
-def _resize_grid(image_map: ImageMap, interpolation: str) -> _ResizeGrid | None:
-    """Plan a map for `cv2.resize`. None where it cannot do it.
-
-    `cv2.resize` with explicit factors scales about the top-left edge of the region that it gets. So the region starts
-    at a source row and column whose place in the output is a whole number: a few lines before the first one needed,
-    which are then dropped from the result.
-    """
-    if not image_map.is_axis_aligned or image_map.max_scale <= 0.5:
-        return None
-    (flip_x, flip_y), (out_width, out_height) = image_map.flips, image_map.out_wh
-    a, _, tx, _, d, ty = image_map.coefficients
-    covered = image_map.covered_output()
-    x0, y0, x1, y1 = covered
-    if x0 >= x1:
-        return _ResizeGrid(covered, _NOTHING, _NOTHING, (1.0, 1.0), None)
-    if flip_x:
-        a, tx, x0, x1 = -a, out_width - tx, out_width - x1, out_width - x0
-    if flip_y:
-        d, ty, y0, y1 = -d, out_height - ty, out_height - y1, out_height - y0
-    reach = _REACH[interpolation]
-    columns = _aligned_span(a, tx, x0, x1, image_map.source_wh[0], reach)
-    rows = _aligned_span(d, ty, y0, y1, image_map.source_wh[1], reach)
-    if columns is None or rows is None:
-        return None
-    same_size = columns.num_lines == columns.stop - columns.start and rows.num_lines == rows.stop - rows.start
-    if same_size and (a, d) != (1.0, 1.0):
-        return None  # OpenCV copies where the rounded size is the same, whatever the factors are
-    flip = (-1 if flip_y else 1) if flip_x else (0 if flip_y else None)
-    return _ResizeGrid(covered, columns, rows, (a, d), flip)
-
-
-def _aligned_span(scale: float, offset: float, first: int, last: int, size: int, reach: int) -> _Span | None:
-    """Find the source lines to resize for output lines [first, last), on one axis with out = scale * in + offset.
-
-    None if no start meets the output's grid closely enough.
-    """
-    needed = max(0, min(size - 1, math.floor((first + 0.5 - offset) / scale - 0.5) - reach + 1))
-    best, best_shift = 0, math.inf
-    for start in range(needed, max(-1, needed - _MAX_EXTRA), -1):
-        place = scale * start + offset
-        shift = abs(place - round(place))
-        if shift < best_shift:
-            best, best_shift = start, shift
-            if shift < _GOOD_SHIFT_PX:
-                break
-    if best_shift > _MAX_SHIFT_PX:
-        return None
-    origin = round(scale * best + offset)
-    stop = min(size, best + math.ceil((last - origin) / scale) + reach)
-    num_lines = round((stop - best) * scale)  # to even at ties, as OpenCV rounds
-    if origin > first or origin + num_lines < last:
-        return None
-    return _Span(best, stop, num_lines, first - origin, needed)
 
 
 def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import xxhash
 
-from fuelrail.pipeline.schema import Boxes, rotation_matrices
+from fuelrail.pipeline.rigid import rotation_matrices
+from fuelrail.pipeline.schema import Boxes
 from fuelrail.pipeline.spill import ROWS_AT_ONCE
 from fuelrail.sharding.sources.nuscenes_tables import (
     Annotation,

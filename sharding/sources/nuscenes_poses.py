@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.schema import rigid
+from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.sources.nuscenes_tables import (
     CalibratedSensor,
     EgoPose,

@@ -15,7 +15,8 @@ from fuelrail.loaders.assemble import BatchSlot, DecodedSample, assemble
 from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.manifest import LidarEntry
-from fuelrail.pipeline.schema import META, Sample, decode_meta, rigid
+from fuelrail.pipeline.rigid import rigid
+from fuelrail.pipeline.schema import META, Sample, decode_meta
 from support.datasets import CAMERAS, LIDAR, _sample, make_boxes, make_geometry
 
 SIZE = (96, 64)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.rigid import invert_rigid, rigid, rotation_matrices
 from fuelrail.pipeline.schema import (
     BOXES,
     GEOMETRY,
@@ -29,19 +30,12 @@ from fuelrail.pipeline.schema import (
     encode_arrays,
     encode_meta,
     encode_points,
-    homogeneous,
-    invert_rigid,
-    rigid,
-    rotation_matrices,
 )
 from fuelrail.pipeline.tensors import write_npy, write_tensors
 from support.datasets import CAMERAS, make_boxes, make_geometry
 from support.shared_data import shared_data
 
 finite = st.floats(-1e6, 1e6)
-QUATERNIONS = hnp.arrays("f8", 4, elements=st.floats(-1, 1)).filter(lambda q: np.linalg.norm(q) > 1e-3)
-TRANSLATIONS = hnp.arrays("f8", 3, elements=finite)
-RIGIDS = st.builds(rigid, QUATERNIONS, TRANSLATIONS)
 
 
 def geometry() -> Geometry:
@@ -241,45 +235,6 @@ class TestSample:
     def test_the_metadata_of_another_sample_is_refused(self) -> None:
         with pytest.raises(SchemaError, match=r"clip-9\.meta\.json: it says that the sample is 'clip-0-000001'"):
             decode_sample("clip-9", members())
-
-
-class TestRigid:
-    @given(RIGIDS)
-    def test_inverse_undoes(self, matrix) -> None:
-        scale = 1 + np.abs(matrix).max()
-        for product in (invert_rigid(matrix) @ matrix, matrix @ invert_rigid(matrix)):
-            np.testing.assert_allclose(product, np.eye(4), atol=1e-14 * scale)
-        np.testing.assert_allclose(invert_rigid(matrix), np.linalg.inv(matrix), rtol=0, atol=1e-9 * scale)
-
-    @given(QUATERNIONS)
-    def test_rotations_are_rotations(self, quaternion) -> None:
-        rotation = rotation_matrices(quaternion)
-        np.testing.assert_allclose(rotation @ rotation.T, np.eye(3), atol=1e-14)
-        assert np.linalg.det(rotation) == pytest.approx(1)
-        np.testing.assert_allclose(rotation_matrices(-3 * quaternion), rotation, atol=1e-14)
-
-    @given(QUATERNIONS, hnp.arrays("f8", 3, elements=st.floats(-10, 10)))
-    def test_rotation_is_the_quaternion_product(self, q, v) -> None:
-        """q v q*, by Hamilton's rule, which the matrix formula stands for."""
-        q = q / np.linalg.norm(q)
-        w, u = q[0], q[1:]
-        expected = 2 * (u @ v) * u + (w * w - u @ u) * v + 2 * w * np.cross(u, v)
-        np.testing.assert_allclose(rotation_matrices(q) @ v, expected, atol=1e-12)
-
-    def test_a_quarter_turn_about_z_is_counter_clockwise(self) -> None:
-        half = np.sqrt(0.5)
-        np.testing.assert_allclose(rotation_matrices(np.array([half, 0, 0, half])) @ [1, 0, 0], [0, 1, 0], atol=1e-15)
-
-    @given(st.lists(RIGIDS, min_size=1, max_size=4))
-    def test_stacks_are_done_one_by_one(self, matrices) -> None:
-        stack = np.stack(matrices)
-        np.testing.assert_array_equal(invert_rigid(stack), np.stack([invert_rigid(m) for m in matrices]))
-        np.testing.assert_array_equal(homogeneous(stack[:, :3, :3])[:, :3, :3], stack[:, :3, :3])
-
-    def test_homogeneous_pads_with_the_identity(self) -> None:
-        padded = homogeneous(np.full((2, 3, 3), 7.0))
-        np.testing.assert_array_equal(padded[:, 3], np.tile([0, 0, 0, 1.0], (2, 1)))
-        np.testing.assert_array_equal(padded[:, :3, 3], 0)
 
 
 class TestGeometry:

@@ -25,6 +25,7 @@ from fuelrail.pipeline.manifest import (
     SplitEntry,
     encode_manifest,
 )
+from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.schema import (
     BOXES,
     GEOMETRY,
@@ -37,7 +38,6 @@ from fuelrail.pipeline.schema import (
     encode_arrays,
     encode_meta,
     encode_points,
-    rigid,
 )
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 

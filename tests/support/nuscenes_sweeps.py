@@ -69,6 +69,6 @@ def add_sweeps(made: Dataroot, per_keyframe: int, num_points: int = 40, seed: in
 
 
 def _matrix(record: dict) -> np.ndarray:
-    from fuelrail.pipeline.schema import rigid
+    from fuelrail.pipeline.rigid import rigid
 
     return rigid(np.array(record["rotation"]), np.array(record["translation"]))
