@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -223,11 +224,16 @@ def _print(description: Description) -> None:
 
 def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:
     """The table's rows: what, then each order's figure."""
-    found = [(text, *(format(getattr(each.quality, name), spec) for each in figures)) for text, name, spec in _ROWS]
-    found.append(("chances over epochs, z", *(f"{each.equal_chance_z:+.1f}" for each in figures)))
-    found.append(("same-clip pairs in a batch", *(f"{each.same_clip_pairs:.3%}" for each in figures)))
-    found.append(("shards read by a batch", *(f"{each.shards_per_batch:.1f}" for each in figures)))
+    found = [(text, *(_shown(getattr(each.quality, name), spec) for each in figures)) for text, name, spec in _ROWS]
+    found.append(("chances over epochs, z", *(_shown(each.equal_chance_z, "+.1f") for each in figures)))
+    found.append(("same-clip pairs in a batch", *(_shown(each.same_clip_pairs, ".3%") for each in figures)))
+    found.append(("shards read by a batch", *(_shown(each.shards_per_batch, ".1f") for each in figures)))
     return found
+
+
+def _shown(figure: float, spec: str) -> str:
+    """The figure, or a dash where there are too few samples for one."""
+    return "-" if math.isnan(figure) else format(figure, spec)
 
 
 COMMANDS = {"order": Command("show what an order does to a dataset, and how well it shuffles", configure, run)}

@@ -72,6 +72,14 @@ def test_the_table_and_the_plot(quick, dataset, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):
+    assert main(["order", "describe", str(dataset), "--filter", "frame < 1", "--global-batch", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "nan" not in printed
+    (pairs,) = (line.split() for line in printed.splitlines() if line.startswith("same-clip pairs in a batch"))
+    assert pairs[-3:] == ["-", "-", "-"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
