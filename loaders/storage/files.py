@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FILES_AT_MOST: Final = 512
+_ADVISED_BYTES: Final = 128 << 10
+"""Of one advice the kernel reads no more than its read-ahead (or what a disk's request holds), and forgets the rest:
+128 KiB unless somebody set it lower.
+"""
 
 
 class OpenShards(Generic[T]):
@@ -102,6 +106,11 @@ class ShardFile:
         except (OSError, AttributeError):  # the latter: not Linux
             return None
 
+    def read_ahead(self, start: int, length: int) -> None:
+        """Have the kernel read a range into the page cache, without waiting for it. Raises OSError."""
+        for at in range(start, start + length, _ADVISED_BYTES):
+            os.posix_fadvise(self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED)
+
     def size_now(self) -> int:
         """Bytes in the file at this moment."""
         return os.fstat(self.fd).st_size
@@ -114,6 +123,11 @@ class ShardFile:
             return True
         then = self._opened
         return (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns)
+
+
+def middle(start: int, length: int) -> int:
+    """The byte that tells best whether a span is in memory: the pages at its ends are its neighbours' too."""
+    return start + length // 2
 
 
 def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:

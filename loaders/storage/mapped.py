@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.loaders.storage.residency import Residency
 from fuelrail.pipeline.dataset import check_span
@@ -89,18 +89,27 @@ class _MappedFile(ShardFile):
         done: int = _libc.madvise(self._address + first, start + length - first, advice)
         return 0 if done == 0 else ctypes.get_errno()
 
-    def is_cached(self, start: int, length: int) -> bool:
-        """Whether the range seems to be in the page cache, by its last byte; False beyond the file's end."""
+    def is_cached(self, position: int) -> bool:
+        """Whether a byte seems to be in the page cache; False beyond the file's end."""
         if self._may_ask:
-            last = self._address + ((start + length - 1) & -mmap.PAGESIZE)
             page = ctypes.c_ubyte()
-            return _mincore(last, 1, ctypes.byref(page)) == 0 and page.value & 1 == 1
-        return self.has_in_memory(start + length - 1) is True
+            address = self._address + (position & -mmap.PAGESIZE)
+            return _mincore(address, 1, ctypes.byref(page)) == 0 and page.value & 1 == 1
+        return self.has_in_memory(position) is True
+
+    def may_be_touched(self, start: int, length: int) -> bool:
+        """Whether a span's bytes seem to be there, the last one surely."""
+        last = start + length - 1
+        # Faults on pages in memory are served 16 at a time, which is cheaper than populating. Of the two ways to ask,
+        # the first takes a third of the time.
+        return (self.has_in_memory(last) or self.is_cached(last)) and (
+            self.has_huge_pages or self.is_cached(middle(start, length))
+        )
 
     def populate(self, start: int, length: int) -> int:
         """Read and map the pages of a range; 0 or the error number, ``EINVAL`` on kernels before 5.14."""
         if not self.has_huge_pages:
-            os.posix_fadvise(self.fd, start, length, os.POSIX_FADV_WILLNEED)
+            self.read_ahead(start, length)
         return self.advise(start, length, _MADV_POPULATE_READ) if sys.platform == "linux" else errno.EINVAL
 
 
@@ -160,9 +169,7 @@ class MappedShards:
                 f"sample needs bytes up to {end}, the shard has {len(file.view)}",
                 shard=file.name, offset=start, key=row.key,
             )  # fmt: skip
-        # Faults on pages in memory are served 16 at a time, which is cheaper than populating. Of the two ways to know,
-        # the first takes a third of the time.
-        if not (file.has_in_memory(end - 1) or file.is_cached(start, row.length)):
+        if not file.may_be_touched(start, row.length):
             self._populate(file, row)
         span = file.view[start:end]
         if self._verify:
@@ -225,12 +232,12 @@ class _MappedSession:
         try:
             file = self._files[row.shard]
             end = row.offset + row.length
-            if not 0 <= row.offset <= end <= len(file.view) or file.is_cached(row.offset, row.length):
+            if not 0 <= row.offset <= end <= len(file.view) or file.is_cached(middle(row.offset, row.length)):
                 return False
             if file.has_huge_pages:
                 self._readers.submit(file.populate, row.offset, row.length)
             else:
-                os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_WILLNEED)
+                file.read_ahead(row.offset, row.length)
         except (OSError, ShardError, RuntimeError):  # the last: the session was closed meanwhile
             return False
         return True

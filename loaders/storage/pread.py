@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.loaders.storage.buffers import SpanBuffers
-from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, open_files_limit
+from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.loaders.storage.residency import Residency
 from fuelrail.pipeline.dataset import check_span
@@ -150,8 +150,8 @@ class _PreadSession:
         for _, row in rows:
             try:
                 file = self._files[row.shard]
-                if not file.has_in_memory(row.offset + row.length - 1):
-                    os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_WILLNEED)
+                if not file.has_in_memory(middle(row.offset, row.length)):
+                    file.read_ahead(row.offset, row.length)
             except (OSError, ShardError):
                 continue  # advice only; whoever takes the span meets the error with its address
         return [partial(self._take, index, row) for index, row in rows]
