@@ -17,7 +17,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.nuscenes_tokens import Tokens
+from fuelrail.sharding.sources.nuscenes_tokens import Sieve, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -80,9 +80,11 @@ class Poses:
         """``wanted`` are the tokens that the rows name, ``owners`` the rows' own."""
         tokens = Tokens("ego_pose", spill)
         xyz, wxyz = spill.column(np.float64, (3,)), spill.column(np.float64, (4,))
+        sieve = Sieve(wanted)
         for piece in read_table(folder, "ego_pose", EgoPose):
-            found = wanted.find([record.token for record in piece])
-            kept = [piece[at] for at in np.flatnonzero(found >= 0).tolist()]
+            likely = [piece[at] for at in sieve.likely([record.token for record in piece]).tolist()]
+            found = wanted.find([record.token for record in likely])
+            kept = [likely[at] for at in np.flatnonzero(found >= 0).tolist()]
             own = [record.token for record in kept]
             tokens.extend(own)
             translation, rotation = _pose(kept, own, "ego_pose")

@@ -7,7 +7,7 @@ words, each the upper part of a digest and the row's number, leads to them. So a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import xxhash
@@ -162,6 +162,25 @@ class Tokens(TokenColumn):
             looking = looking[at[looking] < len(words)]
         self._spill.used(len(digests))
         return found
+
+
+class Sieve:
+    """Tells of most tokens that a column has not that it has them not, at a fifth of the price of looking them up."""
+
+    _NUM_SLOTS: Final = 1 << 21
+
+    def __init__(self, column: TokenColumn) -> None:
+        self._has = np.zeros(self._NUM_SLOTS, np.bool_)
+        for first in range(0, len(column), ROWS_AT_ONCE):
+            rows = np.arange(first, min(first + ROWS_AT_ONCE, len(column)))
+            self._has[self._slots(column.take(rows))] = True
+
+    def likely(self, tokens: Sequence[str]) -> NDArray[np.int64]:
+        """Positions of the tokens that the column may have; those that it has are among them."""
+        return np.flatnonzero(self._has[self._slots(tokens)])
+
+    def _slots(self, tokens: Sequence[str]) -> NDArray[np.int64]:
+        return np.fromiter(map(hash, tokens), np.int64, len(tokens)) & (self._NUM_SLOTS - 1)
 
 
 def _digests(encoded: Sequence[bytes]) -> NDArray[np.uint64]:

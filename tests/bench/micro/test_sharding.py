@@ -22,7 +22,7 @@ def test_quick_run_writes_a_whole_report(tmp_path, capsys):
         assert not set(names) & set(sharding.CASES[comparison["title"]].leave_out)
         for figures in ("mb_per_s", "cpu_s_per_gb"):
             assert set(report[figures][comparison["title"]]) == set(names)
-    assert list(report["num_files"].values()) == [6 * 6, 6 * 7, 6 * 6]
+    assert list(report["num_files"].values()) == [6 * 6, 6 * 7, 6 * 6, 6 * 6]
     assert set(report["share_of_floor"]) == set(report["commits"]) == set(sharding.CASES)
     assert all(0 < low <= middle <= high for low, middle, high in report["share_of_floor"].values())
     assert report["num_cpus"] == 1

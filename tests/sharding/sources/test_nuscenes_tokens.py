@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.spill import Spill
 from fuelrail.sharding.sources import nuscenes_tokens
-from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
+from fuelrail.sharding.sources.nuscenes_tokens import Sieve, TokenColumn, Tokens
 
 
 def test_links(tmp_path):
@@ -74,3 +74,14 @@ def test_a_token_is_found_where_it_stands_first(tmp_path_factory, table, wanted,
 
 
 strong = nuscenes_tokens._digests
+
+
+def test_a_sieve_lets_all_tokens_of_its_column_through(tmp_path, monkeypatch):
+    monkeypatch.setattr(nuscenes_tokens, "ROWS_AT_ONCE", 7)
+    column = TokenColumn(Spill(tmp_path))
+    column.extend([f"here{number}" for number in range(100)])
+    tokens = [f"{where}{number}" for number in range(100) for where in ("here", "elsewhere")]
+    likely = Sieve(column).likely(tokens).tolist()
+    assert set(range(0, 200, 2)) <= set(likely)
+    assert len(likely) < 110
+    assert Sieve(TokenColumn(Spill(tmp_path))).likely(tokens).tolist() == []
