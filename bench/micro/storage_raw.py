@@ -13,12 +13,14 @@ import xxhash
 
 from fuelrail.bench.micro.timing import Effort, compare
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.pipeline.dataset import read_members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fuelrail.bench.micro.timing import Comparison
+    from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.dataset import Dataset
 
 PAGE_BYTES = 4096
@@ -35,6 +37,10 @@ def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
     rows = [dataset.index.row(index) for index in order]
     buffer = memoryview(bytearray(max(row.length for row in rows)))
 
+    mapped = partial(open_storage, dataset, "mapped")
+    preads = partial(open_storage, dataset, "pread")
+    beyond_memory = partial(MappedShards, dataset, memory_bytes=1)
+
     def pread() -> None:
         files = [os.open(dataset.root / shard.name, os.O_RDONLY) for shard in dataset.manifest.shards]
         for row in rows:
@@ -44,10 +50,10 @@ def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
         for file in files:
             os.close(file)
 
-    def ours(backend: str, *, cold: bool = False) -> None:
+    def ours(make: Callable[[], Storage], *, cold: bool = False) -> None:
         if cold:
             _empty_page_cache(dataset)
-        storage = open_storage(dataset, backend)
+        storage = make()
         session = storage.session()
         pending: list[Callable[[], memoryview]] = []
         for at, row in enumerate(rows):
@@ -65,7 +71,7 @@ def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
         pread()
 
     def warm(title: str) -> Comparison:
-        checked = open_storage(dataset, "mapped")  # not longer than this: pages that are mapped stay in memory
+        checked = mapped()  # not longer than this: pages that are mapped stay in memory
 
         def later() -> None:
             for index in order:
@@ -75,8 +81,8 @@ def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
         candidates: dict[str, Callable[[], object]] = {
             "pread into a reused buffer + xxh3": pread,
             "fuelrail, mapped + xxh3": later,
-            "fuelrail, mapped + xxh3, pages not mapped yet": partial(ours, "mapped"),
-            "fuelrail, pread + xxh3": partial(ours, "pread"),
+            "fuelrail, mapped + xxh3, pages not mapped yet": partial(ours, mapped),
+            "fuelrail, pread + xxh3": partial(ours, preads),
             "webdataset, nothing checked": partial(_webdataset, dataset),
         }
         return compare(title, candidates, effort)
@@ -86,8 +92,9 @@ def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
     yield warm("raw read, every byte checked, page cache as copying in pieces of 256 KiB left it")
     from_disk: dict[str, Callable[[], object]] = {
         "pread into a reused buffer + xxh3": pread_cold,
-        "fuelrail, pread + xxh3": partial(ours, "pread", cold=True),
-        "fuelrail, mapped + xxh3": partial(ours, "mapped", cold=True),
+        "fuelrail, pread + xxh3": partial(ours, preads, cold=True),
+        "fuelrail, mapped + xxh3, as beyond memory": partial(ours, beyond_memory, cold=True),
+        "fuelrail, mapped + xxh3": partial(ours, mapped, cold=True),
     }
     few = Effort(num_rounds=min(effort.num_rounds, 5), min_lap_s=0.0)
     yield compare("read from disk, every byte checked", from_disk, few)
