@@ -71,7 +71,8 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
         raise ConfigError(f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})") from error
     except (ValueError, TypeError) as error:
         text = redacted(str(error), storage_options)
-        raise ConfigError(f"'{shown_url(url)}' cannot be opened with these storage_options: {text}") from None
+        given = " with these storage_options" if storage_options else ""
+        raise ConfigError(f"'{shown_url(url)}' cannot be opened{given}: {text}") from None
     return fs, str(path).rstrip("/")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.command import Command
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.remote import is_url, shown_url
 
 if TYPE_CHECKING:
     import argparse
@@ -62,7 +63,7 @@ def _choose_arrow_pool() -> None:
 
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
+    parser.add_argument("dataset", metavar="OUT", help="folder or URL of a Fuelrail dataset")
     parser.add_argument("--deep", action="store_true", help="decode every member and every image too")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads (default: one for each core)")
     parser.add_argument(
@@ -80,6 +81,11 @@ def _run_verify(args: argparse.Namespace) -> int:
 
     if args.workers < 0:
         raise ConfigError(f"--workers {args.workers} is too few: 1 at least")
+    if args.repair and is_url(args.dataset):
+        raise ConfigError(
+            f"--repair is for folders; the command that made '{shown_url(args.dataset)}', run again, makes what is "
+            "damaged there anew"
+        )
     num_threads = args.workers or len(os.sched_getaffinity(0))
     with checking() as checked:
         report = verify(args.dataset, deep=args.deep, num_threads=num_threads, checked=checked)

@@ -1,12 +1,16 @@
 """``fuelrail verify``: hold every byte of a dataset against what manifest and index say, and name what is wrong.
 
 Each shard is read once, mapped: its SHA-256, its tar structure member by member, the xxh3 of every sample's span, and
-its DALI index. ``deep`` decodes all members, checks them against the schema, and decodes every image.
+its DALI index. ``deep`` decodes all members, checks them against the schema, and decodes every image. Of a dataset at a
+URL, each file is fetched for its check into a temporary folder, as many at a time as there are threads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,15 +25,18 @@ from fuelrail.pipeline.command import counted
 from fuelrail.pipeline.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
+from fuelrail.pipeline.frames import shard_stem
 from fuelrail.pipeline.index import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.manifest import load_manifest
+from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
 from fuelrail.sharding.output import file_is
-from fuelrail.sharding.shard_check import Fault, make_check
+from fuelrail.sharding.shard_check import Fault, ShardCheck, make_check
 from fuelrail.sharding.threads import in_threads
+from fuelrail.sharding.url_output import UrlOutput
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.pipeline.manifest import FileEntry, ShardEntry
 
@@ -82,16 +89,22 @@ def verify(
     num_threads: int,
     checked: Callable[[ShardEntry, int], None] = _ignore,
 ) -> Report:
-    """Check a local dataset folder. What is wrong stands in the report.
+    """Check a dataset, in a folder or at a URL. What is wrong stands in the report.
 
     ``checked`` is called for each shard that was, with the number of all of them. Raises ConfigError for less than one
-    thread, DatasetNotReadyError or ManifestError where there is no manifest that the rest could be held against.
+    thread, DatasetNotReadyError or ManifestError where there is no manifest that the rest could be held against, and
+    DatasetError where a URL cannot be read.
     """
     if num_threads < 1:
         raise ConfigError(f"{num_threads} workers are too few: 1 at least")
-    folder = Path(root)
-    manifest = load_manifest(folder)
-    report = Report(str(folder), deep)
+    if is_url(root):
+        folder, manifest = fetch_dataset(str(root))
+        report = Report(shown_url(str(root)), deep)
+    else:
+        folder = Path(str(root).removeprefix("file://"))
+        manifest = load_manifest(folder)
+        report = Report(str(folder), deep)
+    files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
     try:
         index = SampleIndex(folder / INDEX_FILE)
@@ -106,14 +119,19 @@ def verify(
         except ManifestError as error:  # then members are not decoded: each of them would be a fault
             report.faults.append(Fault(DICTIONARY_FILE, str(error)))
             deep = False
-    for faults in in_threads(lambda entry: _check_file(folder, entry), manifest.files, num_threads):
+
+    def check_file(entry: FileEntry) -> list[Fault]:
+        with files_here(entry.name) as place:
+            return _check_file(place, entry)
+
+    def check_shard(number: int) -> ShardCheck:
+        name = manifest.shards[number].name
+        with files_here(name, f"{shard_stem(name)}.idx") as place:
+            return make_check(place, manifest, number, dataset, deep=deep).run()
+
+    for faults in in_threads(check_file, manifest.files, num_threads):
         report.faults += faults
-    checks = in_threads(
-        lambda number: make_check(folder, manifest, number, dataset, deep=deep).run(),
-        range(len(manifest.shards)),
-        num_threads,
-    )
-    for check in checks:
+    for check in in_threads(check_shard, range(len(manifest.shards)), num_threads):
         report.num_shards += 1
         report.num_samples += check.num_samples
         report.num_images += check.num_images
@@ -123,6 +141,20 @@ def verify(
     if dataset is not None and not report.faults:
         report.faults += _check_rows(dataset)
     return report
+
+
+@contextlib.contextmanager
+def _files_here(root: str | os.PathLike[str], folder: Path, *names: str) -> Iterator[Path]:
+    """A folder on this machine with those of the files that are there."""
+    if not is_url(root):
+        yield folder
+        return
+    out = UrlOutput(str(root))
+    with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                out.fetch(name, Path(scratch) / name)
+        yield Path(scratch)
 
 
 def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:

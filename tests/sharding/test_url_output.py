@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from fuelrail.__main__ import main
 from fuelrail.bench.micro.s3_server import s3_server
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
@@ -84,6 +85,29 @@ def test_a_url_gets_the_same_bytes_as_a_folder(source, expected, bucket, url, tm
     bucket.pipe_file(f"{url}/{name}", b"damaged")
     assert shard_nuscenes(source.root, url, **OPTIONS).num_written == 1
     assert fetched(bucket, url, tmp_path / "got") == expected
+
+
+def test_verify_at_a_url(source, bucket, url, capsys):
+    manifest = shard_nuscenes(source.root, url, **OPTIONS).manifest
+    assert main(["verify", url, "--deep"]) == 0
+    assert f"{url}: 16 samples in {len(manifest.shards)} shards" in capsys.readouterr().out
+    first, second, third = (shard.name for shard in manifest.shards[:3])
+    data = bytearray(bucket.cat_file(f"{url}/{first}"))
+    data[700] ^= 1
+    bucket.pipe_file(f"{url}/{first}", bytes(data))
+    bucket.rm_file(f"{url}/{second}")
+    bucket.pipe_file(f"{url}/{third.removesuffix('.tar')}.idx", b"damaged")
+    assert main(["verify", url]) == 1
+    said = capsys.readouterr().out
+    assert f"{first}, offset 0, sample {open_dataset(url).index.row(0).key}: the bytes differ" in said
+    assert f"{second}: cannot be read: No such file or directory" in said
+    assert f"{third.removesuffix('.tar')}.idx: has 7 bytes" in said
+    assert main(["verify", url, "--repair", f"nuscenes:{source.root}"]) == 2
+    assert "run again, makes what is damaged there anew" in capsys.readouterr().err
+    assert shard_nuscenes(source.root, url, **OPTIONS).num_written == 3
+    assert main(["verify", url]) == 0
+    assert main(["verify", f"{url}-nowhere"]) == 2
+    assert "has no dataset.json" in capsys.readouterr().err
 
 
 def command(source, url, *more):
