@@ -148,10 +148,13 @@ def shard(
         making = [plan.shards[number] for number in wanted]
         num_bytes = int(shard_bytes[list(wanted)].sum())
         progress.planned(sum(s.num_samples for s in making), [s.stem for s in making], num_bytes)
-        for done in engine.make_shards(job, wanted, progress.advanced):
-            work.check()
-            num_kept += done.kept
-            progress.shard_done(done)
+        try:
+            for done in engine.make_shards(job, wanted, progress.advanced):
+                work.check()
+                num_kept += done.kept
+                progress.shard_done(done)
+        except SourceError as error:
+            raise SourceError(f"{error}; finished shards are kept: mend it, and the same command goes on") from error
 
         if manifest is None:
             manifest = finish(work, job, plan, info, table, dealt)

@@ -212,6 +212,7 @@ def test_a_truncated_jpeg(run, source, tmp_path):
     sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
     assert f"samples/CAM_BACK/{victim.name}" in sentence
     assert "truncated JPEG" in sentence
+    assert sentence.endswith("; finished shards are kept: mend it, and the same command goes on\n")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
 
 
