@@ -200,7 +200,8 @@ class Pipeline:
         self._pid = os.getpid()
         self._taken = 0
         self._waited_s = 0.0
-        self._finalizer = weakref.finalize(self, _shut_down, self._pid, [head, *self._links], self._crews)
+        self._parts: list[Source | Link] = [head, *self._links]
+        self._finalizer = weakref.finalize(self, _shut_down, self._pid, self._parts, self._crews)
         for crew in self._crews:
             for thread in crew.resize(crew.stage.num_threads):
                 thread.start()
@@ -209,7 +210,10 @@ class Pipeline:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401
-        """The next result in order; raises what a stage raised for it, and ends the pipeline then."""
+        """The next result in order; raises what a stage raised for it, and stops the pipeline then.
+
+        Threads still at work are not waited for, so that the error comes at once: :meth:`close` does.
+        """
         if os.getpid() != self._pid:
             raise StageError(
                 f"this iteration was started in process {self._pid} and cannot go on in process {os.getpid()}, which "
@@ -226,7 +230,7 @@ class Pipeline:
             item = _observe(self._observer, "wait", self._taken, self._taken, started, done, item)
         self._taken += 1
         if isinstance(item, Failure):
-            self.close()
+            _stop(self._parts)
             raise item.error
         return item
 
@@ -301,28 +305,28 @@ def _run(crew: _Crew, number: int) -> None:
         admitted = outbox.put(at, item)
         free_s = now()
         blocked_s += free_s - done_s
-        if not admitted:
+        if not admitted or (stage.group is not None and isinstance(item, Failure)):
             break
         del item  # a result must not live on in a waiting thread's frame
     clock.times = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
 
 
 def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
-    """Take up to ``size`` items; the group's number counts groups. A failure among them stands for the whole group."""
+    """Take up to ``size`` items; the group's number counts groups. The first failure stands for the whole group.
+
+    The rest of that group is left where it is: each may take as long to fail, and nobody asks for what is behind it.
+    """
     items: list[Any] = []
-    failure: Failure | None = None
     for _ in range(size):
         number, item = inbox.get()
+        if isinstance(item, Failure):
+            return number // size, item
         if item is END:
-            if items or failure:
+            if items:
                 break
             return -(-number // size), END
-        # The group is taken to its end all the same, or what is left of it would count as one more of this number.
-        if isinstance(item, Failure):
-            failure = failure or item
-        else:
-            items.append(item)
-    return number // size, failure or items
+        items.append(item)
+    return number // size, items
 
 
 def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401

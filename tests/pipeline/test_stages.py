@@ -110,6 +110,8 @@ class TestFailures:
             got.extend(pipeline)
             got += list(pipeline)
         assert isinstance(caught.value.__cause__, RefusalError)
+        assert next(pipeline, None) is None
+        pipeline.close()
         assert thread_names() == []
 
     def test_items_before_it_are_handed_out(self):
@@ -149,6 +151,21 @@ class TestFailures:
         assert next(pipeline) == [0, 1, 2]
         with pytest.raises(StageError, match="on 4"):
             next(pipeline)
+
+    def test_a_failure_waits_neither_for_the_rest_of_its_group_nor_for_what_is_under_way(self):
+        told, in_time = threading.Event(), []
+        stages = [
+            Stage("a", lambda v: refuse(v) if v == 0 else in_time.append(told.wait(20)), 2, 3),
+            Stage("g", list, 1, 2, group=3),
+        ]
+        pipeline = Pipeline(iter(range(9)), stages, name="test")
+        with pytest.raises(StageError, match="on 0"):
+            next(pipeline)
+        told.set()
+        assert next(pipeline, None) is None
+        pipeline.close()
+        assert all(in_time)
+        assert thread_names() == []
 
 
 class TestClocks:
@@ -332,6 +349,8 @@ class TestForeignCode:
         ) as caught:
             next(pipeline)
         assert isinstance(caught.value.__cause__, RefusalError)
+        assert next(pipeline, None) is None
+        pipeline.close()
         assert thread_names() == []
 
     @pytest.mark.timeout(30)
