@@ -5,13 +5,16 @@ What the kernel would do page by page, at the moment of decoding, happens here i
 * Spans asked for ahead that are not in the page cache are read then. ``mincore`` tells whether they are: on a warm
   cache the advice itself would cost more than reading.
 * They are read in huge pages of 2 MiB (``MADV_HUGEPAGE``), by a few threads. These bring parts of neighbouring
-  samples, which an epoch wants too. A span then costs two page faults instead of dozens, or hundreds of pages set up
-  one by one: the pass that reads from disk takes less than half the time and CPU, and the passes after it are faster,
-  by whatever means they read. This is for datasets that fit into memory; one that does not is better read with
-  ``pread`` (:mod:`fuelrail.loaders.storage.pread`), for mapping pages that are let go again is dearer than a copy.
+  samples, which an epoch wants too. A span then costs two page faults instead of dozens. Reading from disk takes as
+  long either way; the passes after it are faster, by whatever means they read. This is for datasets that fit into
+  memory; of others only the samples asked for are read.
 * Pages that are still missing when a span is taken are read and mapped in one call (``MADV_POPULATE_READ``, Linux
   5.14) before anyone touches them. Where one cannot be served (the file was cut, the disk failed) the call returns an
   error: touching the page would kill the process with SIGBUS.
+
+Pages that are in memory and not yet mapped are mapped as they are touched. In huge pages, as our own writer and our
+own reading leave them, that is all but free; in pages of 4 KiB it costs what a copy does, 16 being mapped at a time.
+``MADV_POPULATE_READ`` would take three times as long for those, and a thread that did so ahead saves no time.
 """
 
 from __future__ import annotations
