@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.compare_report import REFERENCE, ranking
-from fuelrail.bench.markdown import facts, table
+from fuelrail.bench.markdown import document, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,14 +56,9 @@ def describe(work: Work) -> str:
 
 def render_compare_markdown(report: CompareReport) -> str:
     """The whole report as one text."""
-    lines = ["# Loaders compared", "", f"{describe(report.work)}. {report.created}, {report.num_rounds} rounds.", ""]
-    if report.cut_off:
-        lines += [f"**Partial: {report.cut_off}.**", ""]
-    lines += table(HEADER, rows(report))
+    lines = table(HEADER, rows(report))
     out = [entry for entry in report.contestants if entry.left_out is not None]
     if out:
         lines += ["", "Left out:", "", *(f"- {entry.name}: {entry.left_out}" for entry in out)]
-    lines += ["", *(f"> {warning}" for warning in report.warnings), ""]
-    packages = {**report.machine.packages, **report.packages}
-    lines += facts(report.machine, report.dataset, report.options, packages)
-    return "\n".join(lines) + "\n"
+    about = f"{describe(report.work)}, {report.num_rounds} rounds"
+    return document(report, "Loaders compared", about, lines, {**report.machine.packages, **report.packages})

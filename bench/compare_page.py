@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fuelrail.bench.compare_markdown import HEADER, describe, rows
 from fuelrail.bench.compare_report import REFERENCE, ranking
 from fuelrail.bench.drawing import BLUE, new_figure, style, to_svg
-from fuelrail.bench.page import facts, figure, head, hero, note, page, table, when
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table
 from fuelrail.bench.peers.registry import OURS
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ _METHOD = (
 
 def render_compare_html(report: CompareReport) -> str:
     """The page as one string; it refers to nothing outside itself."""
-    line = f"{escape(describe(report.work))}. {when(report.created)}, {report.num_rounds} rounds."
-    parts = head("Fuelrail comparison", "The same images through every loader", line)
-    if report.cut_off:
-        parts.append(note(f"Partial: {report.cut_off}."))
+    about = f"{escape(describe(report.work))}, {report.num_rounds} rounds"
+    parts = head(report, "Fuelrail comparison", "The same images through every loader", about)
     timed = ranking(report)
     others = [entry for entry in timed if entry.peer != OURS]
     best = next((entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None)

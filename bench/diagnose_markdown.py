@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.diagnose_report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, tried_rows
-from fuelrail.bench.markdown import facts, table
+from fuelrail.bench.markdown import document, table
 
 if TYPE_CHECKING:
     from fuelrail.bench.diagnose_report import DiagnoseReport
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 def render_diagnose_markdown(report: DiagnoseReport) -> str:
     """The whole report as one text."""
-    what = f"{report.dataset.name}, {report.num_ranks} ranks, {report.created}."
-    lines = ["# What bounds this training", "", what, ""]
-    if report.cut_off is not None:
-        lines += [f"**Partial: {report.cut_off}.**", ""]
+    about = f"{report.dataset.name}, {report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
+    return document(report, "What bounds this training", about, _body(report))
+
+
+def _body(report: DiagnoseReport) -> list[str]:
     diagnosis = report.diagnosis
+    lines: list[str] = []
     if diagnosis is None:
         rows = [[run.name, f"{run.step_ms:.2f}", f"{run.occupancy:.1%}"] for run in report.runs]
         lines += ["No diagnosis: not all runs were made.", "", *table(("run", "step ms", "occupancy"), rows)]
@@ -30,6 +32,4 @@ def render_diagnose_markdown(report: DiagnoseReport) -> str:
         lines += ["", *table(TRIED_HEADER, tried_rows(report.tried))]
     if report.tried is not None:
         lines += ["", f"{conclusion(report.tried).capitalize()}."]
-    lines += ["", *(f"> {warning}" for warning in report.warnings), ""]
-    lines += facts(report.machine, report.dataset, report.options)
-    return "\n".join(lines) + "\n"
+    return lines

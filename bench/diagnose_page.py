@@ -14,7 +14,7 @@ from fuelrail.bench.diagnose_report import (
     tried_rows,
 )
 from fuelrail.bench.drawing import BLUE, GREY, PercentFormatter, new_figure, style, to_svg
-from fuelrail.bench.page import facts, figure, head, hero, note, page, table, when
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table
 
 if TYPE_CHECKING:
     from fuelrail.bench.diagnose_report import DiagnoseReport
@@ -34,14 +34,11 @@ def render_diagnose_html(report: DiagnoseReport) -> str:
     ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
     device = str(report.accelerator["device"])
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
-    line = (
+    about = (
         f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
-        f"{escape(report.dataset.split)}): {ranks}, each one {escape(emulated + device)}. {when(report.created)}, "
-        f"fuelrail {escape(report.machine.fuelrail)}."
+        f"{escape(report.dataset.split)}): {ranks}, each one {escape(emulated + device)}"
     )
-    parts = head("Fuelrail diagnosis", "What bounds this training?", line)
-    if report.cut_off is not None:
-        parts.append(note(f"Partial report: {report.cut_off}."))
+    parts = head(report, "Fuelrail diagnosis", "What bounds this training?", about)
     diagnosis = report.diagnosis
     if diagnosis is None:
         parts.append(note("No diagnosis: not all runs were made."))

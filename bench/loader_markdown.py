@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.loader_report import step_cells
-from fuelrail.bench.markdown import facts, table
+from fuelrail.bench.markdown import document, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,19 +16,14 @@ if TYPE_CHECKING:
 
 def render_loader_markdown(report: LoaderReport) -> str:
     """The whole report as one text."""
-    lines = ["# Loader", "", f"{report.dataset.name}, {report.created}.", ""]
-    if report.cut_off is not None:
-        lines += [f"**Partial: {report.cut_off}.**", ""]
-    lines += [f"No figures: {report.too_short}."] if report.figures is None else _figures(report.figures)
+    lines = [f"No figures: {report.too_short}."] if report.figures is None else _figures(report.figures)
     for title, rates in (
         ("stage alone", report.stages),
         ("stage upon stage", report.stacked),
         ("this machine's limits, same bytes", report.limits),
     ):
         lines += ["", *_rates(title, rates)]
-    lines += ["", *(f"> {warning}" for warning in report.warnings), ""]
-    lines += facts(report.machine, report.dataset, report.options)
-    return "\n".join(lines) + "\n"
+    return document(report, "Loader", report.dataset.name, lines)
 
 
 def _figures(figures: LoaderFigures) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.bench.loader_plots import loader_plots
-from fuelrail.bench.page import GIB, facts, figure, head, hero, note, page, table, tiles, when
+from fuelrail.bench.page import GIB, facts, figure, head, hero, note, page, table, tiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,15 +35,12 @@ def render_loader_html(report: LoaderReport) -> str:
     drawn = loader_plots(report)
     stacked = [msgspec.structs.replace(rate, name=f"up to here: {rate.name}") for rate in report.stacked]
     threads = report.options["num_workers"]
-    line = (
+    about = (
         f"Loading <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
         f"{escape(report.dataset.split)}) with {threads} decoding thread{'s' if threads != 1 else ''}, "
-        f"{report.options['batch_size']} samples a batch. {when(report.created)}, fuelrail "
-        f"{escape(report.machine.fuelrail)}."
+        f"{report.options['batch_size']} samples a batch"
     )
-    parts = head("Fuelrail loader report", "How fast can this dataset be loaded here?", line)
-    if report.cut_off is not None:
-        parts.append(note(f"Partial: {report.cut_off}."))
+    parts = head(report, "Fuelrail loader report", "How fast can this dataset be loaded here?", about)
     if report.figures is None:
         parts.append(note(f"No figures: {report.too_short}."))
     else:

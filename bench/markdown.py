@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from fuelrail.bench.dataset_facts import DatasetFacts
-    from fuelrail.bench.machine import MachineFacts
+    from fuelrail.bench.report_header import ReportHeader
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -17,10 +16,20 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + [_line(row) for row in rows]
 
 
-def facts(
-    machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, Any], packages: Mapping[str, str] | None = None
-) -> list[str]:
+def document(
+    report: ReportHeader, title: str, about: str, body: Iterable[str], packages: Mapping[str, str] | None = None
+) -> str:
+    """A whole report as one text: what it is about and when, whether it is partial, the body, warnings, facts."""
+    lines = [f"# {title}", "", f"{about}. {report.created}.", ""]
+    if report.cut_off is not None:
+        lines += [f"**Partial: {report.cut_off}.**", ""]
+    lines += [*body, "", *(f"> {warning}" for warning in report.warnings), ""]
+    return "\n".join([*lines, *_facts(report, packages)]) + "\n"
+
+
+def _facts(report: ReportHeader, packages: Mapping[str, str] | None) -> list[str]:
     """Everything that the figures depend on, as a list."""
+    machine, dataset = report.machine, report.dataset
     changed = " with uncommitted changes" if machine.uncommitted_changes else ""
     gpus = ", ".join(gpu.name for gpu in machine.gpus) or "none"
     data = f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples, {len(dataset.cameras)} cameras"
@@ -34,7 +43,7 @@ def facts(
         f"- fuelrail {machine.fuelrail}, " + (f"commit {machine.commit}{changed}" if machine.commit else "installed"),
         f"- packages: {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"- dataset: {data}; fingerprint {dataset.fingerprint}",
-        f"- options: {as_text(options)}",
+        f"- options: {as_text(report.options)}",
     ]
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.dataset_facts import DatasetFacts
     from fuelrail.bench.machine import MachineFacts
+    from fuelrail.bench.report_header import ReportHeader
 
 GIB = 2**30
 _LONG_FIGURE = 8  # characters that fit the hero in its large type
@@ -31,9 +32,19 @@ def page(title: str, parts: Iterable[str]) -> str:
     )
 
 
-def head(brand: str, title: str, line: str) -> list[str]:
-    """What a page begins with; ``line`` is HTML."""
-    return [f'<div class="brand">{escape(brand)}</div>', f"<h1>{escape(title)}</h1>", f'<p class="sub">{line}</p>']
+def head(report: ReportHeader, brand: str, title: str, about: str) -> list[str]:
+    """What a page begins with: what was measured (``about``, HTML), when, with what, and whether it is partial."""
+    machine = report.machine
+    commit = f", commit {machine.commit[:10]}" if machine.commit else ""
+    made = f"{when(report.created)}, fuelrail {escape(machine.fuelrail)}{commit}"
+    parts = [
+        f'<div class="brand">{escape(brand)}</div>',
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="sub">{about}. {made}.</p>',
+    ]
+    if report.cut_off is not None:
+        parts.append(note(f"Partial report: {report.cut_off}. It shows what was measured until then."))
+    return parts
 
 
 def when(created: str) -> str:

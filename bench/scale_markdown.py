@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.markdown import facts, table
+from fuelrail.bench.markdown import document, table
 
 if TYPE_CHECKING:
     from fuelrail.bench.scale_report import ScaleReport
@@ -63,12 +63,7 @@ def curve_rows(report: ScaleReport) -> list[list[str]]:
 
 def render_scale_markdown(report: ScaleReport) -> str:
     """The whole report as one text."""
-    lines = ["# Scaling", "", f"{report.accelerator.get('name', 'cuda')}, {report.created}.", ""]
-    if report.cut_off:
-        lines += [f"**Partial: {report.cut_off}.**", ""]
-    lines += table(MEASURED_HEADER, measured_rows(report))
+    lines = table(MEASURED_HEADER, measured_rows(report))
     if report.curves:
         lines += ["", *table(CURVES_HEADER, curve_rows(report))]
-    lines += ["", *(f"> {warning}" for warning in report.warnings), ""]
-    lines += facts(report.machine, report.dataset, report.options)
-    return "\n".join(lines) + "\n"
+    return document(report, "Scaling", str(report.accelerator.get("name", "cuda")), lines)

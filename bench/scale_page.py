@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.drawing import PercentFormatter, legend_above, new_figure, style, to_svg
-from fuelrail.bench.page import facts, figure, head, hero, note, page, table, when
+from fuelrail.bench.page import facts, figure, head, hero, note, page, table
 from fuelrail.bench.scale_markdown import CURVES_HEADER, MEASURED_HEADER, curve_rows, measured_rows
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ _METHOD = (
 def render_scale_html(report: ScaleReport) -> str:
     """The page as one string; it refers to nothing outside itself."""
     device = str(report.accelerator.get("name", "cuda"))
-    line = f"Emulated <b>{escape(device)}</b>, dataset {escape(report.dataset.name)}. {when(report.created)}."
-    parts = head("Fuelrail scaling report", "How does training scale?", line)
-    if report.cut_off:
-        parts.append(note(f"Partial: {report.cut_off}."))
+    about = f"Emulated <b>{escape(device)}</b>, dataset {escape(report.dataset.name)}"
+    parts = head(report, "Fuelrail scaling report", "How does training scale?", about)
     weak = [run for run in report.measured if "weak" in run.efficiency]
     if weak:
         last = max(weak, key=lambda run: run.num_ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.markdown import facts, table
+from fuelrail.bench.markdown import document, table
 
 if TYPE_CHECKING:
     from fuelrail.bench.train_report import Figures, Report
@@ -15,17 +15,10 @@ def render_train_markdown(report: Report) -> str:
     accelerator = report.accelerator
     emulated = accelerator["kind"] == "emulated"
     device = f"emulated {accelerator['device']} ({accelerator['network']})" if emulated else accelerator["device"]
-    what = f"{report.num_ranks} ranks, each one {device}, {report.options['batch_size']} samples a rank and batch"
-    lines = ["# Training", "", f"{report.dataset.name}: {what}. {report.created}.", ""]
-    if report.cut_off is not None:
-        lines += [f"**Partial: {report.cut_off}.**", ""]
-    if report.figures is None:
-        lines += [f"No figures: {report.window.too_short}."]
-    else:
-        lines += _figures(report, report.figures)
-    lines += ["", *(f"> {warning}" for warning in report.warnings), ""]
-    lines += facts(report.machine, report.dataset, report.options)
-    return "\n".join(lines) + "\n"
+    what = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}, each one {device}, {report.options['batch_size']} samples a rank and batch"
+    figures = report.figures
+    body = [f"No figures: {report.window.too_short}."] if figures is None else _figures(report, figures)
+    return document(report, "Training", f"{report.dataset.name}: {what}", body)
 
 
 def _figures(report: Report, figures: Figures) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles, when
+from fuelrail.bench.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles
 from fuelrail.bench.train_plots import PHASE_COLOURS, PHASE_LABELS, plots
 
 if TYPE_CHECKING:
@@ -91,17 +91,12 @@ def verdict(report: Report) -> str:
 
 def _head(report: Report) -> list[str]:
     ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
-    commit = f", commit {report.machine.commit[:10]}" if report.machine.commit else ""
-    line = (
+    about = (
         f"Training on <b>{escape(report.dataset.name)}</b> ({report.dataset.num_samples:,} samples, split "
         f"{escape(report.dataset.split)}): {ranks}, each one {escape(_accelerator_name(report))}, "
-        f"{report.options['batch_size']} samples a rank and batch. "
-        f"{when(report.created)}, fuelrail {escape(report.machine.fuelrail)}{commit}."
+        f"{report.options['batch_size']} samples a rank and batch"
     )
-    parts = head("Fuelrail training report", "How busy were the accelerators?", line)
-    if report.cut_off:
-        parts.append(note(f"Partial report: {report.cut_off}. It shows what was measured until then."))
-    return parts
+    return head(report, "Fuelrail training report", "How busy were the accelerators?", about)
 
 
 def _verdict(report: Report) -> list[str]:
