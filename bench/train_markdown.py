@@ -15,7 +15,8 @@ def render_train_markdown(report: Report) -> str:
     accelerator = report.accelerator
     emulated = accelerator["kind"] == "emulated"
     device = f"emulated {accelerator['device']} ({accelerator['network']})" if emulated else accelerator["device"]
-    what = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}, each one {device}, {report.options['batch_size']} samples a rank and batch"
+    ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
+    what = f"{ranks}, each one {device}, {report.options['batch_size']} samples a rank and batch"
     figures = report.figures
     body = [f"No figures: {report.window.too_short}."] if figures is None else _figures(report, figures)
     return document(report, "Training", f"{report.dataset.name}: {what}", body)
