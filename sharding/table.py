@@ -36,7 +36,7 @@ ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
 CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
-_LOOKS_BETWEEN: Final = 64
+_LOOKS_BETWEEN: Final = 8
 _MOST_BATCHES: Final = 64
 
 _REFERENCE = pa.struct(

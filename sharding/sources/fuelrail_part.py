@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 INLINE: Final = (META, GEOMETRY, BOXES)
 _OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
 _ROWS_AT_ONCE: Final = 1 << 9
-_LOOKS_BETWEEN: Final = 16
+_LOOKS_BETWEEN: Final = 8
 
 Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
 """A row's number and the row, and its attributes."""
