@@ -7,7 +7,6 @@ evicts nothing.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from pathlib import Path
@@ -20,6 +19,7 @@ from fuelrail.loaders.cache_size import parse_size, part_of_free_space
 from fuelrail.loaders.foresight import NEVER, FarthestFirst
 from fuelrail.loaders.storage.buffers import SpanBuffers
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.remote import DISK_FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,6 @@ _LOG = logging.getLogger(__name__)
 
 _OPEN_FILES: Final = 128
 _KEEP_BUFFERS_BYTES: Final = 64 << 20
-_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CachedSpan:
@@ -120,7 +119,7 @@ class SpanCache:
         try:
             return cls.open_for(dataset, cache_dir, cache_size)
         except ConfigError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in _DISK_FULL:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
                 _LOG.warning("%s; going on without a cache", error)
                 return None
             raise

@@ -195,7 +195,7 @@ class DataLoader:
         self._world_is_detected = world is None
         global_batch = batch_size * self.world.size
 
-        self.datasets = open_all(dataset, mix, storage_options, cache_dir)
+        self.datasets = open_all(dataset, mix, storage_options, cache_dir, retry)
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
         self._window = choose_window(frames, stride, padding)
@@ -425,8 +425,10 @@ def _unpickle(
     epoch: int | None,
 ) -> DataLoader:
     opened = {
-        name: open_dataset(location, storage_options=storage_options, cache_dir=arguments["cache_dir"])
-        for name, (location, storage_options) in datasets.items()
+        name: open_dataset(
+            location, storage_options=options, cache_dir=arguments["cache_dir"], retry=arguments["retry"]
+        )
+        for name, (location, options) in datasets.items()
     }
     dataset = opened if arguments["mix"] is not None else next(iter(opened.values()))
     loader = DataLoader(**{**arguments, "dataset": dataset})

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.storage import Storage
+    from fuelrail.pipeline.retry import RetryPolicy
 
     DatasetLike = str | os.PathLike[str] | Dataset
 
@@ -40,6 +41,7 @@ def open_all(
     mix: Mapping[str, int] | None,
     storage_options: Mapping[str, Any] | None,
     cache_dir: str | os.PathLike[str] | None,
+    retry: RetryPolicy | None,
 ) -> dict[str, Dataset]:
     """The datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
 
@@ -53,7 +55,7 @@ def open_all(
             raise ConfigError(
                 f"dataset={one!r} must be a folder, a URL, an open dataset, or a dict of names to several of these"
             )
-        return open_dataset(one, storage_options=storage_options, cache_dir=cache_dir)
+        return open_dataset(one, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
 
     if (mix is None) != (not isinstance(dataset, Mapping)):
         raise ConfigError(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.retry import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +88,18 @@ def open_dataset(
     *,
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    retry: RetryPolicy | None = None,
 ) -> Dataset:
     """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
     Of a dataset at a URL the manifest is fetched, and unless they are here already the index and the attributes, into
-    ``cache_dir`` (None: the user's cache folder). Raises DatasetNotReadyError, ManifestError, IndexFileError; at a URL
-    also DatasetError where storage refuses or does not answer, and ConfigError. Contents are not read: that is what
-    `fuelrail verify` does.
+    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Raises DatasetNotReadyError,
+    ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
+    Contents are not read: that is what `fuelrail verify` does.
     """
     url = str(root) if is_url(root) else None
     if url is not None:
-        folder, manifest = fetch_dataset(url, storage_options, Path(cache_dir) if cache_dir is not None else None)
+        folder, manifest = fetch_dataset(url, storage_options, None if cache_dir is None else Path(cache_dir), retry)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest = load_manifest(folder)

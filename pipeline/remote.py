@@ -8,6 +8,7 @@ no message, file or log.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -33,6 +34,8 @@ _EXTRAS: Final = {
     "http": "http", "https": "http",
 }  # fmt: skip
 _VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
+DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says that takes no more."""
 _SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
 
 
@@ -90,7 +93,8 @@ def fetch_dataset(
 ) -> tuple[Path, Manifest]:
     """Bring a remote dataset's manifest, index, attributes and dictionary here; returns the folder and the manifest.
 
-    Files that are here already are used if their SHA-256 is the manifest's. Raises DatasetNotReadyError where there is
+    Files that are here already are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they
+    go to the user's cache folder, with a warning. Raises DatasetNotReadyError where there is
     no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, ConfigError.
     """
     fs, path = filesystem(url, storage_options)
@@ -99,17 +103,32 @@ def fetch_dataset(
     manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}")
     folder = (cache_folder or default_cache_folder()) / "datasets" / manifest.fingerprint
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for entry in manifest.files:
-            if entry.name in _SIDE_FILES and not _is_here(folder / entry.name, entry):
-                _publish(folder / entry.name, source.checked(entry))
-        if not (folder / MANIFEST_FILE).is_file() or (folder / MANIFEST_FILE).read_bytes() != data:
-            _publish(folder / MANIFEST_FILE, data)
+        try:
+            _store(source, manifest, data, folder)
+        except OSError as error:
+            if cache_folder is None or error.errno not in DISK_FULL:
+                raise
+            folder = default_cache_folder() / "datasets" / manifest.fingerprint
+            _LOG.warning(
+                "cache_dir '%s' is full (%s); the index of '%s' is kept in '%s'",
+                cache_folder, error.strerror, source.shown, folder,
+            )  # fmt: skip
+            _store(source, manifest, data, folder)
     except OSError as error:
         raise DatasetError(
             f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; say another place with cache_dir"
         ) from error
     return folder, manifest
+
+
+def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> None:
+    """Bring what is not here yet; ``data`` is the manifest's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry in manifest.files:
+        if entry.name in _SIDE_FILES and not _is_here(folder / entry.name, entry):
+            _publish(folder / entry.name, source.checked(entry))
+    if not (folder / MANIFEST_FILE).is_file() or (folder / MANIFEST_FILE).read_bytes() != data:
+        _publish(folder / MANIFEST_FILE, data)
 
 
 def read_fingerprint(url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> str:

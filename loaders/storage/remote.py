@@ -141,7 +141,7 @@ class RemoteShards:
             try:
                 check_span(row, span, self.shard_name(row))
             except ChecksumError as error:
-                self._explain(row, ChecksumError, f"{error}, twice")
+                self._explain(row, ChecksumError, f"{error.message}, twice")
         return span
 
     def is_good(self, row: IndexRow, span: memoryview) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 import tracemalloc
@@ -14,6 +16,7 @@ from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders.fetch_plan import MAX_RANGE_BYTES
 from fuelrail.loaders.lookahead import Due, Shelf, look_ahead
 from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline import remote
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import (
     ChecksumError,
@@ -273,13 +276,37 @@ class TestOpening:
         (own / "index.arrow").write_bytes(b"other")
         with pytest.raises(ManifestError, match="was the dataset replaced in part"):
             open_dataset(server.url, cache_dir=tmp_path)
-        with pytest.raises(ConfigError, match="cannot be opened with these storage_options"):
+        with pytest.raises(ConfigError, match="cannot be opened: Protocol not known"):
             open_dataset("nonsense://x/y", cache_dir=tmp_path)
 
     def test_a_place_that_cannot_be_written_is_named(self, serve, pristine, tmp_path):
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(DatasetError, match="say another place with cache_dir"):
             open_dataset(serve(pristine).url, cache_dir=tmp_path / "file")
+
+    def test_a_full_disk_there_is_told_and_the_users_cache_folder_taken(
+        self, serve, pristine, tmp_path, monkeypatch, caplog
+    ):
+        def on_a_full_disk(file, data):
+            if "full" in file.parts:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            publish(file, data)
+
+        publish = remote._publish
+        monkeypatch.setattr(remote, "_publish", on_a_full_disk)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+        dataset = open_dataset(serve(pristine).url, cache_dir=tmp_path / "full")
+        assert dataset.root.parent == tmp_path / "xdg" / "fuelrail" / "datasets"
+        assert "is full (No space left on device)" in caplog.text
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full" / "too"))
+        with pytest.raises(DatasetError, match="No space left on device"):
+            open_dataset(serve(pristine).url, cache_dir=tmp_path / "full")
+
+    def test_it_is_tried_as_long_as_is_asked_for(self, pristine, tmp_path):
+        with FaultServer(pristine) as server:
+            url = server.url
+        with pytest.raises(DatasetError, match=r"could not be read for 0\.2 s"):
+            open_dataset(url, cache_dir=tmp_path, retry=RetryPolicy(deadline_s=0.2, first_delay_s=0.01))
 
     def test_secrets_stay_out_of_messages_and_logs(self, serve, pristine, tmp_path, caplog):
         server = serve(pristine)
