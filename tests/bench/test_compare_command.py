@@ -50,7 +50,9 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
         assert entry.check.fault is None
         assert entry.check.num_missing == 0
         assert entry.runs[0].peak_memory_bytes > 50 << 20
-        assert entry.runs[0].images_per_s > 0
+        (run,) = entry.runs
+        assert run.doubt or run.images_per_s > 0  # a machine that stands still meanwhile is no fault of ours
+        assert run.num_batches > 0
     assert (report.cut_off, report.num_rounds) == (None, 1)
     assert str(dataset) not in (out / "report.json").read_text()
     assert "fuelrail:turbo is ... times as fast" in capsys.readouterr().out
@@ -58,7 +60,9 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
     assert bench(dataset, out, *only, "--rounds", 1, "--continue") == 0
     more = load_compare_report(out / "report.json")
     assert [run.round for run in more.contestants[1].runs] == [0, 1]
-    assert all(run.reference_images_per_s > 0 for entry in more.contestants for run in entry.runs)
+    reference, other = more.contestants
+    for beside, run in zip(reference.runs, other.runs, strict=True):
+        assert beside.doubt or run.reference_images_per_s > 0
     assert bench(dataset, out, *only, "--continue", "--batch-size", 1) == 2
     assert "is of another work" in capsys.readouterr().err
     assert load_compare_report(out / "report.json") == more
