@@ -93,7 +93,9 @@ def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
 
 def _gnu_tar(files: Files, tar: Path) -> None:
     names = b"\0".join(os.fsencode(path) for _, paths in files for path in paths)
-    command = ["tar", "--create", "--absolute-names", "--null", "--files-from=-", f"--file={tar}"]
+    # A file that is named again is to be copied again, as everybody does it, not linked.
+    options = ["--absolute-names", "--hard-dereference", "--null", "--files-from=-"]
+    command = ["tar", "--create", *options, f"--file={tar}"]
     subprocess.run(command, input=names, check=True)
 
 
