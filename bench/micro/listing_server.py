@@ -48,7 +48,7 @@ def listing_server(num_objects: int) -> Iterator[str]:
     with s3_environment(f"http://127.0.0.1:{server.server_port}"):
         thread.start()
         try:
-            yield "s3://datasets/root"
+            yield "s3://datasets/made"
         finally:
             server.shutdown()
             thread.join()
@@ -59,7 +59,7 @@ def _page(first: int, num_objects: int) -> bytes:
     """Objects from number ``first`` on, as S3 lists them."""
     end = min(first + _KEYS_AT_ONCE, num_objects)
     entries = "".join(
-        f"<Contents><Key>root/{object_name(number)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        f"<Contents><Key>made/{object_name(number)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
         f'<ETag>"{number:032x}"</ETag><Size>{OBJECT_BYTES}</Size></Contents>'
         for number in range(first, end)
     )

@@ -23,7 +23,7 @@ def test_a_listing_of_several_pages():
 
 def test_folders_of_a_store_that_is_not_s3():
     fs = fsspec.filesystem("memory")
-    url = "memory://test_files/root"
+    url = "memory://test_files/made"
     try:
         for name, size in {
             "samples/a/b/x.jpg": 3,
@@ -31,7 +31,7 @@ def test_folders_of_a_store_that_is_not_s3():
             "samples/z.jpg": 1,
             "tables/t.json": 5,
         }.items():
-            fs.pipe_file(f"/test_files/root/{name}", b"x" * size)
+            fs.pipe_file(f"/test_files/made/{name}", b"x" * size)
         files = source_files(url)
         with files.fetched("tables", ("t.json", "other.json")) as folder:
             assert [path.name for path in folder.iterdir()] == ["t.json"]
@@ -44,7 +44,7 @@ def test_folders_of_a_store_that_is_not_s3():
 
 
 def test_a_listing_that_is_refused(monkeypatch):
-    files = source_files("memory://test_files_refused/root")
+    files = source_files("memory://test_files_refused/made")
 
     def refuse(*_, **__):
         raise PermissionError("no")
