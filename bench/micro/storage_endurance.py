@@ -1,6 +1,6 @@
 """Storage over a long time: a server that goes away, and memory while far more is streamed than fits.
 
-``python -m fuelrail.bench.micro.storage_endurance [--outage S] [--samples N N] [--folder DIR] [--out FILE] [--quick]``.
+``python -m fuelrail.bench.micro.storage_endurance [--parts ...] [--outage S] [--samples N N] [--out FILE] [--quick]``.
 
 *Outage*: the whole DataLoader over HTTP, whose server refuses all connections for ``--outage`` seconds in the middle of
 an epoch; and one whose server stays away, under a deadline of that length.
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.dataset import Dataset
 
+PARTS = ("outage", "memory")
 OUTAGE_S = 30.0
 NUM_SAMPLES = (1_000, 10_000)
 SAMPLE_BYTES = 1_000_000
@@ -82,7 +83,7 @@ class StorageEndurance(msgspec.Struct, frozen=True, kw_only=True):
 
     benchmark: str
     machine: MachineFacts
-    outage: Outage
+    outage: Outage | None
     memory: list[Peak]
 
 
@@ -125,7 +126,6 @@ def measure_outage(root: Path, index_dir: Path, away_s: float) -> Outage:
             except StorageError as failure:
                 error = str(failure)
             ended_after_s = time.monotonic() - gone
-        server.come_up()
     return Outage(
         away_s=away_s, retries=retries, waited_s=longest_s, behind_s=behind_s, same_samples=found == expected,
         deadline_s=retry.deadline_s, ended_after_s=ended_after_s, error=error.replace(server.url, "http://SERVER"),
@@ -179,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.storage_endurance")
     parser.add_argument("--outage", type=float, default=OUTAGE_S, metavar="S", help="default: %(default)s")
     parser.add_argument("--samples", type=int, nargs=2, default=NUM_SAMPLES, help="of the two datasets")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it runs")
     parser.add_argument("--folder", type=Path, help="where to put the data, 0.3 GB (None: a temporary folder)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
@@ -192,13 +193,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     look_aheads = (4 << 20,) if options.quick else LOOK_AHEAD_BYTES
     folder = Path(tempfile.mkdtemp(prefix="fuelrail-storage-", dir=options.folder))
     try:
+        memory, outage = [], None
         source = make_source(folder / "source", 12 if options.quick else 250)
-        memory = [measure_memory(source, folder, count, look_ahead) for look_ahead in look_aheads for count in samples]
-        outage = measure_outage(make_source(folder / "few", 24).root, folder / "index", away_s)
+        if "memory" in options.parts:
+            memory = [measure_memory(source, folder, count, size) for size in look_aheads for count in samples]
+        if "outage" in options.parts:
+            outage = measure_outage(source.root, folder / "index", away_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report = StorageEndurance(benchmark="storage_endurance", machine=machine_facts(), outage=outage, memory=memory)
-    for part in (outage, *memory):
+    for part in (*memory, *([outage] if outage else [])):
         print(msgspec.to_builtins(part))  # noqa: T201
     if options.out is not None:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
