@@ -57,13 +57,20 @@ def stated_version(info: Mapping[str, Any]) -> str:
 def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     """The fsspec file system for a URL, and the dataset's path in it.
 
-    Raises ConfigError where the protocol is unknown, its library is not installed or an option is wrong.
+    Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong or the URL has a
+    query.
     """
     try:
         import fsspec
     except ImportError as error:  # a base requirement; but a trimmed environment may lack it
         raise ConfigError(f"'{shown_url(url)}' needs fsspec: pip install fsspec") from error
     protocol = url.partition("://")[0]
+    if protocol in ("http", "https") and "?" in url:
+        raise ConfigError(
+            f"'{shown_url(url)}' was given with a query ('?...'), which cannot stand behind the names of a dataset's "
+            "files: leave it out, and give credentials by storage_options (for a SAS token of Azure: "
+            "az://CONTAINER/PATH with account_name and sas_token)"
+        )
     try:
         # An instance of our own: fsspec's shared ones keep the endpoint and credentials that they met first, and
         # belong to others too.

@@ -326,7 +326,7 @@ class TestOpening:
         for text in (caplog.text, str(caught.value), repr(dataset), repr(storage)):
             assert secret not in text
         url = server.url.replace("http://", "http://user:" + secret + "@") + "?sig=" + secret
-        with pytest.raises(DatasetError) as caught_opening:
+        with pytest.raises(ConfigError, match="with a query") as caught_opening:
             open_dataset(url, cache_dir=tmp_path)
         assert secret not in str(caught_opening.value)
 
