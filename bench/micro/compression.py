@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Effort, compare
 from fuelrail.pipeline import codecs
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(benchmark="compression", machine=machine_facts(), dataset=name, tables=tables)
     print(render(report))  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

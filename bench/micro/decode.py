@@ -26,6 +26,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
 from fuelrail.loaders.decode import make_decoder
@@ -210,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, rate in rates.items():
             print(f"  {rate:7.0f} images/s  {name}")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

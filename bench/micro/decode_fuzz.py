@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.pipeline.errors import ImageError
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for backend, tally in report.tallies.items():
         print(f"{backend}, {options.count} mutations of {report.num_files} files: {tally}")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     bad = [t for t in report.tallies.values() if t.slowest_s > options.max_seconds or t.grown_mib > options.max_mib]
     return int(bool(bad))
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import NUM_THREADS, OUT_WH, SOURCE_WH, bare, pillow_box
 from fuelrail.loaders import DataLoader, ImageAugment
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, ratio in ratios.items():
         print(f"{ratio:7.3f}  {name}")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

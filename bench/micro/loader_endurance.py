@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.loaders import DataLoader, ImageAugment
@@ -130,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{line.turns} {name}: {growth}, {line.first_mb:.0f} to {line.last_mb:.0f} MB")  # noqa: T201
     print(f"threads {threads[0]} -> {threads[1]}, files {files[0]} -> {files[1]}, same batches: {same}")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras, write_large
 
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for entry in report.candidates:
         print(f"{entry.name:<32} {entry.median_s:7.3f} s  {entry.ratio:5.2f} x  CPU {entry.median_cpu_s:.2f} s")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.loaders import DataLoader, TraceRecorder
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         share, rate = 100 * report.share_of_whole[name], report.images_per_s[name]
         print(f"{name:<32} {value:7.3f} ms CPU a sample  {share:6.2f} %  {rate:8.0f} images/s")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
 from fuelrail.pipeline.clips import ClipTable
@@ -151,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for entry in memory:
         print(f"  {entry.kind}, n = {entry.num_samples:.0e}: peak {entry.peak_rss_bytes / 1e6:.1f} MB")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

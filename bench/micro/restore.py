@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.restore_loaders import KINDS, remove
 from fuelrail.pipeline.errors import ConfigError
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = measure(options)
     _print(report)
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
 from fuelrail.bench.micro.sharding_source import CAMERAS, make_dataroot
@@ -289,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.out is not None:
         report = MemoryReport(benchmark="sharding_memory", machine=machine_facts(), measured=measured)
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

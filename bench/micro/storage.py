@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import machine_facts
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.storage_cache import HitRates, measure_cache
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra is not None:
             print(f"  {msgspec.to_builtins(extra)}")  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

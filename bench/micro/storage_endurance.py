@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import made_image
 from fuelrail.bench.micro.fault_server import FaultServer, FaultServerProcess
@@ -205,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part in (*memory, *([outage] if outage else [])):
         print(msgspec.to_builtins(part))  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
 
 

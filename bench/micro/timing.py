@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 
 if TYPE_CHECKING:
@@ -155,5 +156,5 @@ def main(argv: Sequence[str] | None, benchmark: str, measure: Callable[[Effort],
     report = Report(benchmark=benchmark, machine=machine_facts(), comparisons=comparisons)
     print(render(report))  # noqa: T201
     if options.out is not None:
-        options.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        publish_json(options.out, report)
     return 0
