@@ -15,7 +15,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.remote import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
 from fuelrail.pipeline.spill import Spill
-from fuelrail.sharding.sources.nuscenes_tokens import Tokens
+from fuelrail.sharding.sources.tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

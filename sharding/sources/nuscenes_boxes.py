@@ -25,7 +25,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
+from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

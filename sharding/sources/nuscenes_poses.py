@@ -17,7 +17,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.nuscenes_tokens import Sieve, Tokens
+from fuelrail.sharding.sources.tokens import Sieve, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.spill import Spill
-    from fuelrail.sharding.sources.nuscenes_tokens import Owners
+    from fuelrail.sharding.sources.tokens import Owners
 
 
 class Calibrations:

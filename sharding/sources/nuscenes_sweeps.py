@@ -15,7 +15,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import Sweeps, encode_arrays
 from fuelrail.sharding.sources.nuscenes_poses import Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes_tables import SampleData, read_table
-from fuelrail.sharding.sources.nuscenes_tokens import TokenColumn, Tokens
+from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tokens of nuScenes' tables, and the links between tables by them.
+"""Tokens of a source's tables and the links between tables by them; names of the files of a listing likewise.
 
 A token is looked up by its 128-bit xxh3 digest: a table's digests lie in a file, and a sorted column of as many 64-bit
 words, each the upper part of a digest and the row's number, leads to them. So a join takes no memory for its rows

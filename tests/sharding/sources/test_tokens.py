@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.spill import Spill
-from fuelrail.sharding.sources import nuscenes_tokens
-from fuelrail.sharding.sources.nuscenes_tokens import Sieve, TokenColumn, Tokens
+from fuelrail.sharding.sources import tokens as module
+from fuelrail.sharding.sources.tokens import Sieve, TokenColumn, Tokens
 
 
 def test_links(tmp_path):
@@ -59,9 +59,7 @@ def test_a_token_is_found_where_it_stands_first(tmp_path_factory, table, wanted,
     """Also where all digests begin alike, so that the sorted words alone tell nothing."""
     with pytest.MonkeyPatch.context() as patch:
         if weak:
-            patch.setattr(
-                nuscenes_tokens, "_digests", lambda texts: strong(texts) & np.array([3 << 62, -1 % 2**64], "u8")
-            )
+            patch.setattr(module, "_digests", lambda texts: strong(texts) & np.array([3 << 62, -1 % 2**64], "u8"))
         tokens = Tokens("log", Spill(tmp_path_factory.mktemp("spill")))
         tokens.extend(table)
         assert tokens.find(wanted).tolist() == [table.index(text) if text in table else -1 for text in wanted]
@@ -73,11 +71,11 @@ def test_a_token_is_found_where_it_stands_first(tmp_path_factory, table, wanted,
         assert [tokens[row] for row in range(len(table))] == table
 
 
-strong = nuscenes_tokens._digests
+strong = module._digests
 
 
 def test_a_sieve_lets_all_tokens_of_its_column_through(tmp_path, monkeypatch):
-    monkeypatch.setattr(nuscenes_tokens, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     column = TokenColumn(Spill(tmp_path))
     column.extend([f"here{number}" for number in range(100)])
     tokens = [f"{where}{number}" for number in range(100) for where in ("here", "elsewhere")]
