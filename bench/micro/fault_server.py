@@ -149,10 +149,14 @@ class FaultServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for _ in range(10):  # turns of the loop, until what was accepted just now is served: a task cancelled before
-            await asyncio.sleep(0)  # it began closes nothing
+        assert self._server is not None
+        # Nothing is accepted from now on; what was just now gets some turns of the loop until it is served. asyncio
+        # closes nothing of a connection whose server is closed, or whose task is cancelled, before it began.
+        for listening in self._server.sockets:
+            self._loop.remove_reader(listening.fileno())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self._server.close()
         # Connections being served, and those that were accepted just now: on this loop there are no other tasks.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
