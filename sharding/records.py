@@ -12,7 +12,6 @@ from fuelrail.sharding.output import WORK_FOLDER
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output import Output
-    from fuelrail.sharding.table import ScanRow
 
 _RECORDS: Final = f"{WORK_FOLDER}/records"
 
@@ -46,9 +45,9 @@ class SourceDigest:
     def __init__(self, *head: object) -> None:
         self._digest = hashlib.sha256(msgspec.msgpack.encode(head))
 
-    def add(self, row: ScanRow) -> None:
+    def add(self, encoded_row: bytes) -> None:
         """The shard's next row."""
-        self._digest.update(msgspec.msgpack.encode(row))
+        self._digest.update(encoded_row)
 
     def hexdigest(self) -> str:
         """As hex."""

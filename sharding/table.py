@@ -1,14 +1,16 @@
 """The scan table: one Arrow row for each sample of a source; what planning and writing work on.
 
-Sensor members stand in it as references with their sizes, never as bytes; the small members (meta, geometry, boxes)
-are inline, so that a shard is written from the table and the sensor files alone. The file is written in batches
-of ``ROWS_PER_BATCH`` rows and read memory-mapped, so its size is bounded by the disk and not by memory.
+What plans, selections and indices are made of are columns. What a shard is made of is one more, MessagePack: of each
+sample the small members (meta, geometry, boxes) as bytes and the sensor members as references with their sizes, so that
+a shard is written from the table and the sensor files alone, and a sample, which no plan leaves beside the one before
+it, is read in one piece. The file is written in batches of ``ROWS_PER_BATCH`` rows, its columns are read
+memory-mapped and its samples one by one, so its size is bounded by the disk and not by memory.
 """
 
 from __future__ import annotations
 
-import itertools
 import mmap
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -22,11 +24,9 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
 from fuelrail.pipeline.spill import Spill
-from fuelrail.sharding.table_rows import row_reader
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -36,30 +36,17 @@ ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
 CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
 
-_LOOKS_BETWEEN: Final = 8
-_MOST_BATCHES: Final = 64
+_MOST_PLACES: Final = 1024  # batches: 4 KiB for each
 
-_REFERENCE = pa.struct(
-    [
-        ("name", pa.string()),
-        ("ref", pa.string()),
-        ("bytes", pa.int64()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-    ]
-)
+_SAMPLE: Final = "sample"
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
     pa.field("clip", pa.int32(), nullable=False),
     pa.field("frame", pa.int32(), nullable=False),
     pa.field("timestamp_ns", pa.int64(), nullable=False),
     pa.field("size_bytes", pa.int64(), nullable=False),
-    pa.field("meta", pa.binary(), nullable=False),
-    pa.field("geometry", pa.binary(), nullable=False),
-    pa.field("boxes", pa.binary()),
-    pa.field("members", pa.list_(_REFERENCE), nullable=False),
+    pa.field(_SAMPLE, pa.binary(), nullable=False),
 ]
-_ROW_COLUMNS: Final = ("key", "clip", "frame", "timestamp_ns", "meta", "geometry", "boxes", "members")
 _ATTRIBUTE_TYPES: Final = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 _PREFIX: Final = "attribute."
 
@@ -89,7 +76,7 @@ class ClipInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScanRow(NamedTuple):
-    """One row as it is read back for writing: small members as bytes, sensor members as references."""
+    """One sample as a shard is made of it: small members as bytes, sensor members as references."""
 
     key: str
     clip: int
@@ -99,6 +86,15 @@ class ScanRow(NamedTuple):
     geometry: bytes
     boxes: bytes | None
     members: tuple[Reference, ...]
+
+
+_ROW_DECODER: Final = msgspec.msgpack.Decoder(ScanRow)
+
+
+def decode_row(data: bytes) -> ScanRow:
+    """A row from the bytes that :meth:`ScanTable.encoded_row` gives."""
+    row: ScanRow = _ROW_DECODER.decode(data)
+    return row
 
 
 def frame_key(clip_id: str, frame: int) -> str:
@@ -177,8 +173,9 @@ class ScanWriter:
         inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
         size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)
         number = len(self.clips) - 1
-        row = (meta.key, number, meta.frame_idx, meta.timestamp_ns, size, blob, geometry, boxes)
-        self._pending.append((*row, members, *(attributes[name] for name in self._attributes)))
+        row = ScanRow(meta.key, number, meta.frame_idx, meta.timestamp_ns, blob, geometry, boxes, tuple(members))
+        encoded = msgspec.msgpack.encode(row)
+        self._pending.append((*row[:4], size, encoded, *(attributes[name] for name in self._attributes)))
         self._names.update(member.name for member in members)
         if boxes is not None:
             self._names.add(BOXES)
@@ -216,21 +213,9 @@ class ScanWriter:
 
     def _flush(self) -> None:
         columns = zip(*self._pending, strict=True)
-        arrays = [
-            _reference_lists(values) if field.name == "members" else pa.array(values, field.type)
-            for values, field in zip(columns, self._schema, strict=True)
-        ]
+        arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._pending = []
-
-
-def _reference_lists(rows: Sequence[Sequence[Reference]]) -> pa.ListArray:
-    """The column ``members``."""
-    starts = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(members) for members in rows], out=starts[1:])
-    fields = zip(*itertools.chain.from_iterable(rows), strict=True) if starts[-1] else ((),) * len(Reference._fields)
-    arrays = [pa.array(values, field.type) for values, field in zip(fields, _REFERENCE, strict=True)]
-    return pa.ListArray.from_arrays(pa.array(starts), pa.StructArray.from_arrays(arrays, fields=list(_REFERENCE)))
 
 
 def tar_bytes(data_bytes: int) -> int:
@@ -250,20 +235,20 @@ def uncompressed_share(members: Sequence[Reference]) -> float:
 
 
 class ScanTable:
-    """A scan table read back, memory-mapped: whole columns for the plan, single rows for the writer.
+    """A scan table read back: whole columns, memory-mapped, for the plan, single rows for the writer.
 
-    Pages that were looked at do not stay in this process's memory: they are given back (to the page cache, where they
-    are) every few rows, so that the peak is the same for any table. Not for two threads at once.
+    Pages that were looked at do not stay in this process's memory, so that the peak is the same for any table. Not for
+    two threads at once.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         with Path(path).open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
-        self._batches: dict[int, Any] = {}
-        self._readers: dict[int, list[Callable[[int], Any]]] = {}
-        self._num_looks = 0
-        self._names = self._file.schema.names
+        mapped = pa.py_buffer(self._map)
+        self._start = mapped.address
+        self._file = pa.ipc.open_file(pa.BufferReader(mapped))
+        self._bytes = pa.OSFile(os.fspath(path))
+        self._places: dict[int, tuple[int, memoryview]] = {}
         batches = self._file.num_record_batches
         last = int(self._file.get_batch(batches - 1).num_rows) if batches else 0
         self._length: int = max(batches - 1, 0) * ROWS_PER_BATCH + last
@@ -281,10 +266,14 @@ class ScanTable:
 
     def row(self, number: int) -> ScanRow:
         """One row."""
-        readers, at = self._readers_of(number // ROWS_PER_BATCH), number % ROWS_PER_BATCH
-        key, clip, frame, timestamp_ns, meta, geometry, boxes, members = [read(at) for read in readers]
-        references = tuple(map(Reference._make, members))
-        return ScanRow(key, clip, frame, timestamp_ns, meta, geometry, boxes, references)
+        return decode_row(self.encoded_row(number))
+
+    def encoded_row(self, number: int) -> bytes:
+        """One row as bytes, which are the same for the same content; :func:`decode_row` takes them."""
+        start, ends = self._place(number // ROWS_PER_BATCH)
+        at = number % ROWS_PER_BATCH
+        data: bytes = self._bytes.read_at(ends[at + 1] - ends[at], start + ends[at])
+        return data
 
     def key_batches(self) -> Iterator[pa.Array]:
         """The keys, in order, a batch of rows at a time."""
@@ -311,28 +300,21 @@ class ScanTable:
 
     @property
     def _attributes(self) -> list[str]:
-        return [name for name in self._names if name.startswith(_PREFIX)]
+        return [name for name in self._file.schema.names if name.startswith(_PREFIX)]
 
     def _all_batches(self) -> Iterator[Any]:
         for number in range(self._file.num_record_batches):
-            yield self._batch(number)
-
-    def _readers_of(self, number: int) -> list[Callable[[int], Any]]:
-        """For each column of a row in batch ``number``, what reads it."""
-        batch = self._batch(number)
-        readers = self._readers.get(number)
-        if readers is None:
-            readers = self._readers[number] = [row_reader(batch.column(name)) for name in _ROW_COLUMNS]
-        return readers
-
-    def _batch(self, number: int) -> Any:  # noqa: ANN401  (pyarrow has no types)
-        self._num_looks += 1
-        if self._num_looks % _LOOKS_BETWEEN == 0:
+            yield self._file.get_batch(number)
             self._map.madvise(mmap.MADV_DONTNEED)
-        batch = self._batches.get(number)
-        if batch is None:
-            if len(self._batches) == _MOST_BATCHES:
-                self._batches.clear()
-                self._readers.clear()
-            batch = self._batches[number] = self._file.get_batch(number)
-        return batch
+
+    def _place(self, number: int) -> tuple[int, memoryview]:
+        """Where the encoded rows of a batch begin in the file, and where in them each row begins, and the last ends."""
+        place = self._places.get(number)
+        if place is None:
+            if len(self._places) == _MOST_PLACES:
+                self._places.clear()
+            column = self._file.get_batch(number).column(_SAMPLE)
+            _, ends, data = column.buffers()
+            place = data.address - self._start, memoryview(bytes(ends)).cast("i")
+            self._places[number] = place
+        return place

@@ -35,7 +35,7 @@ from fuelrail.sharding.recipe import Recipe, codec_of
 from fuelrail.sharding.records import ShardRecord, SourceDigest, is_whole, load_record, store_record, store_seal
 from fuelrail.sharding.restart import with_restart_rows
 from fuelrail.sharding.source import FileSource, SourceSpec, make_source
-from fuelrail.sharding.table import Reference, ScanRow, ScanTable
+from fuelrail.sharding.table import ScanTable, decode_row
 from fuelrail.sharding.transcode import scale_geometry, scale_meta, stored_field, stored_size, transcode
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.dictionary import Dictionary
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.sharding.plan import PlannedShard
+    from fuelrail.sharding.table import Reference, ScanRow
 
 _META_DECODER = msgspec.json.Decoder(Meta)
 
@@ -133,8 +134,9 @@ class ShardWriter:
             else:
                 packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
             for row in self._rows_of(shard):
-                scanned = self._table.row(row)
-                digest.add(scanned)
+                encoded = self._table.encoded_row(row)
+                digest.add(encoded)
+                scanned = decode_row(encoded)
                 self._buffer.clear()
                 members = self._members(scanned, row, shard.split, sizes)
                 clip_id = job.clip_ids[scanned.clip]
@@ -172,7 +174,7 @@ class ShardWriter:
     def _source_digest(self, shard: PlannedShard) -> str:
         digest = self._digest_of(shard)
         for row in self._rows_of(shard):
-            digest.add(self._table.row(row))
+            digest.add(self._table.encoded_row(row))
         return digest.hexdigest()
 
     def _members(

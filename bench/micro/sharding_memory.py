@@ -119,7 +119,7 @@ def write_table(path: Path, num_rows: int) -> None:
                 ids = pa.array([clip_id(n) for n in clips.tolist()])
                 own = {
                     "key": frame_keys(ids, pa.array(frames)), "clip": pa.array(clips), "frame": pa.array(frames),
-                    "timestamp_ns": pa.array(rows), "meta": empty, "attribute.night": pa.array(clips % 3 == 0),
+                    "timestamp_ns": pa.array(rows), "sample": empty, "attribute.night": pa.array(clips % 3 == 0),
                 }  # fmt: skip
                 columns = [own.get(field.name, batch.column(field.name)) for field in reader.schema]
                 made = pa.RecordBatch.from_arrays(columns, schema=reader.schema)

@@ -109,29 +109,31 @@ class NuScenesSource:
         sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
         num_masked = 0
-        for scene_row, samples in keyframes.scenes():
-            scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
-            out.begin_clip(ids[scene_row], scene.name, scene.token)
-            facts = SceneFacts(scene, log, ids[scene_row], len(samples), keyframes.cameras)
-            for first in range(0, len(samples), _FRAMES_AT_ONCE):
-                geometry, frames = keyframes.frames(samples[first : first + _FRAMES_AT_ONCE])
-                stamps: list[list[str]] = [[] for _ in frames]
-                found = [self._members(keyframes, *of) for of in zip(frames, stamps, strict=True)]
-                for at, members in enumerate(found):
-                    present = {member.name.partition(".")[0] for member in members}
-                    geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
-                num_cameras = geometry.cam_valid.sum(axis=1).tolist()
-                num_masked += geometry.cam_valid.size - sum(num_cameras)
-                for at, (frame, members, encoded) in enumerate(
-                    zip(frames, found, encode_stacked(geometry), strict=True)
-                ):
-                    if sweeps is not None:
-                        members += self._earlier(keyframes, sweeps, frame, stamps[at])
-                    boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
-                    meta = facts.meta(first + at, frame, members)
-                    attributes = facts.attributes(num_cameras[at], frame.boxes)
-                    stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
-                    out.append(meta, encoded, boxes, members, attributes, stamp)
+        scenes = list(keyframes.scenes())
+        places = ((row, number, len(samples)) for row, samples in scenes for number in range(len(samples)))
+        order = np.concatenate([samples for _, samples in scenes])
+        for first in range(0, len(order), _FRAMES_AT_ONCE):
+            geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
+            stamps: list[list[str]] = [[] for _ in frames]
+            found = [self._members(keyframes, *of) for of in zip(frames, stamps, strict=True)]
+            for at, members in enumerate(found):
+                present = {member.name.partition(".")[0] for member in members}
+                geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
+            num_cameras = geometry.cam_valid.sum(axis=1).tolist()
+            num_masked += geometry.cam_valid.size - sum(num_cameras)
+            for at, (frame, members, encoded) in enumerate(zip(frames, found, encode_stacked(geometry), strict=True)):
+                scene_row, number, num_frames = next(places)
+                if number == 0:
+                    scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
+                    out.begin_clip(ids[scene_row], scene.name, scene.token)
+                    facts = SceneFacts(scene, log, ids[scene_row], num_frames, keyframes.cameras)
+                if sweeps is not None:
+                    members += self._earlier(keyframes, sweeps, frame, stamps[at])
+                boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
+                meta = facts.meta(number, frame, members)
+                attributes = facts.attributes(num_cameras[at], frame.boxes)
+                stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
+                out.append(meta, encoded, boxes, members, attributes, stamp)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
             clips=out.clips,

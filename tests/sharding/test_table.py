@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.schema import SCHEMA, Meta, decode_meta, encode_meta
@@ -14,6 +19,7 @@ from fuelrail.sharding.table import (
     Reference,
     ScanTable,
     ScanWriter,
+    decode_row,
     frame_key,
     frame_keys,
     tar_bytes,
@@ -76,6 +82,30 @@ def test_rows_come_back(tmp_path):
     assert frame_keys(ids, attributes["frame"].combine_chunks()).to_pylist() == attributes["key"].to_pylist()
     assert attributes["location"].to_pylist()[2:4] == ["a", "b"]
     assert attributes["night"].null_count == len(table)
+
+
+small = st.binary(max_size=300)
+references = st.builds(
+    Reference, st.text("abc._", max_size=9), st.text(max_size=9), *3 * [st.integers(0, 2**30)]
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(small, st.none() | small, st.lists(references, max_size=4)), min_size=1, max_size=9))
+def test_any_row_comes_back_whatever_was_looked_at_before(rows):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "scan.arrow"
+        with ScanWriter(path, {}) as out:
+            out.begin_clip("a", "A", "")
+            for frame, (geometry, boxes, members) in enumerate(rows):
+                out.append(meta("a", frame), geometry, boxes, members, {})
+        table = ScanTable(path)
+        encoded = [table.encoded_row(number) for number in range(len(rows))]
+        for number in reversed(range(len(rows))):
+            geometry, boxes, members = rows[number]
+            row = table.row(number)
+            assert (row.geometry, row.boxes, row.members) == (geometry, boxes, tuple(members))
+            assert row == decode_row(encoded[number])
+            assert (row.key, row.frame) == (frame_key("a", number), number)
 
 
 def test_size_is_what_the_sample_takes_in_a_tar(tmp_path):
