@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from fuelrail.bench.micro.sharding_source import SWEEP_CODEC
 from fuelrail.pipeline import codecs
 from fuelrail.pipeline.shardfile import BLOCK_BYTES
 from fuelrail.sharding.blocks import BlockWriter
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from fuelrail.bench.micro.sharding_source import Files
 
 _BUFFER_BYTES = 16 << 20
-_SWEEP_CODEC = codecs.planes(20)
 
 
 def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
@@ -41,9 +41,9 @@ def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
                 os.close(handle)
                 start = end + BLOCK_BYTES
                 if path.suffix == ".bin":
-                    packed = codecs.encode(_SWEEP_CODEC, memory[start : start + have])
-                    have = len(packed)
-                    memory[start : start + have] = packed
+                    stored = codecs.encode(SWEEP_CODEC, memory[start : start + have])
+                    have = len(stored)
+                    memory[start : start + have] = stored
                 end = start + have + -have % BLOCK_BYTES
             span = memory[:end]
             if "xxh3" in digests:

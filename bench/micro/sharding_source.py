@@ -9,9 +9,13 @@ import numpy as np
 import simplejpeg
 
 from fuelrail.bench.micro.sharding_tables import file_name, write_tables
+from fuelrail.pipeline import codecs
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 NUM_POINTS = 34_720
+
+SWEEP_CODEC = codecs.planes(20)
+"""Of sweeps of five float32 a point."""
 
 Files = list[tuple[str, list[Path]]]
 """Key of a frame and its files."""
@@ -72,3 +76,9 @@ def list_files(root: Path) -> Files:
         if row["is_key_frame"] and row["filename"].endswith((".jpg", ".bin")):
             frames.setdefault(row["sample_token"], []).append(root / row["filename"])
     return list(frames.items())
+
+
+def packed(path: Path) -> bytes:
+    """A member's bytes as the writers of samples store it: sweeps compressed, images as they are."""
+    data = path.read_bytes()
+    return bytes(codecs.encode(SWEEP_CODEC, data)) if path.suffix == ".bin" else data

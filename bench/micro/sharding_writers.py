@@ -1,8 +1,9 @@
 """Who turns loose files into shards, each at what its guide says is best: the candidates of the sharding benchmark.
 
 Sweeps are compressed as Fuelrail does it by everybody who writes samples, so that all do the same work; the tar
-programs take them as they are. What only Fuelrail does on top (tables joined, metadata and geometry written, images
-looked at, digests of samples and shards, an index, durable files) stays in its time.
+programs take them as they are. The others are handed each frame's files; what only Fuelrail does on top (tables read
+and joined, metadata and geometry written, images looked at, digests of samples and shards, an index, durable files)
+stays in its time. One candidate reads and joins the tables too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fuelrail.bench.micro.sharding_floor import copy_files
-from fuelrail.pipeline import codecs
+from fuelrail.bench.micro.sharding_joined import write_joined
+from fuelrail.bench.micro.sharding_source import packed
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from fuelrail.bench.micro.sharding_source import Files
 
 SHARD_BYTES = 64 << 20
-_SWEEP_CODEC = codecs.planes(20)
 COMMAND = "fuelrail shard, the whole command"
 FLOORS = {
     "floor: reading and writing alone": (),
@@ -109,12 +110,7 @@ def with_tarfile(files: Files, out: Path) -> None:
 
 def _sample(paths: list[Path]) -> dict[str, bytes]:
     """The members of a frame by channel."""
-    return {
-        path.parent.name.lower(): bytes(codecs.encode(_SWEEP_CODEC, path.read_bytes()))
-        if path.suffix == ".bin"
-        else path.read_bytes()
-        for path in paths
-    }
+    return {path.parent.name.lower(): packed(path) for path in paths}
 
 
 def write_webdataset(files: Files, folder: Path) -> None:
@@ -128,6 +124,12 @@ def write_webdataset(files: Files, folder: Path) -> None:
         for key, paths in files:
             names = {p.parent.name.lower(): "bin.zst" if p.suffix == ".bin" else "jpg" for p in paths}
             writer.write({"__key__": key, **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()}})
+
+
+def with_joined_tables(root: Path, out: Path) -> None:
+    """``webdataset.ShardWriter``, and what a user has to write around it."""
+    with _fresh(out) as folder:
+        write_joined(root, folder, SHARD_BYTES)
 
 
 def write_mds(files: Files, folder: Path) -> None:
@@ -214,6 +216,8 @@ def candidates(
         made[name] = partial(alone, write, files, work / module)
         if num_cpus > 1:
             made[f"{name}, {num_cpus} processes"] = partial(in_parts, write, files, num_cpus, work / module)
+    if importlib.util.find_spec("webdataset"):
+        made["webdataset.ShardWriter, tables joined"] = partial(with_joined_tables, root, work / "webdataset")
     if importlib.util.find_spec("litdata"):
         made[f"litdata.optimize, {num_cpus} workers"] = partial(with_litdata, files, num_cpus, work / "litdata")
     else:
