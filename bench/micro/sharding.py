@@ -66,15 +66,15 @@ _SLOW = (
     "litdata.optimize, 2 workers", "floor: reading and writing alone", "floor: with SHA-256",
 )  # fmt: skip
 CASES = {
-    "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=5),
-    "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=5),
+    "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=9),
+    "cameras and lidar, sweeps compressed": Case(lidar=True, num_frames=340, num_files=340, num_rounds=9),
     # Longer, so that start and end of a run count less; the fastest alone, for it takes its time.
     "cameras, 1,440 frames": Case(
-        lidar=False, num_frames=1440, num_files=480, num_rounds=3, leave_out=_SLOW,
+        lidar=False, num_frames=1440, num_files=480, num_rounds=5, leave_out=_SLOW,
     ),
     # Tables of the stored keyframes alone, without annotations: what the scan of full ones costs.
     "cameras, lean tables": Case(
-        lidar=False, num_frames=480, num_files=480, num_rounds=5, leave_out=_SLOW, full_tables=False,
+        lidar=False, num_frames=480, num_files=480, num_rounds=9, leave_out=_SLOW, full_tables=False,
     ),
 }  # fmt: skip
 OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
