@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fuelrail.pipeline.errors import DatasetError
-from fuelrail.sharding.output import WORK_FOLDER
+from fuelrail.pipeline.manifest import WORK_FOLDER
 
 if TYPE_CHECKING:
     from fuelrail.sharding.url_output import UrlOutput

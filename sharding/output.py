@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
-from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, decode_manifest
-from fuelrail.pipeline.manifest import WORK_FOLDER as WORK_FOLDER
+from fuelrail.pipeline.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
 from fuelrail.pipeline.remote import is_url
+from fuelrail.sharding.url_output import UrlOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,8 +91,6 @@ def open_output(location: str | os.PathLike[str]) -> Output:
     """The output at a folder or a URL; raises ConfigError for a URL that nothing here can write."""
     text = os.fspath(location)
     if is_url(text):
-        from fuelrail.sharding.url_output import UrlOutput
-
         return UrlOutput(text)
     return FolderOutput(text.removeprefix("file://"))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fuelrail.pipeline.index import IndexRow  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.sharding.output import WORK_FOLDER
+from fuelrail.pipeline.manifest import WORK_FOLDER
 
 if TYPE_CHECKING:
     from fuelrail.sharding.output import Output

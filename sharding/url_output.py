@@ -15,9 +15,9 @@ import shutil
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from fuelrail.pipeline.errors import DatasetError, FuelrailError
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from fuelrail.pipeline.remote import default_cache_folder, filesystem, shown_url, stated_version
 from fuelrail.pipeline.retry import fault_of
-from fuelrail.sharding.output import WORK_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from fuelrail.pipeline.remote import is_url
-from fuelrail.sharding.output import WORK_FOLDER
 from fuelrail.sharding.plan import PlannedShard  # noqa: TC001 - msgspec reads the annotation
 from fuelrail.sharding.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from fuelrail.pipeline.remote import default_cache_folder, is_url
-from fuelrail.sharding.output import WORK_FOLDER, open_output
+from fuelrail.sharding.output import open_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

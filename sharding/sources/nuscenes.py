@@ -106,6 +106,25 @@ class NuScenesSource:
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
         keyframes = Keyframes(folder, out.spill)
+        num_masked = self._append_samples(folder, keyframes, out)
+        return ScanInfo(
+            name=f"nuscenes-{folder.name}",
+            clips=out.clips,
+            cameras=[Channel(channel=name.lower(), source_name=name) for name in keyframes.cameras],
+            lidars=[
+                LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
+            ],
+            classes=list(CLASSES),
+            attributes=keyframes.annotations.attribute_names,
+            names=out.member_names([name.lower() for name in (*keyframes.cameras, *keyframes.lidars)]),
+            time_base="unix",
+            ego_origin="rear_axle_ground",
+            splits=source_splits(folder, [clip.clip_name for clip in out.clips]),
+            facts={"num_masked_cameras": num_masked},
+        )
+
+    def _append_samples(self, folder: Path, keyframes: Keyframes, out: ScanWriter) -> int:
+        """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
         sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
         num_masked = 0
@@ -134,21 +153,7 @@ class NuScenesSource:
                 attributes = facts.attributes(num_cameras[at], frame.boxes)
                 stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
                 out.append(meta, encoded, boxes, members, attributes, stamp)
-        return ScanInfo(
-            name=f"nuscenes-{folder.name}",
-            clips=out.clips,
-            cameras=[Channel(channel=name.lower(), source_name=name) for name in keyframes.cameras],
-            lidars=[
-                LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
-            ],
-            classes=list(CLASSES),
-            attributes=keyframes.annotations.attribute_names,
-            names=out.member_names([name.lower() for name in (*keyframes.cameras, *keyframes.lidars)]),
-            time_base="unix",
-            ego_origin="rear_axle_ground",
-            splits=source_splits(folder, [clip.clip_name for clip in out.clips]),
-            facts={"num_masked_cameras": num_masked},
-        )
+        return num_masked
 
     def _version(self) -> str:
         """Name of the tables' folder."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.sharding.output import WORK_FOLDER
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests
 from support.shared_data import shared_data

@@ -22,9 +22,10 @@ from fuelrail.pipeline.errors import (
     OrderError,
     SourceError,
 )
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from fuelrail.pipeline.schema import decode_meta
 from fuelrail.sharding.engines.threads import MAX_THREADS
-from fuelrail.sharding.output import WORK_FOLDER, FolderOutput
+from fuelrail.sharding.output import FolderOutput
 from fuelrail.sharding.sources.nuscenes import NuScenesSource
 from fuelrail.sharding.workspace import Workspace
 from support.nuscenes_tables import build_nuscenes, encode_image

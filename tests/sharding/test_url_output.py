@@ -15,10 +15,11 @@ from fuelrail.__main__ import main
 from fuelrail.bench.micro.s3_server import s3_server
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from fuelrail.sharding import object_lock, url_output
 from fuelrail.sharding.append import append
 from fuelrail.sharding.engines.inputs import forget_inputs, inputs_here, share_inputs
-from fuelrail.sharding.output import WORK_FOLDER, open_output
+from fuelrail.sharding.output import open_output
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard

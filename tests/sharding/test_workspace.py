@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
-from fuelrail.sharding.output import WORK_FOLDER, FolderOutput, check_out
+from fuelrail.pipeline.manifest import WORK_FOLDER
+from fuelrail.sharding.output import FolderOutput, check_out
 from fuelrail.sharding.plan import PlannedShard
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.workspace import Begun, Workspace

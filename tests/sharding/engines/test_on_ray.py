@@ -13,9 +13,9 @@ import pytest
 
 from fuelrail.bench.micro.ray_cluster import ray_cluster
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError
+from fuelrail.pipeline.manifest import WORK_FOLDER
 from fuelrail.sharding.engines import on_ray
 from fuelrail.sharding.engines.on_ray import RayEngine
-from fuelrail.sharding.output import WORK_FOLDER
 from fuelrail.sharding.progress import Quiet
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
