@@ -8,22 +8,19 @@ what lies in its queues, and half a picture decoded, are there when it goes on.
 from __future__ import annotations
 
 import array
-import contextlib
-import os
 import signal
-import subprocess
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.bench.clock import clock_jump_s
 from fuelrail.bench.cpu_watch import all_cpu_s, stolen_cpu_s
+from fuelrail.bench.process_group import signal_group
 from fuelrail.bench.process_tree import tree_cpu_s, tree_memory_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import subprocess
+    from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
-    from typing import Self
 
 _POLL_S = 0.02
 _READ_THROUGH_LIMIT_BYTES = 4 << 30
@@ -61,32 +58,14 @@ class _Lap(NamedTuple):
 
 
 class LapProcess:
-    """A process that writes when its batches come to the file ``arrivals``: native doubles on the monotonic clock.
+    """A process group that writes when its batches come to the file ``arrivals``: native doubles, monotonic clock.
 
-    The first is the time at which it asked for its first batch. It is killed with all that it started when the
-    context ends; if this process is killed, the kernel ends them, since their group is left stopped and orphaned.
+    The first is the time at which it asked for its first batch.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], arrivals: Path, log: Path) -> None:
-        self._arrivals = arrivals
-        arrivals.write_bytes(b"")
-        with log.open("wb") as out:
-            # A group of its own, but in this session: only such a group is looked after when its parent ends.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, process_group=0
-            )
+    def __init__(self, process: subprocess.Popen[bytes], arrivals: Path) -> None:
+        self._process, self._arrivals = process, arrivals
         self._laps: list[_Lap] = []
-
-    def __enter__(self) -> Self:
-        """As it is."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Kill it, its workers as well, whatever they are at."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
 
     @property
     def num_laps(self) -> int:
@@ -99,12 +78,12 @@ class LapProcess:
         False as well when its first batch takes longer than ``limit_s``.
         """
         deadline_s = time.monotonic() + limit_s
-        while self._arrivals.stat().st_size < 2 * _ITEM_BYTES:
+        while not self._arrivals.exists() or self._arrivals.stat().st_size < 2 * _ITEM_BYTES:
             if not self.is_alive() or time.monotonic() > deadline_s:
                 return False
             time.sleep(_POLL_S)
         time.sleep(warm_up_s)
-        self._signal(signal.SIGSTOP)
+        signal_group(self._process, signal.SIGSTOP)
         return self.is_alive()
 
     def is_alive(self) -> bool:
@@ -116,9 +95,9 @@ class LapProcess:
         pid = self._process.pid
         jump_s, own_s, all_s, stolen_s = clock_jump_s(), tree_cpu_s(pid), all_cpu_s(), stolen_cpu_s()
         begin_s = time.monotonic()
-        self._signal(signal.SIGCONT)
+        signal_group(self._process, signal.SIGCONT)
         time.sleep(seconds)
-        self._signal(signal.SIGSTOP)
+        signal_group(self._process, signal.SIGSTOP)
         end_s = time.monotonic()
         all_s, stolen_s = _since(all_s, all_cpu_s()), _since(stolen_s, stolen_cpu_s())
         self._laps.append(
@@ -154,10 +133,6 @@ class LapProcess:
         times = array.array("d")
         times.frombytes(data[: len(data) // _ITEM_BYTES * _ITEM_BYTES])
         return times
-
-    def _signal(self, signum: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signum)
 
 
 def read_through(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from fuelrail.bench.compare_report import REFERENCE
 from fuelrail.bench.peers.interface import Work  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
 from fuelrail.bench.peers.registry import OURS, PEERS
+from fuelrail.bench.process_group import process_group
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ class Workshop:
         read_through(self.folder(contestant))
         with self._files(contestant, "time") as files:
             command, environment = _command(files.task), _environment(contestant)
-            with LapProcess(command, environment, files.arrivals, files.log) as process:
-                yield _Runner(process, files)
+            with process_group(command, environment, files.log) as process:
+                yield _Runner(LapProcess(process, files.arrivals), files)
 
     def _begin(self, runner: _Runner) -> bool:
         """A lap that does not count behind the first batch: queues fill, memory is taken."""
@@ -200,19 +200,11 @@ class Workshop:
 
     def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
         with self._files(contestant, action, whole_epoch=whole_epoch) as files:
-            with files.log.open("wb") as log:
-                process = subprocess.Popen(
-                    _command(files.task), stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
-                    env=_environment(contestant),
-                )  # fmt: skip
-                try:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(_PREPARE_LIMIT_S)
-                finally:
-                    # Its workers as well, whatever they are at.
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            with (
+                process_group(_command(files.task), _environment(contestant), files.log) as process,
+                contextlib.suppress(subprocess.TimeoutExpired),
+            ):
+                process.wait(_PREPARE_LIMIT_S)
             return _answer(files)
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from fuelrail.bench.compare_laps import LapProcess
+from fuelrail.bench.process_group import process_group
 
 # Two "workers" count beside it, so that what is stopped with it can be seen.
 TICKER = textwrap.dedent("""
@@ -28,8 +29,8 @@ TICKER = textwrap.dedent("""
 @pytest.fixture
 def ticker(tmp_path):
     command = [sys.executable, "-c", TICKER, str(tmp_path / "arrivals"), str(tmp_path / "worker")]
-    with LapProcess(command, os.environ, tmp_path / "arrivals", tmp_path / "log") as process:
-        yield process
+    with process_group(command, os.environ, tmp_path / "log") as process:
+        yield LapProcess(process, tmp_path / "arrivals")
 
 
 def wait_for(condition):
@@ -61,11 +62,12 @@ def test_a_process_and_its_workers_run_in_their_laps_only(ticker, tmp_path):
 
 
 def test_what_ends_or_never_begins_is_noticed(tmp_path):
-    files = tmp_path / "arrivals", tmp_path / "log"
-    with LapProcess([sys.executable, "-c", "print('no')"], os.environ, *files) as process:
-        assert not process.begin(0.0, 60.0)
-    assert files[1].read_text() == "no\n"
-    with LapProcess([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, *files) as process:
+    log = tmp_path / "log"
+    with process_group([sys.executable, "-c", "print('no')"], os.environ, log) as started:
+        assert not LapProcess(started, tmp_path / "arrivals").begin(0.0, 60.0)
+    assert log.read_text() == "no\n"
+    with process_group([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, log) as started:
+        process = LapProcess(started, tmp_path / "arrivals")
         assert not process.begin(0.0, 0.1)
         assert process.is_alive()
     assert not process.is_alive()
@@ -77,11 +79,12 @@ def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     script = textwrap.dedent(f"""
         import os, pathlib, sys, time
         from fuelrail.bench.compare_laps import LapProcess
+        from fuelrail.bench.process_group import process_group
         command = [sys.executable, "-c", {TICKER!r}, {arrivals!r}, {worker!r}]
-        process = LapProcess(command, os.environ, pathlib.Path({arrivals!r}), pathlib.Path({log!r}))
-        process.begin(0.5, 60.0)
-        print(process._process.pid, flush=True)
-        time.sleep(600)
+        with process_group(command, os.environ, pathlib.Path({log!r})) as process:
+            LapProcess(process, pathlib.Path({arrivals!r})).begin(0.5, 60.0)
+            print(process.pid, flush=True)
+            time.sleep(600)
     """)
     path = os.pathsep.join(sys.path)
     with subprocess.Popen(
