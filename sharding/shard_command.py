@@ -265,6 +265,8 @@ def _report(progress: Quiet, outcome: Outcome, out: str, seconds: float) -> int:
         f"{counted(manifest.num_samples, 'sample')} ({splits}) of {counted(manifest.num_clips, 'clip')} in "
         f"{counted(len(manifest.shards), 'shard')}{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {out}\n{left_out}"
     )
+    if outcome.report is not None:
+        sys.stdout.write("\n".join(outcome.report.lines()) + "\n")
     return 0
 
 
