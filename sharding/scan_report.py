@@ -70,6 +70,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
             said.append(f"  unknown visibility levels, boxes have visibility -1: {_listed(self.unknown_visibility)}")
         if self.unknown_points:
             said.append(f"  boxes with an unknown number of points, valid is 1: {self.unknown_points:,}")
+        if self.boxes and sum(self.unmapped.values()) + sum(self.outside_classes.values()) == self.boxes:
+            said.append(f"  no box has a class: the label of all {self.boxes:,} is -1")
         return said
 
 

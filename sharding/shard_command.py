@@ -53,7 +53,8 @@ def configure_shard(parser: argparse.ArgumentParser) -> None:
     of_source.add_argument(
         "--missing-camera",
         choices=("error", "mask"),
-        help="nuscenes: a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
+        help="nuscenes: a camera file that does not exist: refuse (default), or leave the member out and mark it "
+        "invalid; a sample without any image is dropped",
     )
     of_source.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
     of_source.add_argument(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 
+import cv2
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import simplejpeg
 
 from fuelrail.__main__ import main
+from fuelrail.loaders import DataLoader, ImageAugment, Undistort
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.filters import Filter
 from fuelrail.pipeline.lens import read_lens
@@ -24,6 +27,7 @@ from fuelrail.sharding.table import ScanTable, ScanWriter
 from fuelrail.sharding.verify import verify
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes, token
+from support.pictures import psnr_db
 from support.sharding import Interrupt, digests, shard_nuscenes
 from support.shared_data import shared_data
 
@@ -166,6 +170,26 @@ def test_nuscenes_f3_camera_distortion(made, tmp_path, stated, model):
     else:
         assert lens.coefficients == tuple(stated)
         assert info.report.distorted == {"cam_front": 7}
+
+
+def test_nuscenes_f3_the_loader_rectifies_what_the_table_states(tmp_path):
+    ramp = np.linspace(0, 6, 96)[None, :, None] + np.linspace(0, 4, 64)[:, None, None] + np.arange(3)
+    picture = (127 + 100 * np.sin(ramp)).astype(np.uint8)
+    images = [simplejpeg.encode_jpeg(picture, 98, "RGB", "444")]
+    made = build_nuscenes(tmp_path / "root", {"a": 2}, cameras=TWO, size=(96, 64), images=images)
+    camera = np.array([[90.0, 0, 47.5], [0, 90, 31.5], [0, 0, 1]])
+    made.tables["calibrated_sensor"][0].update(camera_intrinsic=camera.tolist(), camera_distortion=RADTAN)
+    made.write("calibrated_sensor")
+    shard_nuscenes(made.root, tmp_path / "out")
+    stored = simplejpeg.decode_jpeg(images[0])
+    expected = cv2.undistort(stored, camera, np.array(RADTAN)).transpose(2, 0, 1)
+    image = ImageAugment(height=64, width=96, resize="stretch")
+    with DataLoader(tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1) as loader:
+        found = next(iter(loader))["img"].numpy()
+    where = np.zeros((64, 96), bool)
+    where[8:-8, 12:-12] = True
+    assert psnr_db(found[0, 0], expected, where) > 40 > psnr_db(stored.transpose(2, 0, 1), expected, where)
+    assert psnr_db(found[0, 1], stored.transpose(2, 0, 1), where) > 40  # the other camera is a pinhole
 
 
 @pytest.mark.parametrize("length", [1, 3, 6, 7, 13, 15, 1000])
@@ -348,6 +372,15 @@ def test_nuscenes_the_scan_report_is_the_same_bytes_for_any_run(made, tmp_path):
     shard_nuscenes(made.root, tmp_path / "three", **values)
     assert digests(tmp_path / "one") == digests(tmp_path / "two") == digests(tmp_path / "three")
     assert len(load_manifest(tmp_path / "one").shards) > 1
+
+
+def test_nuscenes_f2_boxes_without_any_class_are_said(made, tmp_path):
+    for category in made.tables["category"]:
+        category["name"] = f"Voiture {category['name']}"
+    made.write("category")
+    info, _ = scan(made, tmp_path)
+    assert sum(info.report.unmapped.values()) == info.report.boxes == 28
+    assert info.report.lines()[-1] == "  no box has a class: the label of all 28 is -1"
 
 
 def test_a_long_list_in_a_report_is_cut():
