@@ -263,7 +263,8 @@ class Keyframes:
         timestamp_ns = np.where(has, self.data_timestamp_us[rows] * NS_PER_US, -1)
         sensor2ego = np.where(has[..., None, None], self._calibrations.sensor2ego[calibrated], np.nan)
         ego2global = np.where(has[..., None, None], self._poses.ego2global(poses), np.nan)
-        img_wh = np.where(has[:, :split, None], self.image_wh[rows[:, :split]], -1).astype(np.int32)
+        image_wh = self.image_wh[rows[:, :split]]
+        img_wh = np.where(has[:, :split, None] & (image_wh > 0), image_wh, -1).astype(np.int32)
         intrinsics = np.where(has[:, :split, None, None], self._calibrations.intrinsics[calibrated[:, :split]], np.nan)
         unknown = np.full((len(samples), 3), np.nan)
         geometry = Geometry(

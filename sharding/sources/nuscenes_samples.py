@@ -108,13 +108,14 @@ class SceneFacts:
         for name, row in zip(self._cameras, frame.sensors, strict=False):
             if row is not None:
                 latest_us = max(latest_us, abs(row.timestamp_us - frame.timestamp_us))
-                cameras[name] = CameraMeta(
-                    token=row.token,
-                    timestamp_ns=row.timestamp_us * NS_PER_US,
-                    width=row.width,
-                    height=row.height,
-                    dist_model=row.dist_model,
-                )
+                if row.width > 0 and row.height > 0:  # a masked image may have no size
+                    cameras[name] = CameraMeta(
+                        token=row.token,
+                        timestamp_ns=row.timestamp_us * NS_PER_US,
+                        width=row.width,
+                        height=row.height,
+                        dist_model=row.dist_model,
+                    )
         present = {member.name.partition(".")[0] for member in members}
         return Meta(
             key=frame_key(clip_id, number),

@@ -24,6 +24,7 @@ from fuelrail.sharding.scan_report import ScanReport
 from fuelrail.sharding.source import SourceSpec, make_source
 from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
 from fuelrail.sharding.table import ScanTable, ScanWriter
+from fuelrail.sharding.transcode import parse_images
 from fuelrail.sharding.verify import verify
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes, token
@@ -225,6 +226,17 @@ def test_nuscenes_f3_data_that_is_not_valid_is_masked(made, tmp_path):
 
 def last_token(made, frame):
     return data_rows(made, "LIDAR_TOP", [frame])[0]["token"]
+
+
+def test_nuscenes_f3_data_that_is_not_valid_may_have_no_size(made, tmp_path):
+    data_rows(made, "CAM_BACK")[0].update(is_valid=False, width=0, height=0)
+    made.write("sample_data")
+    _, table = scan(made, tmp_path)
+    row = table.row(0)
+    assert decode_arrays(row.geometry, Geometry).img_wh.tolist() == [[48, 32], [-1, -1]]
+    assert list(decode_meta(row.meta).cameras) == ["cam_front"]
+    shard_nuscenes(made.root, tmp_path / "out", images=parse_images("resize=0.5"))
+    assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
 
 
 def test_nuscenes_f3_visibility_levels_of_t4(tmp_path):
