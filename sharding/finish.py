@@ -121,6 +121,7 @@ def finish(
         provenance={
             "recipe": msgspec.to_builtins(job.recipe),
             "facts": info.facts,
+            **({} if info.report is None else {"scan": info.report.builtins()}),
             "num_clips_in_no_split": len(info.clips) - sum(map(len, dealt.values())),
         },
     )

@@ -88,8 +88,9 @@ class JsonLines(_Counting):
         self._last = time.monotonic()
 
     def scanned(self, info: ScanInfo) -> None:
-        """Counts of the source."""
-        self.emit("scanned", clips=len(info.clips), samples=info.num_samples)
+        """Counts of the source, and the report of its scan where it has one."""
+        report = None if info.report is None else info.report.builtins()
+        self.emit("scanned", clips=len(info.clips), samples=info.num_samples, report=report)
 
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:
         """Counts of the plan."""

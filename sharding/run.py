@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.output import Output
     from fuelrail.sharding.recipe import Recipe
+    from fuelrail.sharding.scan_report import ScanReport
 
 
 class Progress(Protocol):
@@ -61,11 +62,15 @@ class Progress(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What a run has made. ``num_kept`` shards were there already, whole, and were not written again."""
+    """What a run has made. ``num_kept`` shards were there already, whole, and were not written again.
+
+    ``report`` is that of the source's scan, where the source counts.
+    """
 
     manifest: Manifest
     num_written: int
     num_kept: int
+    report: ScanReport | None = None
 
 
 def shard(
@@ -159,7 +164,7 @@ def shard(
         if manifest is None:
             manifest = finish(work, job, plan, info, table, dealt)
         work.remove()
-    return Outcome(manifest, len(plan.shards) - num_kept, num_kept)
+    return Outcome(manifest, len(plan.shards) - num_kept, num_kept, info.report)
 
 
 def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Progress) -> Outcome:

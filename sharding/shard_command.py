@@ -53,7 +53,8 @@ def configure_shard(parser: argparse.ArgumentParser) -> None:
     of_source.add_argument(
         "--missing-camera",
         choices=("error", "mask"),
-        help="nuscenes: a camera file that is not there: refuse (default), or leave the member out and mark it invalid",
+        help="nuscenes: a camera file that does not exist: refuse (default), or leave the member out and mark it "
+        "invalid; a sample without any image is dropped",
     )
     of_source.add_argument("--no-points", action="store_true", help="leave lidar sweeps out")
     of_source.add_argument(
@@ -265,6 +266,8 @@ def _report(progress: Quiet, outcome: Outcome, out: str, seconds: float) -> int:
         f"{counted(manifest.num_samples, 'sample')} ({splits}) of {counted(manifest.num_clips, 'clip')} in "
         f"{counted(len(manifest.shards), 'shard')}{kept}, {num_bytes / 1e6:,.1f} MB, {seconds:.1f} s: {out}\n{left_out}"
     )
+    if outcome.report is not None:
+        sys.stdout.write("\n".join(outcome.report.lines()) + "\n")
     return 0
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.manifest import LidarEntry
+    from fuelrail.sharding.scan_report import ScanReport
     from fuelrail.sharding.table import ClipInfo, ScanWriter
 
 _REGISTRY: Final = {
@@ -33,8 +34,9 @@ class ScanInfo:
     """What a scan found out about the source as a whole.
 
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
-    occur, ``license`` is the data's, where the source states it. ``facts`` go into the manifest's provenance; no paths,
-    times or host names.
+    occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
+    not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
+    names.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ScanInfo:
     splits: dict[str, list[str]] | None
     facts: dict[str, Any]
     license: str | None = None
+    report: ScanReport | None = None
 
     @property
     def num_samples(self) -> int:

@@ -18,6 +18,7 @@ from fuelrail.pipeline.manifest import LidarEntry
 from fuelrail.pipeline.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.images import LFS_MAGIC
+from fuelrail.sharding.scan_report import ScanReport
 from fuelrail.sharding.source import Channel, ScanInfo
 from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
@@ -40,13 +41,16 @@ _TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE)
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
 _FRAMES_AT_ONCE: Final = 256
+_NO_IMAGE: Final = "no camera image"
+_NOT_VALID: Final = "marked as not valid"
 
 
 class NuScenesOptions(Settings, frozen=True):
     """Options of the adapter.
 
     ``version``: name of the tables' folder; may be left out where there is just one. ``missing_camera``: what to do
-    about a camera file that is not there: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). ``points``: store
+    about a camera file that is not there: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). Files that the
+    tables mark as not valid are masked in any case, and a sample without any image is dropped. ``points``: store
     lidar sweeps; without, their geometry stays. ``sweeps``: earlier sweeps of each lidar to store with every keyframe
     (9 are all there are between two keyframes, each once).
     """
@@ -106,7 +110,9 @@ class NuScenesSource:
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
         keyframes = Keyframes(folder, out.spill)
-        num_masked = self._append_samples(folder, keyframes, out)
+        report = ScanReport()
+        num_masked = self._append_samples(folder, keyframes, out, report)
+        keyframes.annotations.report(report)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
             clips=out.clips,
@@ -121,31 +127,63 @@ class NuScenesSource:
             ego_origin="rear_axle_ground",
             splits=source_splits(folder, [clip.clip_name for clip in out.clips]),
             facts={"num_masked_cameras": num_masked},
+            report=report,
         )
 
-    def _append_samples(self, folder: Path, keyframes: Keyframes, out: ScanWriter) -> int:
+    def _with_pictures(
+        self, keyframes: Keyframes, report: ScanReport
+    ) -> list[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Scene row, its samples in time order, and which of them have an image; scenes without any left out."""
+
+        def is_file(filename: str) -> bool:
+            return self._file_bytes(filename, []) is not None
+
+        scenes = []
+        for row, samples in keyframes.scenes():
+            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else is_file)
+            num_kept = int(np.count_nonzero(kept))
+            report.samples += num_kept
+            if num_kept < len(kept):
+                found = report.dropped_samples
+                found[_NO_IMAGE] = found.get(_NO_IMAGE, 0) + len(kept) - num_kept
+            if num_kept:
+                scenes.append((row, samples, kept))
+        if not scenes:
+            dropped = sum(report.dropped_samples.values())
+            raise SourceError(
+                f"no camera of the {dropped} samples in '{self._files.shown}' has an image: each file is absent, or "
+                "marked as not valid in table 'sample_data'; bring the camera files to where the table names them"
+            )
+        return scenes
+
+    def _append_samples(self, folder: Path, keyframes: Keyframes, out: ScanWriter, report: ScanReport) -> int:
         """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
         sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
         num_masked = 0
-        scenes = list(keyframes.scenes())
-        places = ((row, number, len(samples)) for row, samples in scenes for number in range(len(samples)))
-        order = np.concatenate([samples for _, samples in scenes])
+        scenes = self._with_pictures(keyframes, report)
+        places = ((row, kept, int(number)) for row, _, kept in scenes for number in np.flatnonzero(kept))
+        order = np.concatenate([samples[kept] for _, samples, kept in scenes])
+        current = -1
         for first in range(0, len(order), _FRAMES_AT_ONCE):
             geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
             stamps: list[list[str]] = [[] for _ in frames]
-            found = [self._members(keyframes, *of) for of in zip(frames, stamps, strict=True)]
+            found = [self._members(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
             for at, members in enumerate(found):
                 present = {member.name.partition(".")[0] for member in members}
                 geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
             num_cameras = geometry.cam_valid.sum(axis=1).tolist()
             num_masked += geometry.cam_valid.size - sum(num_cameras)
+            for name, count in zip(keyframes.cameras, keyframes.num_distorted(geometry), strict=True):
+                if count:
+                    report.distorted[name.lower()] = report.distorted.get(name.lower(), 0) + count
             for at, (frame, members, encoded) in enumerate(zip(frames, found, encode_stacked(geometry), strict=True)):
-                scene_row, number, num_frames = next(places)
-                if number == 0:
+                scene_row, kept, number = next(places)
+                if scene_row != current:
+                    current = scene_row
                     scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
                     out.begin_clip(ids[scene_row], scene.name, scene.token)
-                    facts = SceneFacts(scene, log, ids[scene_row], num_frames, keyframes.cameras)
+                    facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras)
                 if sweeps is not None:
                     members += self._earlier(keyframes, sweeps, frame, stamps[at])
                 boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
@@ -168,18 +206,23 @@ class NuScenesSource:
             raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
         return version
 
-    def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str]) -> list[Reference]:
+    def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
         """References of the sample's sensor files that are there, in rig order."""
         members: list[Reference] = []
         for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
             if row is None:
                 self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
+                report.mask(camera.lower(), "no row")
+                continue
+            if not row.is_valid:
+                report.mask(camera.lower(), _NOT_VALID)
                 continue
             size = self._file_bytes(row.filename, stamps)
             if size is None:
                 self._refuse_missing(
                     f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
                 )
+                report.mask(camera.lower(), "no file")
                 continue
             extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
             if extension is None:
@@ -190,6 +233,9 @@ class NuScenesSource:
                 )
             members.append(Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height))
         for lidar, row in self._lidars(keyframes, frame):
+            if not row.is_valid:
+                report.mask(lidar.lower(), _NOT_VALID)
+                continue
             size = self._file_bytes(row.filename, stamps)
             if size is None:
                 what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
@@ -200,16 +246,18 @@ class NuScenesSource:
         return members
 
     def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
-        """The lidars that are to be stored, with their rows."""
+        """The lidars of which points are to be stored, with their rows."""
         if self._options.points:
             for lidar, row in zip(keyframes.lidars, frame.sensors[len(keyframes.cameras) :], strict=True):
                 if row is not None:
                     yield lidar, row
 
     def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
-        """References of the sweeps before the sample's own ones; none for a lidar that has none."""
+        """References of the sweeps before the sample's own ones, which are valid as these are."""
         members = []
         for lidar, row in self._lidars(keyframes, frame):
+            if not row.is_valid:
+                continue
             found = sweeps.before(row.token, self._options.sweeps)
             num_bytes = 0
             for filename in found.files:

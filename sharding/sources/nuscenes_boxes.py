@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.spill import Spill
+    from fuelrail.sharding.scan_report import ScanReport
 
 CLASSES: Final = (
     "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
@@ -57,16 +58,23 @@ DETECTION_CLASS: Final = {
     "vehicle.trailer": "trailer",
     "vehicle.truck": "truck",
 }
-"""Category to detection class (nuScenes detection task); the other nine categories have none: label -1."""
+"""Category to detection class (nuScenes detection task)."""
+
+OUTSIDE: Final = frozenset((
+    "animal", "human.pedestrian.personal_mobility", "human.pedestrian.stroller", "human.pedestrian.wheelchair",
+    "movable_object.debris", "movable_object.pushable_pullable", "static_object.bicycle_rack",
+    "vehicle.emergency.ambulance", "vehicle.emergency.police",
+))  # fmt: skip
+"""nuScenes' other nine categories, which are no detection class: label -1."""
 
 MAX_GAP_S: Final = 1.5
 """Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
 
 _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "sample": (np.int64, ()),
-    "label": (np.int16, ()),
+    "category": (np.int32, ()),
     "instance_id": (np.int64, ()),
-    "visibility": (np.int8, ()),
+    "visibility": (np.int32, ()),
     "attribute": (np.int16, ()),
     "translation": (np.float64, (3,)),
     "size_wlh": (np.float64, (3,)),
@@ -74,8 +82,16 @@ _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "num_lidar_pts": (np.int32, ()),
     "num_radar_pts": (np.int32, ()),
 }
-_AS_THEY_ARE: Final = ("label", "instance_id", "num_lidar_pts", "num_radar_pts", "visibility", "attribute")
-_VISIBILITY: Final = {"v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4}
+"""Columns of annotations; ``category``, ``visibility`` and ``attribute`` are rows of those tables."""
+
+_AS_THEY_ARE: Final = ("instance_id", "num_lidar_pts", "num_radar_pts", "attribute")
+_VISIBILITY: Final = {
+    "v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4,
+    "none": 1, "partial": 2, "most": 3, "full": 4,
+}  # fmt: skip
+"""Visibility by nuScenes' levels and by T4's names for them, as t4-devkit equates both."""
+NOT_STATED: Final = "not stated"
+"""Stands in the scan report for the level of annotations without a visibility."""
 
 
 class Annotations:
@@ -88,8 +104,12 @@ class Annotations:
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
         visibilities = read_all(folder, "visibility", Visibility)
+        self._levels = [record.level for record in visibilities]
         self._visibilities = Tokens("visibility", spill, [record.token for record in visibilities])
-        self._visibility_code = np.array([_VISIBILITY.get(record.level, -1) for record in visibilities] + [-1], np.int8)
+        # The last entry is for annotations without a visibility, which are row -1.
+        self._visibility_code = np.array([*(_VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
+        self._per_level = np.zeros(len(self._levels) + 1, np.int64)
+        self._unknown_points = 0
         self._read_instances(folder)
         self._read(folder, samples)
         self._sort_by_sample(len(samples))
@@ -98,21 +118,22 @@ class Annotations:
         return len(self._columns["sample"])
 
     def _read_instances(self, folder: Path) -> None:
-        """Tracks: label and id of each."""
+        """Tracks: category and id of each."""
         categories = read_all(folder, "category", Named)
         tokens = Tokens("category", self._spill, [record.token for record in categories])
-        labels = [CLASSES.index(DETECTION_CLASS[c.name]) if c.name in DETECTION_CLASS else -1 for c in categories]
-        label_of = np.array(labels, np.int16)
+        self._categories = [record.name for record in categories]
+        self._label_of = np.array([label_of(name) for name in self._categories], np.int16)
+        self._per_category = np.zeros(len(categories), np.int64)
         self._instances = Tokens("instance", self._spill)
-        label, number = self._spill.column(np.int16), self._spill.column(np.int64)
+        category, number = self._spill.column(np.int32), self._spill.column(np.int64)
         for piece in read_table(folder, "instance", Instance):
             own = [record.token for record in piece]
             self._instances.extend(own)
             linked = [record.category_token for record in piece]
-            label.append(label_of[tokens.need(linked, table="instance", column="category_token", owners=own)])
+            category.append(tokens.need(linked, table="instance", column="category_token", owners=own))
             number.append([_stable_id(token) for token in own])
         self._instances.check_unique()
-        self._instance_label: NDArray[np.int16] = label.values
+        self._instance_category: NDArray[np.int32] = category.values
         self._instance_id: NDArray[np.int64] = number.values
 
     def _read(self, folder: Path, samples: Tokens) -> None:
@@ -141,17 +162,15 @@ class Annotations:
         attributes = [next(iter(record.attribute_tokens), "") for record in records]
         found: dict[str, Any] = {
             "sample": sample,
-            "label": self._instance_label[instance],
+            "category": self._instance_category[instance],
             "instance_id": self._instance_id[instance],
-            "visibility": self._visibility_code[
-                self._visibilities.resolve(visibilities, column="visibility_token", **of)
-            ],
+            "visibility": self._visibilities.resolve(visibilities, column="visibility_token", **of),
             "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
             "translation": vectors([record.translation for record in records], 3),
             "size_wlh": vectors([record.size for record in records], 3),
             "rotation": vectors([record.rotation for record in records], 4),
-            "num_lidar_pts": [record.num_lidar_pts for record in records],
-            "num_radar_pts": [record.num_radar_pts for record in records],
+            "num_lidar_pts": _point_counts([record.num_lidar_pts for record in records]),
+            "num_radar_pts": _point_counts([record.num_radar_pts for record in records]),
         }
         for name in ("translation", "size_wlh", "rotation"):
             check_finite(found[name], own, table="sample_annotation", column=name)
@@ -210,16 +229,47 @@ class Annotations:
         rotation = rotation_matrices(rotation_wxyz)
         yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
         length_width_height = columns["size_wlh"][:, [1, 0, 2]]
-        points = columns["num_lidar_pts"] + columns["num_radar_pts"]
+        category, visibility = columns["category"], columns["visibility"]
+        # Only a box that is known to have neither lidar nor radar points is not valid.
+        valid = (columns["num_lidar_pts"] != 0) | (columns["num_radar_pts"] != 0)
+        self._per_category += np.bincount(category, minlength=len(self._per_category))
+        self._per_level += np.bincount(visibility + 1, minlength=len(self._per_level))
+        unknown = (columns["num_lidar_pts"] < 0) | (columns["num_radar_pts"] < 0)
+        self._unknown_points += int(np.count_nonzero(unknown))
         found = {
             "boxes3d": np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
             "rotation_wxyz": rotation_wxyz.astype(np.float32),
             "velocity": velocity.astype(np.float32),
-            "valid": (points > 0).astype(np.uint8),
+            "valid": valid.astype(np.uint8),
+            "label": self._label_of[category],
+            "visibility": self._visibility_code[visibility],
             **{name: columns[name] for name in _AS_THEY_ARE},
         }
         for part in parts:
             yield Boxes(**{name: values[part] for name, values in found.items()})
+
+    def report(self, report: ScanReport) -> None:
+        """Add what is known of all boxes that :meth:`of_samples` gave."""
+        report.boxes = int(self._per_category.sum())
+        report.unknown_points = self._unknown_points
+        for name, label, count in zip(self._categories, self._label_of, self._per_category.tolist(), strict=True):
+            if label < 0 and count:
+                names = report.outside_classes if name in OUTSIDE else report.unmapped
+                names[name] = names.get(name, 0) + count
+        for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
+            if level not in _VISIBILITY and count:
+                report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
+
+
+def label_of(category: str) -> int:
+    """Number of the class of a category: nuScenes' own, or of the very name of a class (T4, Lyft); -1 for none."""
+    name = DETECTION_CLASS.get(category, category)
+    return CLASSES.index(name) if name in CLASSES else -1
+
+
+def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:
+    """Numbers of points, -1 for null and for negative ones."""
+    return np.fmax(np.array(stated, np.float64), -1).astype(np.int32)  # NaN stands for null; fmax takes the other
 
 
 def velocities(

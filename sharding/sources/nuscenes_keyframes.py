@@ -3,7 +3,8 @@
 * ``timestamp_ns`` is the sample's timestamp, which is that of its LIDAR_TOP row; ``ego2global`` is that row's ego
   pose. Without a LIDAR_TOP row it is the ego pose of the sample's sensor row nearest in time.
 * Annotations are valid at that time (the devkit hands them out so); boxes go to ego with that pose.
-* nuScenes' images are undistorted: ``dist`` is NaN and ``dist_model`` "none".
+* nuScenes' images are rectified: ``dist`` is NaN and ``dist_model`` "none". T4 states ``camera_distortion``: 4 or 5
+  values are ``opencv_radtan``, 8, 12 or 14 ``opencv_rational``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.schema import NUM_DIST, Geometry
+from fuelrail.pipeline.schema import Geometry
+from fuelrail.pipeline.spill import ROWS_AT_ONCE
 from fuelrail.sharding.sources.nuscenes_boxes import Annotations
-from fuelrail.sharding.sources.nuscenes_poses import Calibrations, Poses
+from fuelrail.sharding.sources.nuscenes_poses import LENS_OF_LENGTH, Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes_tables import (
     Log,
     Record,
@@ -30,7 +32,7 @@ from fuelrail.sharding.sources.nuscenes_tables import (
 from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -46,13 +48,18 @@ _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 
 
 class SensorRow(NamedTuple):
-    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others."""
+    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others.
+
+    ``is_valid`` false: the source says to ignore the file. ``dist_model``: the camera's lens model.
+    """
 
     token: str
     filename: str
     timestamp_us: int
     width: int
     height: int
+    is_valid: bool
+    dist_model: str
 
 
 class Frame(NamedTuple):
@@ -137,6 +144,7 @@ class Keyframes:
         pose_tokens = Tokens("ego_pose", self._spill)
         timestamp_us, image_wh = self._spill.column(np.int64), self._spill.column(np.int32, (2,))
         calibrated_of, sample_of = self._spill.column(np.int32), self._spill.column(np.int64)
+        is_valid = self._spill.column(np.bool_)
         used: set[int] = set()
         # Of 2.6 million rows stay the keyframes of cameras and lidars.
         for piece in read_table(folder, "sample_data", SampleData):
@@ -159,8 +167,10 @@ class Keyframes:
             self.filenames.append([record.filename.encode() for record in rows])
             timestamp_us.append([record.timestamp for record in rows])
             image_wh.append([(record.width or 0, record.height or 0) for record in rows])
+            is_valid.append([record.is_valid for record in rows])
         self.data_timestamp_us: NDArray[np.int64] = timestamp_us.values
         self.image_wh: NDArray[np.int32] = image_wh.values
+        self._is_valid: NDArray[np.bool_] = is_valid.values
         self._calibrated_of: NDArray[np.int32] = calibrated_of.values
         sensors = self._calibrations.sensors
         by_kind = {
@@ -175,7 +185,7 @@ class Keyframes:
         column_of = np.full(len(sensors), -1, np.int64)
         column_of[placed] = np.arange(len(placed))
         self._place(sample_of, column_of, len(placed))
-        self._calibrations.check_intrinsics(by_kind["camera"].values())
+        self._calibrations.check_cameras(by_kind["camera"].values())
         self._poses = Poses(folder, self._spill, pose_tokens, self.data_tokens)
 
     def _place(self, sample_of: SpilledColumn, column_of: NDArray[np.int64], num_columns: int) -> None:
@@ -215,6 +225,31 @@ class Keyframes:
             found[at] = self._poses.of_row[nearest]
         return found
 
+    def have_pictures(self, samples: NDArray[np.int64], is_file: Callable[[str], bool] | None) -> NDArray[np.bool_]:
+        """For each of some samples whether it has the image of one camera at least.
+
+        ``is_file`` says whether a file exists. None where an absent row or file is no mask but an error: both count.
+        """
+        found = np.empty(len(samples), np.bool_)
+        for first in range(0, len(samples), ROWS_AT_ONCE):
+            rows = self.sensor_rows[samples[first : first + ROWS_AT_ONCE], : len(self.cameras)]
+            usable = self._is_valid[rows]
+            if is_file is None:
+                found[first : first + len(rows)] = (usable | (rows < 0)).any(axis=1)
+            else:
+                usable &= rows >= 0
+                for at, (own, of_own) in enumerate(zip(rows, usable, strict=True), first):
+                    found[at] = any(is_file(self.filenames[row]) for row in own[of_own].tolist())
+            self._spill.used(rows.size)
+        return found
+
+    @staticmethod
+    def num_distorted(geometry: Geometry) -> list[int]:
+        """For each camera, how many of its images in a geometry of several samples have lens coefficients."""
+        bent = np.isfinite(geometry.dist[..., 0]) & (geometry.cam_valid > 0)
+        counts: list[int] = np.count_nonzero(bent, axis=0).tolist()
+        return counts
+
     def frames(self, samples: NDArray[np.int64]) -> tuple[Geometry, list[Frame]]:
         """What the tables say of some samples; in the arrays of the geometry they are an axis more, in front.
 
@@ -228,7 +263,8 @@ class Keyframes:
         timestamp_ns = np.where(has, self.data_timestamp_us[rows] * NS_PER_US, -1)
         sensor2ego = np.where(has[..., None, None], self._calibrations.sensor2ego[calibrated], np.nan)
         ego2global = np.where(has[..., None, None], self._poses.ego2global(poses), np.nan)
-        img_wh = np.where(has[:, :split, None], self.image_wh[rows[:, :split]], -1).astype(np.int32)
+        image_wh = self.image_wh[rows[:, :split]]
+        img_wh = np.where(has[:, :split, None] & (image_wh > 0), image_wh, -1).astype(np.int32)
         intrinsics = np.where(has[:, :split, None, None], self._calibrations.intrinsics[calibrated[:, :split]], np.nan)
         unknown = np.full((len(samples), 3), np.nan)
         geometry = Geometry(
@@ -236,7 +272,7 @@ class Keyframes:
             cam_timestamp_ns=timestamp_ns[:, :split],
             img_wh=img_wh,
             intrinsics=intrinsics,
-            dist=np.full((len(samples), split, NUM_DIST), np.nan),
+            dist=np.where(has[:, :split, None], self._calibrations.dist[calibrated[:, :split]], np.nan),
             cam2ego=sensor2ego[:, :split],
             cam_ego2global=ego2global[:, :split],
             ego2global=self._poses.ego2global(reference),
@@ -257,6 +293,8 @@ class Keyframes:
             self.filenames.take(there),
             self.data_timestamp_us[there].tolist(),
             *self.image_wh[there].T.tolist(),
+            self._is_valid[there].tolist(),
+            map(LENS_OF_LENGTH.get, self._calibrations.num_dist[calibrated[has]].tolist()),
             strict=True,
         )
         found = map(SensorRow._make, sensor_rows)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.lens import MODELS, UNBENT
 from fuelrail.pipeline.rigid import rigid
+from fuelrail.pipeline.schema import NUM_DIST
 from fuelrail.sharding.sources.nuscenes_tables import (
     CalibratedSensor,
     EgoPose,
@@ -29,11 +31,18 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.tokens import Owners
 
 
+LENS_OF_LENGTH: Final = {
+    0: UNBENT,
+    **{length: model for model in ("opencv_radtan", "opencv_rational") for length in MODELS[model][1]},
+}
+"""Number of values in ``camera_distortion`` to the lens model that they are of, in OpenCV's order."""
+
+
 class Calibrations:
     """Tables ``sensor`` and ``calibrated_sensor``.
 
-    ``sensor_of``, ``sensor2ego`` (4, 4) and ``intrinsics`` (3, 3; NaN for what is no camera) have a row for each of
-    ``calibrated_sensor``.
+    ``sensor_of``, ``sensor2ego`` (4, 4), ``intrinsics`` (3, 3; NaN for what is no camera), ``dist`` (14; NaN-padded)
+    and ``num_dist`` (number of lens coefficients, 0 for none) have a row for each of ``calibrated_sensor``.
     """
 
     def __init__(self, folder: Path, spill: Spill) -> None:
@@ -42,6 +51,7 @@ class Calibrations:
         self.tokens = Tokens("calibrated_sensor", spill)
         sensor_of, sensor2ego = spill.column(np.int32), spill.column(np.float64, (4, 4))
         intrinsics = spill.column(np.float64, (3, 3))
+        dist, num_dist = spill.column(np.float64, (NUM_DIST,)), spill.column(np.int32)
         none = np.full((3, 3), np.nan)
         for piece in read_table(folder, "calibrated_sensor", CalibratedSensor):
             own = [record.token for record in piece]
@@ -53,21 +63,33 @@ class Calibrations:
             intrinsics.append(
                 [record.camera_intrinsic if len(record.camera_intrinsic) == 3 else none for record in piece]
             )
+            lenses = [_coefficients(record) for record in piece]
+            dist.append([(*lens, *[np.nan] * NUM_DIST)[:NUM_DIST] for lens in lenses])
+            num_dist.append([len(lens) for lens in lenses])
         self.tokens.check_unique()
         self.sensor_of: NDArray[np.int32] = sensor_of.values
         self.sensor2ego: NDArray[np.float64] = sensor2ego.values
         self.intrinsics: NDArray[np.float64] = intrinsics.values
+        self.dist: NDArray[np.float64] = dist.values
+        self.num_dist: NDArray[np.int32] = num_dist.values
 
     def of_kind(self, *modalities: str) -> NDArray[np.bool_]:
         """For each row whether its sensor is of one of these."""
         wanted = np.array([sensor.modality in modalities for sensor in self.sensors], np.bool_)
         return np.asarray(wanted[self.sensor_of], np.bool_)
 
-    def check_intrinsics(self, cameras: Collection[int]) -> None:
-        """Raise SourceError where a row of one of these sensors has no intrinsics."""
-        lacking = np.isin(self.sensor_of, list(cameras)) & np.isnan(self.intrinsics[:, 0, 0])
-        for row in np.flatnonzero(lacking).tolist():
+    def check_cameras(self, cameras: Collection[int]) -> None:
+        """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of no known model."""
+        of_camera = np.isin(self.sensor_of, list(cameras))
+        for row in np.flatnonzero(of_camera & np.isnan(self.intrinsics[:, 0, 0])).tolist():
             raise SourceError(f"table 'calibrated_sensor': camera row '{self.tokens[row]}' has no 3 x 3 intrinsics")
+        for row in np.flatnonzero(of_camera & ~np.isin(self.num_dist, list(LENS_OF_LENGTH))).tolist():
+            allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
+            raise SourceError(
+                f"table 'calibrated_sensor': camera row '{self.tokens[row]}' has {self.num_dist[row]} values in "
+                f"camera_distortion; allowed are {allowed}, in OpenCV's order k1, k2, p1, p2, k3, ...; for an image "
+                "that is rectified, state an empty list"
+            )
 
 
 class Poses:
@@ -101,6 +123,12 @@ class Poses:
         """Matrices (..., 4, 4) of poses (...)."""
         flat = poses.ravel()
         return rigid(self.wxyz[flat], self.xyz[flat]).reshape(*poses.shape, 4, 4)
+
+
+def _coefficients(record: CalibratedSensor) -> tuple[float, ...]:
+    """The lens coefficients of a row; none where all are 0."""
+    stated = record.camera_distortion or ()
+    return stated if any(stated) else ()
 
 
 def _pose(

@@ -16,6 +16,8 @@ from fuelrail.sharding.table import frame_key
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.schema import Boxes
     from fuelrail.sharding.sources.nuscenes_keyframes import Frame
     from fuelrail.sharding.sources.nuscenes_tables import Log, Scene
@@ -34,6 +36,17 @@ ATTRIBUTE_TYPES: Final[dict[str, type]] = {
     "num_boxes": int,
     **dict.fromkeys(_COUNTS, int),
 }
+
+_CONDITIONS: Final = {
+    "night": re.compile(r"\bnight(?:[ -]?time)?\b"),
+    "rain": re.compile(r"(?<!\bno )(?<!\bwithout )\brain(?:s|y|ing|fall)?\b"),
+}
+_NUSCENES_LOCATIONS: Final = frozenset(
+    ("boston-seaport", "singapore-hollandvillage", "singapore-onenorth", "singapore-queenstown")
+)
+"""Where nuScenes was recorded: the devkit knows maps of these alone."""
+_SYNTHETIC: Final = "synth-"
+"""Begins the locations of `fuelrail synth`, whose descriptions are made as nuScenes' are."""
 
 _CLIP_ID: Final = re.compile(r"[a-z0-9_-]{1,64}\Z")
 
@@ -56,11 +69,11 @@ def clip_ids(scenes: Sequence[Scene]) -> list[str]:
 class SceneFacts:
     """What all samples of a scene have in common."""
 
-    def __init__(self, scene: Scene, log: Log, clip_id: str, num_frames: int, cameras: Sequence[str]) -> None:
-        """``cameras`` are the names of the rig's cameras."""
-        conditions = _conditions(scene)
+    def __init__(self, scene: Scene, log: Log, clip_id: str, kept: NDArray[np.bool_], cameras: Sequence[str]) -> None:
+        """``kept``: which of the scene's frames are in the dataset; ``cameras``: the names of the rig's cameras."""
+        conditions = _conditions(scene, log)
         self._cameras = [name.lower() for name in cameras]
-        self._num_frames = num_frames
+        self._has_frame = np.pad(kept, 1)
         self._common: dict[str, Any] = {
             "schema": SCHEMA,
             "dataset": "",
@@ -69,7 +82,7 @@ class SceneFacts:
             "clip_name": scene.name,
             "log_id": log.logfile or log.token,
             "vehicle": log.vehicle,
-            "num_frames": num_frames,
+            "num_frames": len(kept),
             "is_key_frame": True,
             "split": "",
             "tags": {"location": log.location, "description": scene.description, **conditions},
@@ -85,26 +98,31 @@ class SceneFacts:
         }
 
     def meta(self, number: int, frame: Frame, members: Sequence[Reference]) -> Meta:
-        """The metadata of frame ``number``; dataset, split and license are filled in when shards are written."""
+        """The metadata of frame ``number``; dataset, split and license are filled in when shards are written.
+
+        Frames keep their numbers in the scene: a frame next to a dropped one has no neighbour on that side.
+        """
         clip_id = self._common["clip_id"]
         cameras: dict[str, CameraMeta] = {}
         latest_us = 0
         for name, row in zip(self._cameras, frame.sensors, strict=False):
             if row is not None:
                 latest_us = max(latest_us, abs(row.timestamp_us - frame.timestamp_us))
-                cameras[name] = CameraMeta(
-                    token=row.token,
-                    timestamp_ns=row.timestamp_us * NS_PER_US,
-                    width=row.width,
-                    height=row.height,
-                )
+                if row.width > 0 and row.height > 0:  # a masked image may have no size
+                    cameras[name] = CameraMeta(
+                        token=row.token,
+                        timestamp_ns=row.timestamp_us * NS_PER_US,
+                        width=row.width,
+                        height=row.height,
+                        dist_model=row.dist_model,
+                    )
         present = {member.name.partition(".")[0] for member in members}
         return Meta(
             key=frame_key(clip_id, number),
             sample_token=frame.token,
             frame_idx=number,
-            prev_key=frame_key(clip_id, number - 1) if number else None,
-            next_key=frame_key(clip_id, number + 1) if number + 1 < self._num_frames else None,
+            prev_key=frame_key(clip_id, number - 1) if self._has_frame[number] else None,
+            next_key=frame_key(clip_id, number + 1) if self._has_frame[number + 2] else None,
             timestamp_ns=frame.timestamp_us * NS_PER_US,
             cameras=cameras,
             stats={
@@ -128,7 +146,13 @@ class SceneFacts:
         }
 
 
-def _conditions(scene: Scene) -> dict[str, bool]:
-    """Night and rain as the free-text description has them; nothing where there is none (test split)."""
+def _conditions(scene: Scene, log: Log) -> dict[str, bool]:
+    """Night and rain as far as the free-text description states them: what is not known is left out.
+
+    nuScenes' own descriptions name both wherever they occur, so there a description without the word is a denial. Those
+    of others deny nothing by silence, and an empty one (nuScenes' test split) says nothing at all.
+    """
     text = scene.description.lower()
-    return {word: re.search(rf"\b{word}", text) is not None for word in ("night", "rain")} if text else {}
+    stated = {word: bool(pattern.search(text)) for word, pattern in _CONDITIONS.items()}
+    names_all = text and (log.location in _NUSCENES_LOCATIONS or log.location.startswith(_SYNTHETIC))
+    return stated if names_all else {word: True for word, is_stated in stated.items() if is_stated}

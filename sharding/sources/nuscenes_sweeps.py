@@ -72,6 +72,7 @@ class LidarSweeps:
         self._tokens, self._prev = Tokens("sample_data", spill), TokenColumn(spill)
         self._files, pose_tokens = spill.texts(), Tokens("ego_pose", spill)
         timestamp_us, calibrated_of = spill.column(np.int64), spill.column(np.int32)
+        is_valid = spill.column(np.bool_)
         for piece in read_table(folder, "sample_data", _Linked):
             linked = self._calibrations.tokens.find([record.calibrated_sensor_token for record in piece])
             at = np.flatnonzero((linked >= 0) & is_lidar[linked])
@@ -82,13 +83,15 @@ class LidarSweeps:
             pose_tokens.extend([record.ego_pose_token for record in rows])
             timestamp_us.append([record.timestamp for record in rows])
             calibrated_of.append(linked[at])
+            is_valid.append([record.is_valid for record in rows])
         self._tokens.check_unique()
         self._timestamp_us: NDArray[np.int64] = timestamp_us.values
         self._calibrated_of: NDArray[np.int32] = calibrated_of.values
+        self._is_valid: NDArray[np.bool_] = is_valid.values
         self._poses = Poses(folder, spill, pose_tokens, self._tokens)
 
     def before(self, token: str, num_sweeps: int) -> SweepList:
-        """The ``num_sweeps`` sweeps before the row ``token``, fewer where its links end; raises SourceError."""
+        """The ``num_sweeps`` valid sweeps before the row ``token``, fewer where its links end; raises SourceError."""
         row = int(self._tokens.find([token])[0])
         found: list[int] = []
         while len(found) < num_sweeps and (prev := self._prev[row]):
@@ -97,7 +100,8 @@ class LidarSweeps:
                 what = "is not a lidar's row" if before < 0 else "is not earlier than it"
                 raise SourceError(f"table 'sample_data': row '{self._tokens[row]}' has the prev '{prev}', which {what}")
             row = before
-            found.append(row)
+            if self._is_valid[row]:
+                found.append(row)
         rows = np.array(found, np.int64)
         lidar2ego = self._calibrations.sensor2ego[self._calibrated_of[rows]]
         lidar2global = self._poses.ego2global(self._poses.of_row[rows]) @ lidar2ego

@@ -11,7 +11,7 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ _PIECE_BYTES: Final = 1 << 18
 
 Vector3 = tuple[float, float, float]
 Vector4 = tuple[float, float, float, float]
+Points = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None
+"""A number of points as int32 holds it."""
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
@@ -78,12 +80,16 @@ class Sensor(Record, frozen=True, gc=False):
 
 
 class CalibratedSensor(Record, frozen=True, gc=False):
-    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is no camera."""
+    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is no camera.
+
+    ``camera_distortion`` (T4): coefficients in OpenCV's order; empty, null or all 0 for none.
+    """
 
     sensor_token: str
     translation: Vector3
     rotation: Vector4
     camera_intrinsic: tuple[Vector3, ...]
+    camera_distortion: tuple[float, ...] | None = ()
 
 
 class EgoPose(Record, frozen=True, gc=False):
@@ -94,7 +100,7 @@ class EgoPose(Record, frozen=True, gc=False):
 
 
 class SampleData(Record, frozen=True, gc=False):
-    """Table ``sample_data``: one file; time in microseconds."""
+    """Table ``sample_data``: one file; time in microseconds. T4 marks data to be ignored with ``is_valid`` false."""
 
     sample_token: str
     ego_pose_token: str
@@ -104,6 +110,7 @@ class SampleData(Record, frozen=True, gc=False):
     is_key_frame: bool
     width: int | None = 0
     height: int | None = 0
+    is_valid: bool = True
 
 
 class Named(Record, frozen=True, gc=False):
@@ -125,7 +132,10 @@ class Instance(Record, frozen=True, gc=False):
 
 
 class Annotation(Record, frozen=True, gc=False):
-    """Table ``sample_annotation``: a box in global coordinates, size as width, length, height."""
+    """Table ``sample_annotation``: a box in global coordinates, size as width, length, height.
+
+    A number of points that is absent, null or negative is unknown.
+    """
 
     sample_token: str
     instance_token: str
@@ -134,8 +144,8 @@ class Annotation(Record, frozen=True, gc=False):
     rotation: Vector4
     prev: str
     next: str
-    num_lidar_pts: int
-    num_radar_pts: int
+    num_lidar_pts: Points = -1
+    num_radar_pts: Points = -1
     visibility_token: str = ""
     attribute_tokens: tuple[str, ...] = ()
 

@@ -191,7 +191,7 @@ def test_attributes(made, tmp_path):
     rows = next(table.attribute_parts()).to_pylist()
     assert rows[0]["num_boxes"] == 3
     assert (rows[0]["num_car"], rows[0]["num_pedestrian"], rows[0]["num_barrier"], rows[0]["num_bus"]) == (1, 1, 1, 0)
-    assert [row["night"] for row in rows] == [False, False, False, True, True, False]
+    assert [row["night"] for row in rows] == [None, None, None, True, True, None]
     assert rows[0]["location"] == "testville"
     assert rows[0]["num_cameras"] == 6
 
