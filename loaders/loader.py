@@ -122,7 +122,8 @@ class DataLoader:
         storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
             "fsspec" and "obstore" also say the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
         storage_options: passed to fsspec: credentials, endpoint, profile. Better left to the environment.
-        cache_dir: local folder to keep samples of slow or remote storage in, shared by the ranks of a host.
+        cache_dir: local folder to keep samples of slow or remote storage in, shared by the ranks of a host. It must
+            belong to this user and be no link; what is made in it is for this user only.
         cache_size: bytes that it may take, or a text such as "500GB"; None: 80 % of the free space. When full, the
             sample whose next use is farthest goes.
         look_ahead_bytes: samples asked for before their turn, at most; None: 64 MiB locally, 256 MiB remotely.
