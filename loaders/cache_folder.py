@@ -30,7 +30,6 @@ import re
 import secrets
 import threading
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -41,6 +40,7 @@ from fuelrail.pipeline.private import make_folder, open_file, open_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 _FORMAT: Final = "fuelrail-span-cache"
 _VERSION: Final = 1
@@ -192,14 +192,15 @@ class CacheFolder:
 
     def _claim(self, marker: _Marker) -> None:
         file = self.path / "cache.json"
-        is_empty = not os.listdir(self._data_fd)  # looked up first: another process may fill it once cache.json is here
+        # Looked up first: another process may fill it as soon as cache.json is here.
+        is_empty = not _names_in(self._data_fd)
         try:
             fd = open_file(file, os.O_RDONLY, self._fd)
         except FileNotFoundError:
             if not is_empty:
                 raise ConfigError(
-                    f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; choose "
-                    "another folder"
+                    f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; "
+                    "choose another folder"
                 ) from None
             self._rename(self._write_temporary(msgspec.json.encode(marker) + b"\n"), "cache.json", self._fd)
             fd = open_file(file, os.O_RDONLY, self._fd)
@@ -231,8 +232,8 @@ class CacheFolder:
         self._table = np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
 
     def _take_stock(self) -> None:
-        """Make the table say what is in the folder; remove what is ours and damaged, or left over by a killed process."""
-        for name in os.listdir(self._tmp_fd):
+        """Make the table say what is in the folder; remove our own damaged files and those of killed processes."""
+        for name in _names_in(self._tmp_fd):
             if _TEMPORARY.fullmatch(name):
                 self._discard(name)
         self._table[:] = 0
@@ -257,12 +258,17 @@ class CacheFolder:
 
     def _groups(self) -> Iterator[tuple[str, int]]:
         """The folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
-        for group in filter(_NUMBER.fullmatch, os.listdir(self._data_fd)):
+        for group in filter(_NUMBER.fullmatch, _names_in(self._data_fd)):
             fd = open_folder(self.path / "data" / group, self._data_fd)
             try:
                 yield group, fd
             finally:
                 os.close(fd)
+
+
+def _names_in(folder_fd: int) -> list[str]:
+    with os.scandir(folder_fd) as entries:
+        return [entry.name for entry in entries]
 
 
 def _name(index: int) -> str:

@@ -1,8 +1,9 @@
 """Loader state: a few numbers that say where in the training sequence a run stands, and what that sequence is.
 
-What it is: the dataset, split, order and windows, which decide the samples and their order, and the settings that decide
-what a sample holds. It holds no shuffled list, no generator and no queue content, so it is the same on every rank, and restoring it costs
-one seek whatever the position. Batches that were prefetched but not handed out do not count as consumed.
+What it is: the dataset, split, order and windows, which decide the samples and their order, and the settings that
+decide what a sample holds. A state holds no shuffled list, no generator and no queue content, so it is the same on every
+rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not handed out do not count
+as consumed.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
 def _check_numbers(state: LoaderState) -> None:
     if not (0 <= state.epoch < _MAX_NUMBER and 0 <= state.samples_consumed < _MAX_NUMBER):
         raise StateMismatchError(
-            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both must be 0 or more, and below "
-            "2**62"
+            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both must be 0 or more, and "
+            "below 2**62"
         )
     if not 1 <= state.global_batch_size < _MAX_NUMBER:
         raise StateMismatchError(

@@ -115,9 +115,10 @@ def fingerprint(manifest: Manifest) -> str:
 
     Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The version of the tool,
     the name and the options are not covered, so that a later release can make the same dataset again. Nor is
-    ``attributes.parquet``, whose bytes depend on Arrow's version: what an order selects by it is in the order's identity.
+    ``attributes.parquet``, whose bytes depend on Arrow's version: the order's identity says what was selected by it.
     """
-    covered = {name: value for name, value in msgspec.structs.asdict(manifest).items() if name not in _NOT_IN_FINGERPRINT}
+    entries = msgspec.structs.asdict(manifest)
+    covered = {name: value for name, value in entries.items() if name not in _NOT_IN_FINGERPRINT}
     covered["files"] = [file for file in manifest.files if file.name in _READ_BY_LOADERS]
     return _sha256(covered)
 

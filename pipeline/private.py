@@ -1,24 +1,27 @@
 """Folders and files of one user, in places where others may write too: caches.
 
 Whoever may write in a shared place can put a link or a folder of their own where ours is about to be. So a folder is
-opened, not believed: it must belong to this user and be no link, and what we make is for this user only. Files in it are
-opened by its descriptor, and no link is followed there.
+opened, not believed: it must belong to this user and be no link, and what we make is for this user only. Files in it
+are opened by its descriptor, and no link is followed there.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = True) -> int:
     """Open a folder of this user, made with mode 0700 where it is missing; returns its descriptor.
 
-    With ``parent_fd`` only the last part of ``path`` is looked up, in that folder. ``restrict`` takes away the rights of
-    others in a folder that is already there. Raises ConfigError for a link or another owner, and OSError.
+    With ``parent_fd`` only the last part of ``path`` is looked up, in that folder. ``restrict`` takes away the
+    rights of others in a folder that is already there. Raises ConfigError for a link or another owner, and OSError.
     """
     name = path if parent_fd is None else path.name
     try:

@@ -330,9 +330,8 @@ class TestH2:
         made = [tmp_path / "new" / "cache", *(tmp_path / "new" / "cache").rglob("*")]
         modes = {path.name: oct(path.stat().st_mode & 0o777) for path in made}
         names = {cache.folder.path.name, "cache", "spans", "data", "tmp", "0"}
-        assert modes == {name: "0o700" for name in names} | {
-            name: "0o600" for name in ("cache.json", "lock", "users.lock", "table", "3")
-        }
+        files_made = ("cache.json", "lock", "users.lock", "table", "3")
+        assert modes == dict.fromkeys(names, "0o700") | dict.fromkeys(files_made, "0o600")
 
     def test_h2_the_rights_of_others_in_an_older_cache_are_taken_away(self, tmp_path):
         cache_at(tmp_path).close()

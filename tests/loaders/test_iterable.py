@@ -105,7 +105,7 @@ class TestL8WorkersWithoutTheView:
     def test_l8_several_workers_that_each_give_every_batch_warn(self, tiny):
         """Warnings are errors here, and torch hands a worker's error to the main process."""
         outer = TorchLoader(Plain(make(tiny, 2)), batch_size=None, num_workers=2)
-        with pytest.raises(UserWarning, match="each worker gives every batch, 2 times in all; wrap it in .*IterableView"):
+        with pytest.raises(UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"):
             next(iter(outer))
 
     def test_l8_the_view_does_not_warn(self, tiny):

@@ -234,9 +234,7 @@ class TestFaults:
 
 
 class TestOpening:
-    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_manifest(
-        self, serve, pristine, tmp_path
-    ):
+    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_manifest(self, serve, pristine, tmp_path):
         server = serve(pristine)
         here = open_dataset(pristine)
         name = hashlib.sha256((pristine / "dataset.json").read_bytes()).hexdigest()
