@@ -1,9 +1,9 @@
 """Loader state: a few numbers that say where in the training sequence a run stands, and what that sequence is.
 
 What it is: the dataset, split, order and windows, which decide the samples and their order, and the settings that
-decide what a sample holds. A state holds no shuffled list, no generator and no queue content, so it is the same on every
-rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not handed out do not count
-as consumed.
+decide what a sample holds. A state holds no shuffled list, no generator and no queue content, so it is the same on
+every rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not handed out do
+not count as consumed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Opening one fetches the manifest, and the index and attribute table once into a local folder named by the manifest's
 SHA-256, where the index is mapped as every local one is. The folder is for this user only. Shards stay where they are;
-loaders read ranges of them. Credentials and endpoints come by each library's own means (environment, profiles, ``storage_options``) and go into
-no message, file or log.
+loaders read ranges of them. Credentials and endpoints come by each library's own means (environment, profiles,
+``storage_options``) and go into no message, file or log.
 """
 
 from __future__ import annotations
