@@ -19,6 +19,7 @@ from fuelrail.loaders.cache_size import parse_size, part_of_free_space
 from fuelrail.loaders.foresight import NEVER, FarthestFirst
 from fuelrail.loaders.storage.buffers import SpanBuffers
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.private import make_folder
 from fuelrail.pipeline.remote import DISK_FULL
 
 if TYPE_CHECKING:
@@ -37,16 +38,16 @@ _KEEP_BUFFERS_BYTES: Final = 64 << 20
 class CachedSpan:
     """A span that is in the cache; opened at once where descriptors allow it, so that eviction cannot take it away."""
 
-    __slots__ = ("_cache", "_fd", "_length", "_path")
+    __slots__ = ("_cache", "_fd", "_index", "_length")
 
-    def __init__(self, cache: SpanCache, path: Path, length: int, fd: int) -> None:
-        self._cache, self._path, self._length, self._fd = cache, path, length, fd
+    def __init__(self, cache: SpanCache, index: int, length: int, fd: int) -> None:
+        self._cache, self._index, self._length, self._fd = cache, index, length, fd
 
     def read(self) -> memoryview | None:
         """Its bytes, unchecked; None where the file is gone or cut."""
         try:
             if self._fd < 0:
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = self._cache.folder.open_file(self._index)
                 self._cache.num_open += 1
             buffer = self._cache.buffers.take(self._length)
             done = 0
@@ -56,7 +57,7 @@ class CachedSpan:
                     return None
                 done += count
         except OSError as error:
-            _LOG.warning("cache file '%s' cannot be read: %s", self._path, error)
+            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.file(self._index), error)
             return None
         return buffer
 
@@ -82,9 +83,9 @@ class SpanCache:
     ) -> None:
         """Open the cache in ``folder``, or begin one; ``length_of`` tells a sample's bytes.
 
-        Raises ConfigError where it is of another dataset or version.
+        Raises ConfigError where it is of another dataset, version or user.
         """
-        self._folder = CacheFolder(folder, fingerprint, num_samples, length_of, max_bytes)
+        self.folder = CacheFolder(folder, fingerprint, num_samples, length_of, max_bytes)
         self._length_of = length_of
         self.buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
         self.num_open = 0
@@ -101,7 +102,8 @@ class SpanCache:
         fingerprint = dataset.manifest.fingerprint
         folder = base / fingerprint
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            make_folder(base.parent, restrict=False)
+            make_folder(base)
             max_bytes = parse_size(cache_size) if cache_size is not None else part_of_free_space(base, folder)
         except OSError as error:
             raise ConfigError(f"cache_dir: '{cache_dir}' cannot be used as a cache: {error}") from error
@@ -126,69 +128,68 @@ class SpanCache:
 
     def foresee(self, foresight: Foresight | None, uses_per_step: int = 0) -> None:
         """From now on evict by this foresight (of an iteration that begins), or not at all."""
-        with self._folder.thread_lock:
+        with self.folder.thread_lock:
             if foresight is None:
                 self._policy = None
                 return
             # Other ranks' newcomers appear about when they are used; two steps later they are there for sure.
-            self._policy = FarthestFirst(foresight, self._folder.holds, lag=2 * uses_per_step)
+            self._policy = FarthestFirst(foresight, self.folder.holds, lag=2 * uses_per_step)
             self._has_stock = False
 
     def open(self, index: int, length: int) -> CachedSpan | None:
         """The span of sample ``index`` if it is here; the kernel starts reading it."""
-        if not self._folder.holds(index):
-            with self._folder.thread_lock:
+        if not self.folder.holds(index):
+            with self.folder.thread_lock:
                 self._counts = self._counts._replace(misses=self._counts.misses + 1)
             return None
-        path = self._folder.file(index)
         if self.num_open >= _OPEN_FILES:
-            return CachedSpan(self, path, length, -1)
+            return CachedSpan(self, index, length, -1)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self.folder.open_file(index)
         except OSError:
             self.forget(index)
             return None
         self.num_open += 1
         os.posix_fadvise(fd, 0, length, os.POSIX_FADV_WILLNEED)
-        return CachedSpan(self, path, length, fd)
+        return CachedSpan(self, index, length, fd)
 
     def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
         """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
 
         A disk that is full or fails ends admission, with one warning; what is here goes on being used.
         """
-        if not self._writes or len(span) > self._folder.max_bytes:
+        if not self._writes or len(span) > self.folder.max_bytes:
             return False
         try:
             if not self._reserve(index, len(span), time):
-                return self._folder.holds(index)
+                return self.folder.holds(index)
         except OSError as error:
             self._give_up_writing(error)
             return False
         try:
-            self._folder.write(index, span)
+            self.folder.write(index, span)
         except OSError as error:
-            with self._folder.locked():
-                self._folder.used_bytes -= len(span)
+            with self.folder.locked():
+                self.folder.used_bytes -= len(span)
             self._give_up_writing(error)
             return False
-        with self._folder.locked():
-            self._folder.enter(index)
+        with self.folder.locked():
+            self.folder.enter(index)
         return True
 
     def forget(self, index: int) -> None:
         """Drop a file that is gone or damaged."""
-        with self._folder.locked():
-            if self._folder.holds(index):
+        with self.folder.locked():
+            if self.folder.holds(index):
                 _LOG.warning(
-                    "cache file '%s' is missing or damaged; the sample is fetched again", self._folder.file(index)
+                    "cache file '%s' is missing or damaged; the sample is fetched again", self.folder.file(index)
                 )
                 self._counts = self._counts._replace(damaged=self._counts.damaged + 1)
-                self._folder.remove(index)
+                self.folder.remove(index)
 
     def count_hit(self, num_bytes: int) -> None:
         """Count a span that was read here and found good."""
-        with self._folder.thread_lock:
+        with self.folder.thread_lock:
             counts = self._counts
             self._counts = counts._replace(hits=counts.hits + 1, hit_bytes=counts.hit_bytes + num_bytes)
 
@@ -197,32 +198,32 @@ class SpanCache:
         counts = self._counts
         return stats._replace(
             cache_hits=counts.hits, cache_misses=counts.misses, cache_hit_bytes=counts.hit_bytes,
-            cache_bytes=self._folder.used_bytes, cache_evictions=counts.evictions, cache_damaged=counts.damaged,
+            cache_bytes=self.folder.used_bytes, cache_evictions=counts.evictions, cache_damaged=counts.damaged,
         )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the folder."""
-        self._folder.close()
+        self.folder.close()
 
     # Admission and eviction, under the lock
 
     def _reserve(self, index: int, length: int, time: int | None) -> bool:
         """Make room for a newcomer and count it as here; False where it is here already or not worth it."""
-        with self._folder.locked():
-            if self._folder.holds(index):
+        with self.folder.locked():
+            if self.folder.holds(index):
                 return False
-            is_full = self._folder.used_bytes + length > self._folder.max_bytes
+            is_full = self.folder.used_bytes + length > self.folder.max_bytes
             policy = self._policy if time is not None and (is_full or self._has_stock) else None
             next_use = NEVER
             if policy is not None and time is not None:
                 policy.advance(time)
                 if policy.wants_stock:  # not before the cache is full: until then nobody asks what should go
-                    policy.rebuild(self._folder.held(), time)
+                    policy.rebuild(self.folder.held(), time)
                     self._has_stock = True
                 next_use = policy.next_use(index)
             if is_full and (policy is None or not self._make_room(policy, length, next_use)):
                 return False
-            self._folder.used_bytes += length
+            self.folder.used_bytes += length
             if policy is not None:
                 policy.add(index, next_use)
             return True
@@ -232,13 +233,13 @@ class SpanCache:
         if next_use == NEVER:
             return False
         victims: dict[int, int] = {}
-        room = self._folder.max_bytes - self._folder.used_bytes
+        room = self.folder.max_bytes - self.folder.used_bytes
         restocked = False
         while room < length:
             victim = policy.pop()
             if victim is None and not restocked:
                 restocked = True  # what other processes brought
-                policy.rebuild(np.setdiff1d(self._folder.held(), list(victims)), policy.now)
+                policy.rebuild(np.setdiff1d(self.folder.held(), list(victims)), policy.now)
                 continue
             if victim is not None and victim[0] in victims:
                 continue  # it may come twice, and frees its room but once
@@ -250,7 +251,7 @@ class SpanCache:
             victims[victim[0]] = victim[1]
             room += self._length_of(victim[0])
         for row in victims:
-            self._folder.remove(row)
+            self.folder.remove(row)
         self._counts = self._counts._replace(evictions=self._counts.evictions + len(victims))
         return True
 
@@ -258,5 +259,5 @@ class SpanCache:
         self._writes = False
         _LOG.warning(
             "cache '%s' takes no more samples: %s; going on without, at the speed of the remote storage",
-            self._folder.path, error,
+            self.folder.path, error,
         )  # fmt: skip

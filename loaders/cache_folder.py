@@ -10,8 +10,11 @@
       data/5/14a2    one file a sample: its span, nothing else; names are row numbers in hexadecimal
       tmp/           files being written
 
+The folder and all in it belong to one user and are for nobody else: mode 0700, no links, other owners refused
+(:mod:`fuelrail.pipeline.private`). What the loader did not make is never removed.
+
 A file appears under its name by rename, when it is whole. Nothing is synced: after a power cut a file may be short or
-hold zeros, so every read is held against the index's digest, and a damaged file is a miss. Killed processes leave at
+hold zeros, so every read is checked against the index's digest, and a damaged file is a miss. Killed processes leave at
 most files in ``tmp`` and a wrong count of bytes, until the next one that is alone.
 """
 
@@ -24,24 +27,28 @@ import itertools
 import mmap
 import os
 import re
-import shutil
+import secrets
 import threading
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.private import make_folder, open_file, open_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 _FORMAT: Final = "fuelrail-span-cache"
 _VERSION: Final = 1
 _HEADER_BYTES: Final = 64
 _FOLDER_BITS: Final = 10
+_MARKER_BYTES: Final = 1 << 16
+_NUMBER: Final = re.compile("[0-9a-f]{1,15}")
+_TEMPORARY: Final = re.compile("[0-9]+-[0-9a-f-]+|[0-9]+-marker")
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -67,18 +74,23 @@ class CacheFolder:
         self.path, self.max_bytes, self._length_of = path, max_bytes, length_of
         self.thread_lock = threading.RLock()
         """Held under :meth:`locked` too; alone it guards what concerns this process only."""
-        self._numbers = itertools.count()
-        self._files = contextlib.ExitStack()
+        self._numbers, self._token = itertools.count(), secrets.token_hex(4)
+        self._files, folders = contextlib.ExitStack(), contextlib.ExitStack()
         weakref.finalize(self, self._files.close)
+        weakref.finalize(self, folders.close)  # not before: spans are opened by these after `close` too
         try:
-            (path / "data").mkdir(parents=True, exist_ok=True)
-            (path / "tmp").mkdir(exist_ok=True)
+            make_folder(path)
+            self._fd = _kept(folders, open_folder(path))
+            self._data_fd = _kept(folders, open_folder(path / "data", self._fd))
+            self._tmp_fd = _kept(folders, open_folder(path / "tmp", self._fd))
             self._claim(_Marker(_FORMAT, _VERSION, fingerprint, num_samples))
             self._lock_fd = self._open("lock")
             users_fd = self._open("users.lock")
             with self.locked():
                 alone = _try_lock(users_fd)
                 self._map_table(num_samples)
+                for _ in self._groups():
+                    pass  # refuses links and folders of others
                 if alone:
                     self._take_stock()
                 fcntl.flock(users_fd, fcntl.LOCK_SH)
@@ -109,26 +121,48 @@ class CacheFolder:
 
     def file(self, index: int) -> Path:
         """Where a sample's file lies, if it is here."""
-        return self.path / "data" / f"{index >> _FOLDER_BITS:x}" / f"{index:x}"
+        return self.path / "data" / _name(index)
+
+    def open_file(self, index: int) -> int:
+        """A descriptor of a sample's file, to read; raises OSError where it is not here."""
+        return os.open(_name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._data_fd)
 
     def write(self, index: int, span: memoryview) -> None:
         """Put a sample's file in its place, whole; raises OSError, leaving nothing, where the disk is full or fails."""
-        temporary = self.path / "tmp" / f"{os.getpid()}-{next(self._numbers)}"
+        temporary = self._write_temporary(span)
         try:
-            with temporary.open("wb", buffering=0) as file:
-                written = file.write(span)
-                if written != len(span):  # what a nearly full disk does before it refuses
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            place = self.file(index)
             try:
-                temporary.rename(place)
+                self._rename(temporary, _name(index), self._data_fd)
             except FileNotFoundError:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                temporary.rename(place)
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(f"{index >> _FOLDER_BITS:x}", 0o700, dir_fd=self._data_fd)
+                self._rename(temporary, _name(index), self._data_fd)
         except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            self._discard(temporary)
             raise
+
+    def _write_temporary(self, data: memoryview | bytes) -> str:
+        """Write a new file in ``tmp``; returns its name."""
+        name = f"{os.getpid()}-{self._token}-{next(self._numbers)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=self._tmp_fd)
+        try:
+            try:
+                if os.write(fd, data) != len(data):  # what a nearly full disk does before it refuses
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            finally:
+                os.close(fd)
+        except OSError:
+            self._discard(name)
+            raise
+        return name
+
+    def _rename(self, temporary: str, name: str, folder_fd: int) -> None:
+        os.rename(temporary, name, src_dir_fd=self._tmp_fd, dst_dir_fd=folder_fd)
+
+    def _discard(self, temporary: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=self._tmp_fd)
 
     def enter(self, index: int) -> None:
         """Say in the table that a sample, whose bytes are counted, is here."""
@@ -138,7 +172,8 @@ class CacheFolder:
 
     def remove(self, index: int) -> None:
         """Take a sample out."""
-        self.file(index).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_name(index), dir_fd=self._data_fd)
         self._table[index] = 0
         self.used_bytes -= self._length_of(index)
 
@@ -157,13 +192,23 @@ class CacheFolder:
 
     def _claim(self, marker: _Marker) -> None:
         file = self.path / "cache.json"
-        if not file.exists():
-            temporary = self.path / "tmp" / f"{os.getpid()}-marker"
-            temporary.write_bytes(msgspec.json.encode(marker) + b"\n")
-            temporary.rename(file)
+        # Looked up first: another process may fill it as soon as cache.json is here.
+        is_empty = not _names_in(self._data_fd)
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=_Marker)
-        except msgspec.DecodeError as error:
+            fd = open_file(file, os.O_RDONLY, self._fd)
+        except FileNotFoundError:
+            if not is_empty:
+                raise ConfigError(
+                    f"cache_dir: '{self.path}' has files in 'data' but no cache.json, so fuelrail did not make it; "
+                    "choose another folder"
+                ) from None
+            self._rename(self._write_temporary(msgspec.json.encode(marker) + b"\n"), "cache.json", self._fd)
+            fd = open_file(file, os.O_RDONLY, self._fd)
+        with os.fdopen(fd, "rb") as stream:
+            data = stream.read(_MARKER_BYTES)
+        try:
+            found = msgspec.json.decode(data, type=_Marker)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"cache_dir: '{file}' is damaged ({error}); remove '{self.path}'") from error
         if found != marker:
             raise ConfigError(
@@ -173,9 +218,7 @@ class CacheFolder:
             )
 
     def _open(self, name: str) -> int:
-        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._files.callback(os.close, fd)
-        return fd
+        return _kept(self._files, open_file(self.path / name, os.O_RDWR | os.O_CREAT, self._fd))
 
     def _map_table(self, num_samples: int) -> None:
         fd = self._open("table")
@@ -189,22 +232,54 @@ class CacheFolder:
         self._table = np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
 
     def _take_stock(self) -> None:
-        """Make the table say what is in the folder, and remove what does not belong there."""
-        shutil.rmtree(self.path / "tmp", ignore_errors=True)
-        (self.path / "tmp").mkdir(exist_ok=True)
+        """Make the table say what is in the folder; remove our own damaged files and those of killed processes."""
+        for name in _names_in(self._tmp_fd):
+            if _TEMPORARY.fullmatch(name):
+                self._discard(name)
         self._table[:] = 0
         used = 0
-        for group in (self.path / "data").iterdir():
-            for entry in os.scandir(group):
-                size = entry.stat().st_size
-                index = int(entry.name, 16) if re.fullmatch("[0-9a-f]{1,15}", entry.name) else -1
-                is_ours = 0 <= index < len(self._table) and self.file(index) == Path(entry)
-                if not is_ours or size != self._length_of(index) or used + size > self.max_bytes:
-                    Path(entry).unlink()
-                    continue
-                self._table[index] = 1
-                used += size
+        for index in self._stored():
+            size = os.stat(_name(index), dir_fd=self._data_fd, follow_symlinks=False).st_size
+            if size != self._length_of(index) or used + size > self.max_bytes:
+                os.unlink(_name(index), dir_fd=self._data_fd)
+                continue
+            self._table[index] = 1
+            used += size
         self.used_bytes = used
+
+    def _stored(self) -> Iterator[int]:
+        """The samples whose files are here, whole or not. Files by other names and links are nobody's samples."""
+        for group, fd in self._groups():
+            for entry in os.scandir(fd):
+                index = int(entry.name, 16) if _NUMBER.fullmatch(entry.name) else -1
+                is_sample = 0 <= index < len(self._table) and _name(index) == f"{group}/{entry.name}"
+                if is_sample and entry.is_file(follow_symlinks=False):
+                    yield index
+
+    def _groups(self) -> Iterator[tuple[str, int]]:
+        """The folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
+        for group in filter(_NUMBER.fullmatch, _names_in(self._data_fd)):
+            fd = open_folder(self.path / "data" / group, self._data_fd)
+            try:
+                yield group, fd
+            finally:
+                os.close(fd)
+
+
+def _names_in(folder_fd: int) -> list[str]:
+    with os.scandir(folder_fd) as entries:
+        return [entry.name for entry in entries]
+
+
+def _name(index: int) -> str:
+    """The file of a sample in ``data``."""
+    return f"{index >> _FOLDER_BITS:x}/{index:x}"
+
+
+def _kept(stack: contextlib.ExitStack, fd: int) -> int:
+    """A descriptor, closed with the stack."""
+    stack.callback(os.close, fd)
+    return fd
 
 
 def _try_lock(fd: int) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.private import open_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +45,7 @@ def part_of_free_space(base: Path, folder: Path) -> int:
     """The default size [bytes] of the cache in ``folder``: 80 % of what is free on its disk and of what it holds."""
     free = shutil.disk_usage(base).free
     try:
-        with (folder / "table").open("rb") as table:
+        with os.fdopen(open_file(folder / "table", os.O_RDONLY), "rb") as table:
             here = int.from_bytes(table.read(8), "little")
     except FileNotFoundError:
         here = 0

@@ -54,6 +54,6 @@ class IterableView(IterableDataset[Any]):
         """Where this process's loader stands, after the last batch that it handed out."""
         return self._loader.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a saved state; in worker processes with as many workers as saved it."""
-        self._loader.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue after a saved state; in worker processes with as many workers as saved it."""
+        self._loader.load_state_dict(state, strict=strict)

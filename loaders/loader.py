@@ -25,7 +25,7 @@ from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, ma
 from fuelrail.loaders.runner import Runner
 from fuelrail.loaders.slots import BufferPool
 from fuelrail.loaders.sources import add_stats, open_all
-from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state
+from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.stats import LoaderStats
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.supply import Choice, make_supply
@@ -122,7 +122,8 @@ class DataLoader:
         storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
             "fsspec" and "obstore" also say the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
         storage_options: passed to fsspec: credentials, endpoint, profile. Better left to the environment.
-        cache_dir: local folder to keep samples of slow or remote storage in, shared by the ranks of a host.
+        cache_dir: local folder to keep samples of slow or remote storage in, shared by the ranks of a host. It must
+            belong to this user and be no link; what is made in it is for this user only.
         cache_size: bytes that it may take, or a text such as "500GB"; None: 80 % of the free space. When full, the
             sample whose next use is farthest goes.
         look_ahead_bytes: samples asked for before their turn, at most; None: 64 MiB locally, 256 MiB remotely.
@@ -213,6 +214,11 @@ class DataLoader:
             global_batch=global_batch,
             drop_last=drop_last,
         )
+        settings = sample_settings(
+            seed, image=image, pixels=pixels if pixels.train else None, bev=bev if bev.train else None,
+            undistort=undistort, normalize=normalize, points=points,
+        )  # fmt: skip
+        self._identity = msgspec.structs.replace(self._supply.identity, settings=settings)
         where, sources = self._supply.where, self._supply.sources
         self._batching = Batching(where.epoch_length, global_batch, self.world, drop_last=drop_last)
         self._look_ahead_bytes = look_ahead_bytes or max(source.storage.look_ahead_bytes for source in sources)
@@ -270,6 +276,7 @@ class DataLoader:
                 f"this loader was made as {self.world}, but the process is {world} by now: make it after "
                 "torch.distributed is initialised (in Lightning: in `train_dataloader`), or pass world="
             )
+        self._share.warn_of_workers()
         if not self._epoch_is_set:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
@@ -297,19 +304,21 @@ class DataLoader:
         return encode_state(
             LoaderState(
                 version=STATE_VERSION,
-                identity=self._supply.identity,
+                identity=self._identity,
                 epoch=self._position.epoch,
                 samples_consumed=self._position.samples_consumed,
                 global_batch_size=self._batching.global_batch,
             )
         )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a saved state, on any number of ranks; the next iteration starts there.
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue after a saved state, on any number of ranks; the next iteration starts there.
 
-        Raises StateMismatchError, with both sides, for a state of another dataset, split, order or version.
+        ``strict=False`` accepts a state that was saved with another seed or other settings of the samples' content
+        (image, pixels, bev, undistort, normalize, points). Raises StateMismatchError, with both sides, for these
+        otherwise, and always for a state of another dataset, split, order or version.
         """
-        decoded = decode_state(state, self._supply.identity)
+        decoded = decode_state(state, self._identity, strict=strict)
         self.close()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
         restored.rest(self._batching)  # refuses more samples than an epoch has
@@ -405,10 +414,8 @@ class DataLoader:
     def _settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, as plain JSON types."""
         state = self.state_dict()
-        return {
-            **msgspec.json.decode(state.pop("identity")), "batch_size": self.batch_size, "seed": self.seed,
-            "points": self._make.lidar is not None, "augments": msgspec.to_builtins(self._make.augments), **state,
-        }  # fmt: skip
+        identity = msgspec.json.decode(state.pop("identity"))
+        return {**identity.pop("settings"), **identity, "batch_size": self.batch_size, **state}
 
     def stages(self) -> list[Stage]:
         """The stages that samples go through to become batches, unstarted.

@@ -14,7 +14,7 @@ from fuelrail.loaders.nvtx import with_ranges
 from fuelrail.pipeline.stages import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.decode import ImageDecoder
@@ -63,10 +63,11 @@ class Production(NamedTuple):
             decode_one = partial(work.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            collate = partial(assemble, lidar=self.lidar)
+            collate = partial(_rechecked, self.bad, partial(assemble, lidar=self.lidar))
         else:
             transform = partial(hooks.transform, self.transform, lidar=self.lidar, seed=self.augments.seed)
-            each = transform if group else partial(work.for_each, transform)
+            each = partial(_transformed, self.bad, transform)
+            each = each if group else partial(work.for_each, each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
             collate = partial(hooks.collate, self.collate_fn)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
@@ -76,3 +77,18 @@ class Production(NamedTuple):
             stages.append(Stage("transfer", self.transfer, 1, tuning.ready))
             return [with_ranges(stage) for stage in stages]
         return stages
+
+
+def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decoded: Sequence[Any]) -> Any:  # noqa: ANN401
+    """What becomes of decoded samples, once it is sure that their bytes did not change while they were read."""
+    try:
+        made = function(decoded)
+    except Exception:
+        bad.recheck(decoded)  # an error that explains this one
+        raise
+    bad.recheck(decoded)
+    return made
+
+
+def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
+    return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))

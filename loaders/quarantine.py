@@ -25,8 +25,8 @@ from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
     FrameError,
-    FuelrailError,
     MemberError,
+    ShardError,
     TarFormatError,
     TruncatedShardError,
 )
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    from fuelrail.loaders.assemble import DecodedSample
     from fuelrail.loaders.places import PlaceMap
     from fuelrail.loaders.sources import Source
     from fuelrail.loaders.tasks import Task
@@ -79,12 +80,14 @@ class BadSamples:
         """Distinct bad samples so far."""
         return len(self._bad)
 
-    def replace(self, task: Task, frame: int, error: FuelrailError) -> Task:
+    def replace(self, task: Task, frame: int, failure: Exception) -> Task:
         """The task with the next sample of the order, all its frames, in place of one that has a bad frame.
 
-        Raises ``error`` itself where the policy says so, BadSamplesError where there are more than allowed.
+        Raises ``failure`` itself, or the change of its shard that explains it, where the policy says so and where it
+        is not the sample that is bad; BadSamplesError where there are more than allowed.
         """
-        if self._policy.on_error == "raise":
+        error = self._cause(task, frame, failure)
+        if self._policy.on_error == "raise" or not isinstance(error, BAD_SAMPLE):
             raise error
         if task.num_replaced >= self._where.epoch_length:
             raise BadSamplesError(f"no sample of the epoch is good; the last: {error}") from error
@@ -112,7 +115,25 @@ class BadSamples:
                 ) from error
         return replaced
 
-    def _note(self, task: Task, frame: int, error: FuelrailError, replaced_by: str) -> None:
+    def recheck(self, decoded: Sequence[DecodedSample]) -> None:
+        """See that samples, now decoded, were made of the bytes that were checked; raises ShardError.
+
+        It is too late then to put others in their place.
+        """
+        by_name = {source.name: source.storage for source in self._sources}
+        for sample in decoded:
+            for row in (sample.row,) if sample.window is None else sample.window.rows:
+                by_name[sample.dataset].recheck(row)
+
+    def _cause(self, task: Task, frame: int, error: Exception) -> Exception:
+        """The error, or the change of the shard under our feet that explains it."""
+        try:
+            task.source.storage.recheck(task.frames[frame].row)
+        except ShardError as cause:
+            return error if isinstance(error, ShardError) else cause
+        return error
+
+    def _note(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
         row, _, entry, _ = task.frames[frame]
         manifest = task.source.dataset.manifest
         line: dict[str, Any] = {

@@ -1,11 +1,14 @@
-"""Loader state: a few numbers that say where in the training sequence a run stands, and of what dataset and order.
+"""Loader state: a few numbers that say where in the training sequence a run stands, and what that sequence is.
 
-It holds no shuffled list, no generator and no queue content, so it is the same on every rank, and restoring it costs
-one seek whatever the position. Batches that were prefetched but not handed out do not count as consumed.
+What it is: the dataset, split, order and windows, which decide the samples and their order, and the settings that
+decide what a sample holds. A state holds no shuffled list, no generator and no queue content, so it is the same on
+every rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not handed out do
+not count as consumed.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,10 +18,12 @@ from fuelrail.pipeline.errors import StateMismatchError
 from fuelrail.pipeline.settings import Settings
 
 STATE_VERSION: Final = 1
+_MAX_NUMBER: Final = 2**62
+_DIGEST_CHARS: Final = 16
 
 
 class Identity(Settings, frozen=True, omit_defaults=True):
-    """What a position is a position of. Two loaders with one identity yield the same sequence of samples."""
+    """What a position is a position of. Two loaders with one identity give the same samples with the same content."""
 
     dataset: str | dict[str, str]
     """Its fingerprint; of a mix, those of all datasets by name."""
@@ -27,13 +32,33 @@ class Identity(Settings, frozen=True, omit_defaults=True):
     drop_last: bool
     frames: dict[str, Any] | None = None
     """The temporal window."""
+    settings: dict[str, Any] | None = None
+    """What each sample is made into (:func:`sample_settings`); None in states of before the first release."""
+
+
+def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
+    """What decides the content of a sample, as plain JSON types with a digest: the seed, and the settings that apply.
+
+    ``settings`` are of the loader's arguments, by name: structs or booleans. None, False and augmentations that draw
+    nothing are left out. The decoder is no part of it, for backends differ by rounding only; nor are transform and
+    collate_fn, for code has no name that outlives a run.
+    """
+    plain: dict[str, Any] = {"seed": seed}
+    for name, value in settings.items():
+        if isinstance(value, msgspec.Struct):
+            # Converted, a whole number that stands for a float becomes one: equal settings are equal texts.
+            encoded = msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value)))
+            plain[name] = msgspec.json.decode(encoded)
+        elif value is not None and value is not False:
+            plain[name] = value
+    digest = hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
+    return {"digest": digest[:_DIGEST_CHARS], **plain}
 
 
 class LoaderState(Settings, frozen=True):
     """The state as a dict of plain JSON types: epoch, samples of it consumed over all ranks, and the identity.
 
-    ``global_batch_size`` is told for the record: a run may go on with another one, and then continues after the
-    samples consumed.
+    ``global_batch_size`` is for the record: a run may continue with another one, after the samples consumed.
     """
 
     version: int
@@ -53,11 +78,11 @@ def encode_state(state: LoaderState) -> dict[str, Any]:
     return {**encoded, "identity": msgspec.json.encode(state.identity).decode()}
 
 
-def decode_state(encoded: object, expected: Identity) -> LoaderState:
+def decode_state(encoded: object, expected: Identity, *, strict: bool = True) -> LoaderState:
     """Check a state dict against this loader's identity.
 
-    Raises StateMismatchError showing both sides where version, dataset, split, order or frames differ, or the dict is
-    not a loader state.
+    Raises StateMismatchError showing both sides where version, dataset, split, order, frames or settings differ, or the
+    dict is not a loader state. Without ``strict`` the settings may differ, and nothing else.
     """
     if not isinstance(encoded, Mapping):
         raise StateMismatchError(f"not a Fuelrail loader state: a dict is needed, got {type(encoded).__name__}")
@@ -71,15 +96,56 @@ def decode_state(encoded: object, expected: Identity) -> LoaderState:
         state = msgspec.convert(plain, LoaderState)
     except msgspec.DecodeError as error:
         raise StateMismatchError(f"not a Fuelrail loader state: {error}") from error
-    if state.epoch < 0 or state.samples_consumed < 0:
-        raise StateMismatchError(
-            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both must be 0 or more"
-        )
+    _check_numbers(state)
     differing = [
         f"{name}: state has {theirs!r}, loader has {ours!r}"
         for name in Identity.__struct_fields__
-        if (theirs := getattr(state.identity, name)) != (ours := getattr(expected, name))
+        if name != "settings" and (theirs := getattr(state.identity, name)) != (ours := getattr(expected, name))
     ]
     if differing:
         raise StateMismatchError(f"loader state belongs to another training sequence; {'; '.join(differing)}")
+    if strict and state.identity.settings != expected.settings:
+        raise StateMismatchError(
+            f"loader state was saved with other settings of the samples' content; "
+            f"{_settings_that_differ(state.identity.settings, expected.settings or {})}; make the loader with the "
+            "state's settings, or continue with the loader's by load_state_dict(state, strict=False)"
+        )
     return state
+
+
+def _check_numbers(state: LoaderState) -> None:
+    if not (0 <= state.epoch < _MAX_NUMBER and 0 <= state.samples_consumed < _MAX_NUMBER):
+        raise StateMismatchError(
+            f"loader state is at epoch {state.epoch}, sample {state.samples_consumed}; both must be 0 or more, and "
+            "below 2**62"
+        )
+    if not 1 <= state.global_batch_size < _MAX_NUMBER:
+        raise StateMismatchError(
+            f"loader state has global_batch_size {state.global_batch_size}; it must be 1 or more, and below 2**62"
+        )
+
+
+def _settings_that_differ(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> str:
+    """Both sides of each setting, and of a struct of each entry, that differs."""
+    if theirs is None:
+        return "settings: state names none"
+    left, right = _flat(theirs), _flat(ours)
+    names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
+    shown = [name for name in names if name != "digest"] or names
+    return "; ".join(
+        f"{name}: state has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}" for name in shown
+    )
+
+
+_NONE: Final = "none"
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Each setting as text, by name; the entries of a struct by ``name.entry``."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{entry}": repr(one) for entry, one in value.items()})
+        else:
+            flat[name] = repr(value)
+    return flat

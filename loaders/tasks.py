@@ -5,7 +5,10 @@ An endless sequence from where the run stands: over the ends of epochs, for one 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, NamedTuple
+
+from torch.utils.data import get_worker_info
 
 from fuelrail.loaders.assemble import BatchSlot
 from fuelrail.loaders.lookahead import Due
@@ -43,6 +46,17 @@ class Share(NamedTuple):
         own_in_epoch = self.steps(whole)
         epochs, at = divmod(number - len(own), len(own_in_epoch))
         return rest.num_steps + epochs * whole.num_steps + own_in_epoch[at]
+
+    def warn_of_workers(self) -> None:
+        """Warn where this process is one of several workers of torch's DataLoader, and the steps are not shared out."""
+        worker = get_worker_info()
+        if worker is not None and self.of < worker.num_workers:
+            warnings.warn(
+                f"a fuelrail DataLoader is iterated in worker {worker.id} of {worker.num_workers} of torch's "
+                f"DataLoader: each worker gives every batch, {worker.num_workers} times in all; wrap it in "
+                "fuelrail.loaders.IterableView, which shares the steps out, or use num_workers=0",
+                stacklevel=3,
+            )
 
 
 class FrameTask(NamedTuple):

@@ -128,7 +128,7 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
                 if augments.accumulation is not None:
                     row = task.source.base + frame.row
                     sample = augments.accumulation(sample, seed=augments.seed, epoch=task.slot.epoch, row=row)
-            except BAD_SAMPLE as error:
+            except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
                 fetched = fetch(bad, bad.replace(task, number, error))
                 break
             known[frame.row] = sample

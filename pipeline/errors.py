@@ -24,7 +24,7 @@
     │   ├── SchemaError            decoded bytes that are not what the schema says
     │   └── ImageError             an encoded image that is refused or broken
     ├── BadSamplesError        more bad samples than the policy allows
-    ├── StateMismatchError     loader state of another dataset, order or version
+    ├── StateMismatchError     loader state of another dataset, order, version or augmentation
     └── StageError             an exception in a loader stage, with its origin
 """
 
@@ -146,7 +146,7 @@ class BadSamplesError(FuelrailError):
 
 
 class StateMismatchError(FuelrailError):
-    """Loader state that belongs to another dataset, order or version; the text shows both sides."""
+    """Loader state of another dataset, order, version or augmentation; the text shows both sides."""
 
 
 class StageError(FuelrailError):

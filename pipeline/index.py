@@ -315,6 +315,11 @@ class SampleIndex:
                 return number * ROWS_PER_BATCH + int(at)
         return None
 
+    @property
+    def mapped(self) -> mmap.mmap:
+        """The map of the whole file."""
+        return self._map
+
     def release(self) -> None:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self._map.madvise(mmap.MADV_DONTNEED)

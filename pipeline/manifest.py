@@ -70,7 +70,10 @@ class LidarEntry(Settings, frozen=True):
 
 
 class Manifest(Settings, frozen=True):
-    """The whole manifest. ``fingerprint`` is the SHA-256 of the manifest itself without it (:func:`fingerprint`)."""
+    """The whole manifest.
+
+    ``fingerprint`` names what a training run depends on (:func:`fingerprint`), ``digest`` is that of the whole file.
+    """
 
     format: str
     version: int
@@ -92,6 +95,7 @@ class Manifest(Settings, frozen=True):
     shards: tuple[ShardEntry, ...]
     files: tuple[FileEntry, ...]
     provenance: dict[str, Any]
+    digest: str = ""
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -99,18 +103,38 @@ class Manifest(Settings, frozen=True):
         return tuple(c.channel for c in self.cameras) + tuple(c.channel for c in self.lidars)
 
 
-def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 (hex) of the manifest's canonical JSON with an empty fingerprint.
+_NOT_IN_FINGERPRINT: Final = frozenset(
+    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest"}
+)
+"""How a dataset was made and what it is called. All that these decide of the samples stands in the other entries."""
+_READ_BY_LOADERS: Final = ("index.arrow", "zstd.dict")
 
-    It covers every shard's and the index's digest, so two datasets with one fingerprint hold the same bytes.
+
+def fingerprint(manifest: Manifest) -> str:
+    """SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
+
+    Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The version of the tool,
+    the name and the options are not covered, so that a later release can make the same dataset again. Nor is
+    ``attributes.parquet``, whose bytes depend on Arrow's version: the order's identity says what was selected by it.
     """
-    blank = msgspec.structs.replace(manifest, fingerprint="")
-    return hashlib.sha256(msgspec.json.encode(blank, order="sorted")).hexdigest()
+    entries = msgspec.structs.asdict(manifest)
+    covered = {name: value for name, value in entries.items() if name not in _NOT_IN_FINGERPRINT}
+    covered["files"] = [file for file in manifest.files if file.name in _READ_BY_LOADERS]
+    return _sha256(covered)
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+def _digest(manifest: Manifest) -> str:
+    return _sha256(msgspec.structs.replace(manifest, digest=""))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``dataset.json``: indented JSON, fingerprint filled in, closing newline."""
-    full = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
+    """The bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
+    named = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
+    full = msgspec.structs.replace(named, digest=_digest(named))
     return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
 
 
@@ -128,13 +152,26 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         manifest = msgspec.convert(head, Manifest)
     except msgspec.ValidationError as error:
         raise ManifestError(f"'{where}': {error}") from error
-    if fingerprint(manifest) != manifest.fingerprint:
-        raise ManifestError(
-            f"'{where}' was edited or damaged: its fingerprint is not that of its content; {_BRING_BACK}"
-        )
+    manifest = _checked(manifest, where)
     _check_names(manifest, where)
     _check_runs(manifest, where)
     return manifest
+
+
+def _checked(manifest: Manifest, where: str) -> Manifest:
+    """The manifest with its fingerprint, if fingerprint and digest are those of its content; raises ManifestError."""
+    actual = fingerprint(manifest)
+    if manifest.digest:
+        is_whole = manifest.fingerprint == actual and manifest.digest == _digest(manifest)
+    else:  # made before the first release: there the fingerprint covered the whole file
+        whole = {**msgspec.structs.asdict(manifest), "fingerprint": ""}
+        del whole["digest"]
+        is_whole = manifest.fingerprint == _sha256(whole)
+    if not is_whole:
+        raise ManifestError(
+            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {_BRING_BACK}"
+        )
+    return msgspec.structs.replace(manifest, fingerprint=actual)
 
 
 def load_manifest(root: str | os.PathLike[str]) -> Manifest:

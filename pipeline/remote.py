@@ -1,9 +1,9 @@
 """Datasets at a URL: what any fsspec file system serves, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
 
-Opening one fetches the manifest, and the index and attribute table once into a local folder named by the dataset's
-fingerprint, where the index is mapped as every local one is. Shards stay where they are; loaders read ranges of them.
-Credentials and endpoints come by each library's own means (environment, profiles, ``storage_options``) and go into
-no message, file or log.
+Opening one fetches the manifest, and the index and attribute table once into a local folder named by the manifest's
+SHA-256, where the index is mapped as every local one is. The folder is for this user only. Shards stay where they are;
+loaders read ranges of them. Credentials and endpoints come by each library's own means (environment, profiles,
+``storage_options``) and go into no message, file or log.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.index import INDEX_FILE
 from fuelrail.pipeline.manifest import MANIFEST_FILE, FileEntry, decode_manifest
+from fuelrail.pipeline.private import make_folder, open_file
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries, redacted
 
 if TYPE_CHECKING:
@@ -102,20 +103,22 @@ def fetch_dataset(
 
     Files that are here already are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they
     go to the user's cache folder, with a warning. Raises DatasetNotReadyError where there is
-    no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, ConfigError.
+    no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, and ConfigError
+    (also for a folder that belongs to another user or is a link).
     """
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
     data = source.read(MANIFEST_FILE)
     manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}")
-    folder = (cache_folder or default_cache_folder()) / "datasets" / manifest.fingerprint
+    digest = hashlib.sha256(data).hexdigest()
+    folder = (cache_folder or default_cache_folder()) / "datasets" / digest
     try:
         try:
             _store(source, manifest, data, folder)
         except OSError as error:
             if cache_folder is None or error.errno not in DISK_FULL:
                 raise
-            folder = default_cache_folder() / "datasets" / manifest.fingerprint
+            folder = default_cache_folder() / "datasets" / digest
             _LOG.warning(
                 "cache_dir '%s' is full (%s); the index of '%s' is kept in '%s'",
                 cache_folder, error.strerror, source.shown, folder,
@@ -130,11 +133,13 @@ def fetch_dataset(
 
 def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> None:
     """Bring what is not here yet; ``data`` is the manifest's file."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent.parent, restrict=False)
+    make_folder(folder.parent)
+    make_folder(folder)
     for entry in manifest.files:
         if entry.name in _SIDE_FILES and not _is_here(folder / entry.name, entry):
             _publish(folder / entry.name, source.checked(entry))
-    if not (folder / MANIFEST_FILE).is_file() or (folder / MANIFEST_FILE).read_bytes() != data:
+    if not _is_here(folder / MANIFEST_FILE, FileEntry(MANIFEST_FILE, len(data), folder.name)):
         _publish(folder / MANIFEST_FILE, data)
 
 
@@ -198,9 +203,9 @@ class _Source:
 
 def _is_here(file: Path, entry: FileEntry) -> bool:
     try:
-        if file.stat().st_size != entry.bytes:
-            return False
-        with file.open("rb") as stream:
+        with os.fdopen(open_file(file, os.O_RDONLY), "rb") as stream:
+            if os.fstat(stream.fileno()).st_size != entry.bytes:
+                return False
             return hashlib.file_digest(stream, "sha256").hexdigest() == entry.sha256
     except OSError:
         return False

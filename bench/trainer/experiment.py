@@ -115,6 +115,9 @@ class _EmptyStorage:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._inner, name)
 
+    def recheck(self, index: int) -> None:
+        """Nothing is read."""
+
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _EmptySession:  # noqa: ARG002
         return _EmptySession()
 

@@ -3,7 +3,8 @@
 =========  ==========================================  =====================================================
 backend    for                                         how
 =========  ==========================================  =====================================================
-mapped     local disks, datasets that fit into memory  memory maps, read-ahead in huge pages, no copies
+mapped     local disks, datasets that fit into memory  memory maps, read-ahead in huge pages, no copies; "auto" takes
+                                                       it where the native library is built (it guards the maps)
 pread      larger datasets; NFS, Lustre, FUSE, ...     ``pread`` into reused buffers, retries
 remote     any fsspec URL; local paths with a cache    coalesced concurrent ranges, retries, hedging, cache
 =========  ==========================================  =====================================================
@@ -14,6 +15,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from fuelrail.loaders.storage.guard import is_guarding
 from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
 from fuelrail.loaders.storage.residency import Residency
@@ -65,7 +67,7 @@ def open_storage(
         from fuelrail.loaders.storage.pread import is_network_file_system
 
         fits = Residency(dataset).is_whole
-        if backend == "mapped" or (fits and not is_network_file_system(dataset.root)):
+        if backend == "mapped" or (fits and is_guarding() and not is_network_file_system(dataset.root)):
             return MappedShards(dataset, verify=verify)
         backend = "pread"
     if backend == "pread":

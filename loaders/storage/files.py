@@ -115,6 +115,11 @@ class ShardFile:
         """Bytes in the file at this moment."""
         return os.fstat(self.fd).st_size
 
+    def was_written(self) -> bool:
+        """Whether the file was written to or cut since it was opened, by its size and time of change."""
+        now, then = os.fstat(self.fd), self._opened
+        return now.st_mtime_ns != then.st_mtime_ns or now.st_size != then.st_size
+
     def was_replaced(self) -> bool:
         """Whether the name now leads to another file, or the file was written to since it was opened."""
         try:

@@ -12,6 +12,12 @@ What the kernel would do page by page, at the moment of decoding, happens here i
   5.14) before anyone touches them. Where one cannot be served (the file was cut, the disk failed) the call returns an
   error: touching the page would kill the process with SIGBUS.
 
+A shard that is cut or rewritten in place between that and decoding raises TruncatedShardError, and ends no process
+(:mod:`fuelrail.loaders.storage.guard`). A shard whose size or time of change is another when its sample is done is
+checked against the digest again, so bytes that were changed in place and stay so are found before a batch is handed
+out. Bytes that were other ones for a moment only, between the digest and decoding, are not: each span would have to be
+copied first, as ``pread`` does. Whoever replaces a shard must write a new file and rename it.
+
 Pages that are in memory and not yet mapped are mapped as they are touched. In huge pages, as our own writer and our
 own reading leave them, that is all but free; in pages of 4 KiB it costs what a copy does, 16 being mapped at a time.
 ``MADV_POPULATE_READ`` would take three times as long for those, and a thread that did so ahead saves no time.
@@ -29,9 +35,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
+from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_guarding
 from fuelrail.loaders.storage.protocol import StorageStats
 from fuelrail.loaders.storage.residency import Residency
 from fuelrail.pipeline.dataset import check_span
@@ -67,7 +72,7 @@ class _MappedFile(ShardFile):
     def __init__(self, path: Path, expected_bytes: int, *, huge_pages: bool) -> None:
         try:
             super().__init__(path, expected_bytes)
-            mapped = mmap.mmap(self.fd, expected_bytes, access=mmap.ACCESS_READ)
+            mapped = GuardedMap(self.fd, expected_bytes)
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot be opened: {error}", shard=path.name) from error
         # Samples are read in a seeded random order: reading around each fault, or each probe of `is_cached`, would
@@ -80,11 +85,11 @@ class _MappedFile(ShardFile):
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             except (AttributeError, OSError):  # a kernel without them
                 self.has_huge_pages = False
-        self.view = memoryview(mapped)
+        self.mapped, self.view = mapped, memoryview(mapped)
         # Only to those who may write a file does mincore tell the truth. A read that refuses to block tells it to all,
         # but where it says no it starts to read that one page, which then is in a huge page's way.
         self._may_ask = os.geteuid() in (0, os.fstat(self.fd).st_uid) or os.access(path, os.W_OK)
-        self._address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
+        self._address = mapped.address
 
     def advise(self, start: int, length: int, advice: int) -> int:
         """``madvise`` on the pages of a range; 0 or the error number."""
@@ -129,7 +134,9 @@ class MappedShards:
     def __init__(self, dataset: Dataset, *, verify: bool = True, memory_bytes: int | None = None) -> None:
         self._dataset, self._verify = dataset, verify
         self._num_shards = len(dataset.manifest.shards)
-        opened = partial(_map, dataset, huge_pages=Residency(dataset, memory_bytes).is_whole)
+        is_guarding()
+        self._faults, self._index_guard = Faults(), IndexGuard(dataset)
+        opened = partial(_map, dataset, self._faults, huge_pages=Residency(dataset, memory_bytes).is_whole)
         self._files: OpenShards[_MappedFile] = OpenShards(opened, open_files_limit(2))
         self._spans = self._span_bytes = 0
         self.num_populated = 0
@@ -147,14 +154,39 @@ class MappedShards:
         try:
             file = self._files[row.shard]
             span = self._view(file, row)
-        except ShardError as error:
-            raise explained(self._dataset, row, error, file) from error
+            self._check_faults(file, row)
+        except ShardError as failure:
+            error = failure
+            if file is not None and self._faults.has_hit(row.shard, row.offset, row.offset + row.length):
+                self._files.drop(row.shard)  # its pages stay zeros; the file itself may be whole again
+                error = _cut(file, row)
+            raise explained(self._dataset, row, error, file) from failure
         self._spans += 1
         self._span_bytes += row.length
         return span
 
+    def recheck(self, index: int) -> None:
+        """See that what was made of a span was made of the bytes that were checked; raises what :meth:`span` does.
+
+        That costs one look at the file's size and time of change. Where these are others, the digest is computed again.
+        """
+        row = self._dataset.index.row(index)
+        file = None
+        try:
+            file = self._files[row.shard]
+            self._check_faults(file, row)
+            if self._verify and file.was_written():
+                check_span(row, self._view(file, row), file.name)
+        except ShardError as error:
+            raise explained(self._dataset, row, error, file) from error
+
+    def _check_faults(self, file: _MappedFile, row: IndexRow) -> None:
+        if self._faults.has_hit(row.shard, row.offset, row.offset + row.length):
+            raise _cut(file, row)
+
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
         """A stream of requests, which read ahead."""
+        is_guarding()
         return _MappedSession(self, self._files)
 
     def stats(self) -> StorageStats:
@@ -196,9 +228,18 @@ class MappedShards:
 
 
 # No method: the files would refer to the storage that holds them, and stay mapped until the garbage collector comes.
-def _map(dataset: Dataset, number: int, *, huge_pages: bool) -> _MappedFile:
+def _map(dataset: Dataset, faults: Faults, number: int, *, huge_pages: bool) -> _MappedFile:
     entry = dataset.manifest.shards[number]
-    return _MappedFile(dataset.root / entry.name, entry.bytes, huge_pages=huge_pages)
+    file = _MappedFile(dataset.root / entry.name, entry.bytes, huge_pages=huge_pages)
+    faults.add(file.mapped, number)
+    return file
+
+
+def _cut(file: _MappedFile, row: IndexRow) -> TruncatedShardError:
+    return TruncatedShardError(
+        f"the shard was cut or rewritten in place while in use (it has {file.size_now()} bytes now)",
+        shard=file.name, offset=row.offset, key=row.key,
+    )  # fmt: skip
 
 
 class _MappedSession:

@@ -93,6 +93,9 @@ class PreadShards:
         self._span_bytes += row.length
         return span
 
+    def recheck(self, index: int) -> None:
+        """Nothing to do: a span is a copy, which nobody else can change."""
+
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
         """A stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files, self._residency)

@@ -66,6 +66,9 @@ class Storage(Protocol):
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
 
+    def recheck(self, index: int) -> None:
+        """Raise ShardError where what was made of a span may not have been made of the bytes that were checked."""
+
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> Session:
         """A new stream of requests, made in the order that ``foresight`` foresees; a cache evicts by it.
 

@@ -102,6 +102,9 @@ class RemoteShards:
         self._ensure_process()
         return _RemoteSession(self).request([(index, row)])[0]()
 
+    def recheck(self, index: int) -> None:
+        """Nothing to do: a span is a copy, which nobody else can change."""
+
     def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _RemoteSession:
         """A stream of requests, whose future the cache may know."""
         self._ensure_process()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import resource
 import shutil
@@ -53,7 +54,7 @@ def foresee(sequence):
 
 
 def files(folder):
-    return sorted(int(path.name, 16) for path in folder.glob("data/*/*"))
+    return sorted(int(path.name, 16) for path in folder.glob("data/*/*") if path.name != "stranger")
 
 
 class TestContent:
@@ -62,13 +63,13 @@ class TestContent:
         assert read(cache, 7) is None
         assert cache.put(7, span(7))
         assert read(other, 7) == bytes(span(7))
-        assert cache._folder.used_bytes == other._folder.used_bytes == BYTES
-        assert not other.put(7, memoryview(b"")) or other._folder.used_bytes == BYTES
+        assert cache.folder.used_bytes == other.folder.used_bytes == BYTES
+        assert not other.put(7, memoryview(b"")) or other.folder.used_bytes == BYTES
         cache.close()
         other.close()
         again = cache_at(tmp_path)
         assert read(again, 7) == bytes(span(7))
-        assert again._folder.used_bytes == BYTES
+        assert again.folder.used_bytes == BYTES
 
     def test_without_foresight_it_fills_up_and_evicts_nothing(self, tmp_path):
         cache = cache_at(tmp_path)
@@ -132,7 +133,7 @@ def simulate(folder, sequence, capacity):
             hits += 1
         else:
             cache.put(index, span(index), now)
-        assert cache._folder.used_bytes == len(files(folder)) * BYTES <= capacity * BYTES
+        assert cache.folder.used_bytes == len(files(folder)) * BYTES <= capacity * BYTES
     return hits
 
 
@@ -163,7 +164,7 @@ def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size
             if not hits[-1]:
                 cache.put(index, memoryview(bytes(length)), now)
             on_disk = sum(path.stat().st_size for path in (tmp_path / name).glob("data/*/*"))
-            assert on_disk == cache._folder.used_bytes <= capacity
+            assert on_disk == cache.folder.used_bytes <= capacity
         by_bytes = later[hits[60:]].sum() / later.sum()
         if name == "ours":
             assert 0.22 < by_bytes <= 0.25
@@ -177,12 +178,12 @@ class TestTrouble:
         cache = cache_at(tmp_path)
         for index in range(3):
             cache.put(index, span(index))
-        cache._folder.file(0).unlink()
+        cache.folder.file(0).unlink()
         assert cache.open(0, BYTES) is None
-        os.truncate(cache._folder.file(1), 10)
+        os.truncate(cache.folder.file(1), 10)
         assert cache.open(1, BYTES).read() is None
         cache.forget(1)
-        assert cache._folder.used_bytes == BYTES
+        assert cache.folder.used_bytes == BYTES
         assert cache.open(1, BYTES) is None
         assert files(tmp_path) == [2]
         assert cache.put(1, span(1))
@@ -211,9 +212,10 @@ class TestTrouble:
         (tmp_path / "data" / "0" / "fff").write_bytes(b"beyond the dataset")
         (tmp_path / "data" / "0" / "5").write_bytes(bytes(BYTES))  # whole, but its process died before it was counted
         again = cache_at(tmp_path)
-        assert files(tmp_path) == [3, 5]
-        assert again._folder.used_bytes == 2 * BYTES
+        assert again.folder.used_bytes == 2 * BYTES
         assert not list((tmp_path / "tmp").iterdir())
+        assert files(tmp_path) == [3, 5, 0xFFF]  # what the loader did not make stays
+        assert (tmp_path / "data" / "0" / "stranger").read_bytes() == b"x"
 
     def test_a_smaller_cache_than_before_drops_what_is_too_much(self, tmp_path):
         cache = cache_at(tmp_path)
@@ -221,7 +223,7 @@ class TestTrouble:
             cache.put(index, span(index))
         cache.close()
         assert len(files(tmp_path)) == 10
-        assert cache_at(tmp_path, max_bytes=4 * BYTES)._folder.used_bytes == 4 * BYTES
+        assert cache_at(tmp_path, max_bytes=4 * BYTES).folder.used_bytes == 4 * BYTES
         assert len(files(tmp_path)) == 4
 
     def test_a_full_disk_ends_admission_with_one_warning(self, tmp_path, caplog):
@@ -239,7 +241,7 @@ class TestTrouble:
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "takes no more samples" in caplog.text
         assert read(cache, 0) == bytes(span(0))
-        assert cache._folder.used_bytes == BYTES
+        assert cache.folder.used_bytes == BYTES
         assert not list((tmp_path / "tmp").iterdir())
 
     def test_a_disk_that_is_full_at_the_start_is_done_without(self, pristine, tmp_path, caplog):
@@ -260,7 +262,7 @@ class TestTrouble:
         dataset = open_dataset(pristine)
         for _ in range(2):
             cache = SpanCache.open_for(dataset, tmp_path, None)
-            assert 0 < cache._folder.max_bytes < 0.9 * (shutil.disk_usage(tmp_path).free + 10**9)
+            assert 0 < cache.folder.max_bytes < 0.9 * (shutil.disk_usage(tmp_path).free + 10**9)
             assert cache.put(0, memoryview(bytes(dataset.index.row(0).length))) or cache.open(0, 1)
             cache.close()
 
@@ -279,7 +281,7 @@ class TestTrouble:
             assert join(child) == -signal.SIGKILL
             cache = large_cache(tmp_path)
             here = files(tmp_path)
-            assert cache._folder.used_bytes == len(here) * LARGE
+            assert cache.folder.used_bytes == len(here) * LARGE
             for index in here:
                 assert bytes(cache.open(index, LARGE).read()) == bytes([index]) * LARGE
             cache.close()
@@ -302,7 +304,120 @@ class TestTrouble:
         watch = cache_at(tmp_path, max_bytes=20 * BYTES)
         children = [fork(partial(use, rank)) for rank in range(2)]
         assert [join(child) for child in children] == [0, 0]
-        assert watch._folder.used_bytes == len(files(tmp_path)) * BYTES == 20 * BYTES
+        assert watch.folder.used_bytes == len(files(tmp_path)) * BYTES == 20 * BYTES
+
+
+@pytest.fixture
+def thesis(tmp_path):
+    """A folder of the user's with what must not be lost."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years")
+    yield home
+    assert {path.name: path.read_text() for path in home.iterdir()} == {"thesis.tex": "years"}
+
+
+class TestH2:
+    """Another user who may write in ``cache_dir`` can neither delete nor overwrite nor read a file."""
+
+    def test_h2_all_is_made_for_this_user_only(self, pristine, tmp_path):
+        umask = os.umask(0o002)
+        try:
+            cache = SpanCache.open_for(open_dataset(pristine), tmp_path / "new" / "cache", "1MB")
+            cache.put(3, memoryview(bytes(cache.folder._length_of(3))))
+        finally:
+            os.umask(umask)
+        made = [tmp_path / "new" / "cache", *(tmp_path / "new" / "cache").rglob("*")]
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in made}
+        names = {cache.folder.path.name, "cache", "spans", "data", "tmp", "0"}
+        files_made = ("cache.json", "lock", "users.lock", "table", "3")
+        assert modes == dict.fromkeys(names, "0o700") | dict.fromkeys(files_made, "0o600")
+
+    def test_h2_the_rights_of_others_in_an_older_cache_are_taken_away(self, tmp_path):
+        cache_at(tmp_path).close()
+        (tmp_path / "data").chmod(0o777)
+        tmp_path.chmod(0o775)
+        cache_at(tmp_path)
+        assert [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "data")] == [0o700, 0o700]
+
+    @pytest.mark.parametrize("linked", ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"])
+    def test_h2_links_to_folders_are_refused(self, pristine, tmp_path, thesis, linked):
+        dataset = open_dataset(pristine)
+        shared = tmp_path / "shared"
+        place = shared / linked.replace("*", "spans/FINGERPRINT").replace("FINGERPRINT", dataset.manifest.fingerprint)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        marker = {"format": "fuelrail-span-cache", "version": 1, "fingerprint": dataset.manifest.fingerprint}
+        if linked.endswith("data/0"):
+            (place.parent.parent / "cache.json").write_text(json.dumps({**marker, "num_samples": 25}))
+        place.symlink_to(thesis, target_is_directory=True)
+        with pytest.raises(ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"):
+            SpanCache.open_for(dataset, shared, "1MB")
+
+    @pytest.mark.parametrize("name", ["cache.json", "lock", "users.lock", "table"])
+    @pytest.mark.parametrize("how", ["symbolic link", "other name"])
+    def test_h2_links_to_files_are_refused(self, tmp_path, thesis, name, how):
+        cache = tmp_path / "cache"
+        cache_at(cache).close()
+        (cache / name).unlink()
+        if how == "symbolic link":
+            (cache / name).symlink_to(thesis / "thesis.tex")
+        else:
+            (cache / name).hardlink_to(thesis / "thesis.tex")
+        with pytest.raises(ConfigError, match=f"{name}' is (a symbolic link|another name of some other file)"):
+            cache_at(cache)
+        (cache / name).unlink()
+
+    def test_h2_a_pipe_in_the_place_of_a_file_is_refused_without_waiting(self, pristine, tmp_path):
+        dataset = open_dataset(pristine)
+        SpanCache.open_for(dataset, tmp_path, None).close()
+        for name in ("table", "lock", "cache.json"):
+            file = tmp_path / "spans" / dataset.manifest.fingerprint / name
+            file.unlink()
+            os.mkfifo(file)
+            with pytest.raises(ConfigError, match=f"{name}' is not a regular file"):
+                SpanCache.open_for(dataset, tmp_path, None)
+            file.unlink()
+
+    def test_h2_links_planted_as_samples_are_neither_read_nor_written_through(self, tmp_path, thesis):
+        cache = cache_at(tmp_path / "cache")
+        assert cache.put(3, span(3))
+        for index in (3, 4):
+            cache.folder.file(index).unlink(missing_ok=True)
+            cache.folder.file(index).symlink_to(thesis / "thesis.tex")
+        assert cache.open(3, BYTES) is None
+        assert cache.put(4, span(4))
+        assert read(cache, 4) == bytes(span(4))
+        cache.close()
+
+    def test_h2_a_temporary_file_is_new_or_nothing(self, tmp_path, thesis, monkeypatch):
+        cache = cache_at(tmp_path / "cache")
+        cache.folder._token, cache.folder._numbers = "planted", itertools.count()
+        (tmp_path / "cache" / "tmp" / f"{os.getpid()}-planted-0").symlink_to(thesis / "thesis.tex")
+        assert not cache.put(3, span(3))
+
+    def test_h2_a_folder_that_fuelrail_did_not_make_is_refused(self, tmp_path, thesis):
+        (thesis / "data" / "0").mkdir(parents=True)
+        (thesis / "data" / "0" / "5").write_bytes(b"mine")
+        with pytest.raises(ConfigError, match=r"files in 'data' but no cache\.json, so fuelrail did not make it"):
+            cache_at(thesis)
+        assert (thesis / "data" / "0" / "5").read_bytes() == b"mine"
+        shutil.rmtree(thesis / "data")
+        shutil.rmtree(thesis / "tmp")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+    def test_h2_folders_and_files_of_another_user_are_refused(self, pristine, tmp_path):
+        dataset = open_dataset(pristine)
+        cache = SpanCache.open_for(dataset, tmp_path, None)
+        cache.put(3, memoryview(bytes(dataset.index.row(3).length)))
+        cache.close()
+        path = cache.folder.path
+        owned = [tmp_path, tmp_path / "spans", path, path / "data", path / "data" / "0", path / "tmp"]
+        for place in (*owned, *(path / name for name in ("cache.json", "lock", "users.lock", "table"))):
+            os.chown(place, 4242, 4242)
+            with pytest.raises(ConfigError, match=f"'{place}' belongs to user 4242, and this process runs as user 0"):
+                SpanCache.open_for(dataset, tmp_path, None)
+            os.chown(place, 0, 0)
+        assert SpanCache.open_for(dataset, tmp_path, None).folder.holds(3)
 
 
 @pytest.mark.parametrize(

@@ -251,3 +251,5 @@ def test_the_state_goes_through_torchs_distributed_checkpoint(roots, tmp_path):
     with make(roots, 4) as unlike, pytest.raises(StateMismatchError, match="frames: state has") as caught:
         dcp.load({"loader": unlike}, checkpoint_id=tmp_path / "step", no_dist=True)
     assert "frame > 0" in str(caught.value)
+    with make(roots, 4, seed=9, **options) as unlike, pytest.raises(StateMismatchError, match="seed: state has"):
+        dcp.load({"loader": unlike}, checkpoint_id=tmp_path / "step", no_dist=True)

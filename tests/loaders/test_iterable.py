@@ -86,6 +86,32 @@ def test_torchdata_resumes_exactly_from_every_step(tiny, num_processes):
         assert keys(restored) == whole[stop:]
 
 
+class Plain(torch.utils.data.IterableDataset):
+    """A loader itself, as a user might hand it to torch's DataLoader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+class TestL8WorkersWithoutTheView:
+    @pytest.mark.parametrize("num_processes", [0, 1])
+    def test_l8_one_iteration_is_no_reason_to_warn(self, tiny, num_processes):
+        outer = TorchLoader(Plain(make(tiny, 2)), batch_size=None, num_workers=num_processes)
+        assert keys(outer) == keys(make(tiny, 2))
+
+    def test_l8_several_workers_that_each_give_every_batch_warn(self, tiny):
+        """Warnings are errors here, and torch hands a worker's error to the main process."""
+        outer = TorchLoader(Plain(make(tiny, 2)), batch_size=None, num_workers=2)
+        with pytest.raises(UserWarning, match=r"gives every batch, 2 times in all; wrap it in .*IterableView"):
+            next(iter(outer))
+
+    def test_l8_the_view_does_not_warn(self, tiny):
+        assert keys(TorchLoader(IterableView(make(tiny, 2)), batch_size=None, num_workers=2)) == keys(make(tiny, 2))
+
+
 class TestPickle:
     def test_rank_arguments_and_position_travel(self, tiny):
         loader = make(tiny, 2, rank=1, size=2, seed=5, drop_last=False)

@@ -14,7 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders import DataLoader, ImageAugment, OrderSpec, World
+from fuelrail.loaders import DataLoader, ImageAugment, IterableView, OrderSpec, World
+from fuelrail.loaders.normalize import Normalize
+from fuelrail.loaders.undistort import Undistort
+from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -25,6 +28,7 @@ from fuelrail.pipeline.errors import (
     TruncatedShardError,
     WorldError,
 )
+from fuelrail.pipeline.pixel_augment import PixelAugment
 from fuelrail.pipeline.schema import decode_sample
 from support.datasets import CAMERAS, build_dataset
 
@@ -309,6 +313,38 @@ class TestResume:
         with pytest.raises(StateMismatchError, match=rf"{word}: state has .* loader has ") as caught:
             make(tiny[0], **options).load_state_dict(state)
         assert repr(json.loads(state["identity"])[word]) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("options", "both"),
+        [
+            ({"seed": 9}, "seed: state has 0, loader has 9"),
+            ({"image": ImageAugment(height=32, width=48)}, "image.height: state has "),
+            ({"bev": BevAugment(train=True, flip_x_prob=0.5)}, "bev.flip_x_prob: state has none, loader has 0.5"),
+            ({"pixels": PixelAugment(train=True, hue_deg=18.0)}, "pixels.hue_deg: state has none, loader has 18.0"),
+            ({"normalize": Normalize()}, "normalize.dtype: state has none, loader has 'float32'"),
+            ({"undistort": Undistort()}, "undistort.alpha: state has none, loader has None"),
+            ({"points": True}, "points: state has none, loader has True"),
+        ],
+    )
+    def test_n1_a_state_of_another_augmentation_is_refused_unless_told_otherwise(self, tiny, options, both):
+        order = OrderSpec(seed=3)
+        saved = make(tiny[0], order=order)
+        next(iter(saved))
+        state = saved.state_dict()
+        saved.close()
+        for one in (make(tiny[0], order=order, **options), IterableView(make(tiny[0], order=order, **options))):
+            with pytest.raises(StateMismatchError, match="other settings") as caught:
+                one.load_state_dict(state)
+            assert both in str(caught.value)
+            one.load_state_dict(state, strict=False)
+            assert one.state_dict()["samples_consumed"] == state["samples_consumed"] > 0
+        with pytest.raises(StateMismatchError, match="another training sequence"):
+            make(tiny[0], order=OrderSpec(seed=4)).load_state_dict(state, strict=False)
+
+    def test_n1_what_changes_no_sample_is_no_mismatch(self, tiny):
+        state = make(tiny[0]).state_dict()
+        quiet = {"pixels": PixelAugment(hue_deg=18.0), "bev": BevAugment(flip_x_prob=0.5)}  # train is False
+        make(tiny[0], decoder="pillow", storage="pread", verify=False, **quiet).load_state_dict(state)
 
     def test_a_state_of_another_dataset_is_refused(self, tiny, tmp_path):
         build_dataset(tmp_path / "other", {"train": TRAIN}, seed=1)

@@ -5,12 +5,24 @@ from __future__ import annotations
 import json
 import pickle
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.loaders.state import STATE_VERSION, Identity, LoaderState, decode_state, encode_state
+from fuelrail.loaders.normalize import Normalize
+from fuelrail.loaders.state import (
+    STATE_VERSION,
+    Identity,
+    LoaderState,
+    decode_state,
+    encode_state,
+    sample_settings,
+)
+from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import StateMismatchError
+from fuelrail.pipeline.pixel_augment import PixelAugment
+from fuelrail.pipeline.sweeps import PointSweeps
 
 IDENTITY = Identity(
     dataset="f" * 64, split="train", order={"version": 1, "kind": "shuffled", "seed": 7, "window": None}, drop_last=True
@@ -85,9 +97,14 @@ def test_state_of_another_sequence_shows_both_sides(change, both) -> None:
         ({"identity": "{}"}, "$.identity"),
         ({"identity": "{"}, "not a Fuelrail loader state"),
         ({"identity": 3}, "$.identity"),
+        ({"global_batch_size": -1}, "global_batch_size -1; it must be 1 or more"),
+        ({"global_batch_size": 0}, "global_batch_size 0; it must be 1 or more"),
+        ({"global_batch_size": 10**30}, f"global_batch_size {10**30}; it must be 1 or more, and below 2**62"),
+        ({"epoch": 10**30}, "both must be 0 or more, and below 2**62"),
+        ({"samples_consumed": 2**62}, "both must be 0 or more, and below 2**62"),
     ],
 )
-def test_what_is_no_state_is_refused(change, words) -> None:
+def test_l9_what_is_no_state_is_refused(change, words) -> None:
     with pytest.raises(StateMismatchError) as caught:
         decode_state({**encode_state(state()), **change}, IDENTITY)
     assert words in str(caught.value)
@@ -110,3 +127,62 @@ def test_a_missing_entry_is_named(name) -> None:
     del encoded[name]
     with pytest.raises(StateMismatchError, match=f"missing required field `{name}`"):
         decode_state(encoded, IDENTITY)
+
+
+IMAGE = ImageAugment(height=256, width=704)
+
+
+def settled(seed=7, **settings) -> Identity:
+    return msgspec.structs.replace(IDENTITY, settings=sample_settings(seed, **{"image": IMAGE, **settings}))
+
+
+class TestN1Settings:
+    """Number 1: a state names the augmentation's seed and settings."""
+
+    @pytest.mark.parametrize(
+        ("theirs", "ours", "both"),
+        [
+            (settled(7), settled(8), "seed: state has 7, loader has 8;"),
+            (
+                settled(image=ImageAugment(height=256, width=704, train=True)), settled(),
+                "image.train: state has True, loader has False;",
+            ),
+            (settled(), settled(normalize=Normalize()), "normalize.mean: state has none, loader has [123.675,"),
+            (settled(points=True), settled(), "points: state has True, loader has none;"),
+            (
+                settled(points=PointSweeps(num_sweeps=2)), settled(points=PointSweeps(num_sweeps=5)),
+                "content; points.num_sweeps: state has 2, loader has 5; make",
+            ),
+            (IDENTITY, settled(), "settings: state names none;"),
+        ],
+    )  # fmt: skip
+    def test_other_settings_are_refused_with_both_sides_or_accepted_explicitly(self, theirs, ours, both) -> None:
+        encoded = json.loads(json.dumps(encode_state(state(identity=theirs))))
+        with pytest.raises(StateMismatchError) as caught:
+            decode_state(encoded, ours)
+        assert both in str(caught.value)
+        assert "load_state_dict(state, strict=False)" in str(caught.value)
+        assert decode_state(encoded, ours, strict=False).samples_consumed == 160
+
+    def test_no_other_difference_is_accepted(self) -> None:
+        encoded = encode_state(state())
+        for change in ({"dataset": "0" * 64}, {"split": "val"}, {"drop_last": False}, {"frames": {}}, {"order": {}}):
+            other = {**encoded, "identity": json.dumps({**json.loads(encoded["identity"]), **change})}
+            with pytest.raises(StateMismatchError, match="another training sequence"):
+                decode_state(other, IDENTITY, strict=False)
+
+    def test_equal_settings_have_one_digest_however_they_are_written(self) -> None:
+        one = sample_settings(7, image=ImageAugment(height=64, width=96, resize=1), pixels=None, points=False)
+        two = sample_settings(7, image=ImageAugment(height=64, width=96, resize=1.0), undistort=None)
+        assert one == two
+        others = [
+            sample_settings(8, image=IMAGE), sample_settings(7, image=IMAGE),
+            sample_settings(7, image=IMAGE, pixels=PixelAugment(train=True)),
+        ]  # fmt: skip
+        assert len({found["digest"] for found in (one, *others)}) == 4
+
+    def test_with_all_settings_the_state_is_still_small_and_plain(self) -> None:
+        whole = settled(pixels=PixelAugment(train=True), normalize=Normalize(), points=PointSweeps(num_sweeps=10))
+        encoded = encode_state(state(identity=whole))
+        assert len(json.dumps(encoded)) < 2000
+        assert decode_state(json.loads(json.dumps(encoded)), whole) == state(identity=whole)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import math
+import operator
+import re
 
 import numpy as np
+import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.bench.synthetic_index import write_synthetic_index
 from fuelrail.pipeline.clips import ClipTable
-from fuelrail.pipeline.compiled_order import CompiledOrder
+from fuelrail.pipeline.compiled_order import CompiledOrder, compile_order
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.filters import Filter
 from fuelrail.pipeline.lanes import Lanes
-from fuelrail.pipeline.mix import MixedOrder
+from fuelrail.pipeline.mix import Mix, MixedOrder
 from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.weights import AttributeWeights, SystematicSampling
+from fuelrail.pipeline.weights import (
+    AttributeWeights,
+    ClassBalance,
+    SystematicSampling,
+    compute_weights,
+    natural_length,
+)
 
 SEEDS, EPOCHS = st.integers(0, 2**63 - 1), st.integers(0, 2**20)
 
@@ -187,3 +201,199 @@ def test_mixes(parts, seed, epoch):
             expected.append((dataset, own(at)))
             taken[dataset] += 1
     assert list(zip(entries.parts.tolist(), entries.samples.tolist(), strict=True)) == expected
+
+
+def as_text(value):
+    """Section 8: how a value is written to be compared."""
+    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)
+
+
+def weights_of(entries, rows):
+    """Section 8: the weight of each of some samples, given as dicts."""
+    found = [1.0] * len(rows)
+    for entry in entries:
+        if isinstance(entry, ClassBalance):
+            held = {name: sum((row[name] or 0) > 0 for row in rows) for name in entry.classes}
+        for number, row in enumerate(rows):
+            if isinstance(entry, ClassBalance):
+                weight = 0.0
+                for name in entry.classes:
+                    if (row[name] or 0) > 0:
+                        weight += 1 / held[name]
+            elif entry.values is None:
+                weight = float(row[entry.attribute])
+            else:
+                value = row[entry.attribute]
+                weight = entry.default if value is None else entry.values.get(as_text(value), entry.default)
+            found[number] *= weight
+    return found
+
+
+def natural(entries, rows):
+    """Section 8: the natural length."""
+    balances = [entry for entry in entries if isinstance(entry, ClassBalance)]
+    if len(balances) != 1:
+        return len(rows)
+    classes = balances[0].classes
+    total = sum((row[name] or 0) > 0 for row in rows for name in classes)
+    return total - total % len(classes)
+
+
+ROWS = st.fixed_dictionaries(
+    {
+        "cars": st.one_of(st.none(), st.integers(0, 2)),
+        "buses": st.one_of(st.none(), st.integers(0, 1)),
+        "night": st.one_of(st.none(), st.booleans()),
+        "speed": st.sampled_from([0.5, 1.0, 1e-7, 12.25, 3.0]),
+        "place": st.one_of(st.none(), st.sampled_from(["a", "b", "\u00e9"])),
+    }
+)
+TYPES = pa.schema(
+    {"cars": pa.int16(), "buses": pa.int16(), "night": pa.bool_(), "speed": pa.float64(), "place": pa.string()}
+)
+ENTRIES = st.one_of(
+    st.permutations(["cars", "buses"]).map(lambda names: ClassBalance(classes=tuple(names))),
+    st.just(AttributeWeights(attribute="speed")),
+    st.just(AttributeWeights(attribute="night", values={"true": 2.5, "false": 1.0}, default=0.3)),
+    st.just(AttributeWeights(attribute="speed", values={"0.5": 3, "1e-07": 7, "12.25": 0.1})),
+    st.just(AttributeWeights(attribute="place", values={"\u00e9": 4, "a": 0.7})),
+    st.just(AttributeWeights(attribute="cars", values={"2": 9}, default=0.1)),
+)
+
+
+@given(
+    st.lists(ROWS, max_size=30).map(lambda rows: [{"cars": 1, "buses": 1, **dict.fromkeys(("night", "place")),
+                                                   "speed": 1.0}, *rows]),
+    st.lists(ENTRIES, min_size=1, max_size=4),
+)  # fmt: skip
+def test_n13_weights_and_lengths(rows, entries):
+    table = pa.Table.from_pylist(rows, TYPES)
+    weights = weights_of(entries, rows)
+    assert compute_weights(entries, table).tolist() == weights
+    assert natural_length(entries, table) == natural(entries, rows)
+    ours = SystematicSampling(weights, natural(entries, rows)).epoch(key("order weights", 5, 2))
+    assert ours(np.arange(len(ours))).tolist() == copies(weights, natural(entries, rows), 5, 2)
+
+
+def test_n13_ties_in_rounding_to_ticks_go_to_the_even_number():
+    """0.5, 1.5 and 2.5 ticks become 0, 2 and 2: these weights' shares say so."""
+    weights = [2.0**33, 1.0, 3.0, 5.0]
+    expected = np.array([2**32, 0, 2, 2])
+    counts = SystematicSampling(weights, 1000).expected_counts()
+    assert np.allclose(counts, expected * (1000 / expected.sum()), rtol=1e-12, atol=0)
+
+
+def truth(node, row):
+    """Section 9: what an expression is for a sample; None for unknown."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return row[name]
+        case ast.Call(func=ast.Name(id="col"), args=[ast.Constant(value=name)]):
+            return row[name]
+        case ast.Call(func=ast.Name(id=name), args=[subject, ast.Constant(value=text)]):
+            value = truth(subject, row)
+            calls = {
+                "contains": lambda: text in value, "startswith": lambda: value.startswith(text),
+                "endswith": lambda: value.endswith(text), "matches": lambda: re.search(text, value) is not None,
+            }  # fmt: skip
+            return None if value is None else calls[name]()
+        case ast.UnaryOp(op=sign, operand=operand):
+            value = truth(operand, row)
+            change = {ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos}[type(sign)]
+            return None if value is None else change(value)
+        case ast.BoolOp(op=kind, values=values):
+            ends = isinstance(kind, ast.Or)
+            sides = [truth(value, row) for value in values]
+            return ends if ends in sides else None if None in sides else not ends
+        case ast.BinOp(left=left, op=kind, right=right):
+            a, b = truth(left, row), truth(right, row)
+            if a is None or b is None:
+                return None
+            remainder = lambda a, b: int(math.fmod(a, b))  # noqa: E731
+            return {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+                    ast.Mod: remainder}[type(kind)](a, b)  # fmt: skip
+        case ast.Compare(left=left, ops=kinds, comparators=rights):
+            sides = [left, *rights]
+            parts = [compared(*three, row) for three in zip(sides, kinds, rights, strict=False)]
+            return False if False in parts else None if None in parts else True
+    raise AssertionError(ast.dump(node))
+
+
+def compared(left, kind, right, row):
+    a = truth(left, row)
+    if isinstance(kind, (ast.Is, ast.IsNot)):
+        return (a is None) == isinstance(kind, ast.Is)
+    if isinstance(kind, (ast.In, ast.NotIn)):
+        return a is not None and (a in [item.value for item in right.elts]) == isinstance(kind, ast.In)
+    b = truth(right, row)
+    kinds = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+             ast.Gt: operator.gt, ast.GtE: operator.ge}  # fmt: skip
+    return None if a is None or b is None else kinds[type(kind)](a, b)
+
+
+NUMBERS = st.recursive(
+    st.sampled_from(["cars", "buses", "speed", "2", "-1", "0.5", "col('cars')"]),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: f"({' '.join(parts)})"),
+        inner.map(lambda value: f"({value} / 4)"), inner.map(lambda value: f"-({value})"),
+        st.just("(cars * -7 % 3)"), st.just("buses % 2"),
+    ),
+    max_leaves=4,
+)  # fmt: skip
+CONDITIONS = st.recursive(
+    st.one_of(
+        st.tuples(NUMBERS, st.sampled_from(["==", "!=", "<", "<=", ">", ">="]), NUMBERS).map(" ".join),
+        st.tuples(NUMBERS, NUMBERS, NUMBERS).map(" < ".join),
+        st.sampled_from(
+            [
+                "night", "True", "False", "night == True", "night is None", "place is not None", "place in ('a', 'b')",
+                "place not in ['a']", "cars in {1, 2}", "cars not in (0, -1)", "contains(place, 'a')", "place < 'b'",
+                "startswith(place, '\u00e9')", "endswith(place, 'b')", "matches(place, '^[ab]$')", "'b' <= place",
+            ]
+        ),
+    ),
+    lambda inner: st.one_of(
+        inner.map(lambda condition: f"not ({condition})"),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({' and '.join(parts)})"),
+        st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({' or '.join(parts)})"),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(st.lists(ROWS, min_size=1, max_size=12), CONDITIONS)
+def test_n13_filters(rows, text):
+    tree = ast.parse(text, mode="eval").body
+    expected = [number for number, row in enumerate(rows) if truth(tree, row) is True]
+    assert Filter(text, TYPES.names).select(pa.Table.from_pylist(rows, TYPES)).tolist() == expected
+
+
+@pytest.mark.parametrize("values", [("true", "false"), ("false", "true")])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_n13_a_mixs_parts_count_in_the_order_of_the_ratios(tmp_path, values, weighted):
+    rng = np.random.default_rng(0)
+    rows = [{"night": bool(rng.random() < 0.4), "cars": int(rng.integers(0, 4))} for _ in range(60)]
+    attributes = {name: [row[name] for row in rows] for name in ("night", "cars")}
+    write_synthetic_index(tmp_path / "set", (20, 30, 10), samples_per_shard=8, attributes=attributes)
+    ratios = {values[0]: 2, values[1]: 3}
+    entries = (AttributeWeights(attribute="cars"),) if weighted else ()
+    spec = OrderSpec(seed=4, filter="cars != 3", weights=entries, mix=Mix(attribute="night", ratios=ratios))
+    ours = compile_order(spec, open_dataset(tmp_path / "set"))
+
+    selected = [number for number, row in enumerate(rows) if row["cars"] != 3]
+    parts = [[n for n in selected if as_text(rows[n]["night"]) == value] for value in values]
+    block = [part for part, ratio in enumerate(ratios.values()) for _ in range(ratio)]
+    num_blocks = max(-(-len(part) // ratio) for part, ratio in zip(parts, ratios.values(), strict=True))
+    word, taken, expected = permutation(2**62, key("order mix", 4)), [0, 0], []
+    for number in range(num_blocks):
+        for entry in sorted(range(5), key=lambda i, number=number: word(number * 5 + i)):
+            part = block[entry]
+            turns, at = divmod(taken[part], len(parts[part]))
+            taken[part] += 1
+            seed = key("order mix part", 4, part) % 2**63
+            weights = weights_of(entries, [rows[n] for n in parts[part]]) if weighted else None
+            place = permutation(len(parts[part]), key("order shuffled", seed, turns))(at)
+            expected.append(parts[part][copies(weights, len(parts[part]), seed, turns)[place]])
+    assert ours.epoch(0)(np.arange(ours.epoch_length)).tolist() == expected

@@ -55,6 +55,30 @@ def keys_of(out):
     return index.strings("key")
 
 
+def test_n1_the_fingerprint_does_not_cover_the_version_of_the_tool(source, expected, tmp_path):
+    """Another version is another recipe, and stands in the provenance; rows and bytes are the same."""
+    again = shard_nuscenes(source.root, tmp_path / "out", tool="fuelrail 99.0", **OPTIONS).manifest
+    ours = open_dataset(expected).manifest
+    assert again.fingerprint == ours.fingerprint
+    assert again.digest != ours.digest
+    assert again.provenance["recipe"]["tool"] == "fuelrail 99.0" != ours.provenance["recipe"]["tool"]
+    named = shard_nuscenes(source.root, tmp_path / "named", name="renamed", **OPTIONS).manifest
+    assert named.fingerprint != ours.fingerprint  # each sample's meta.json repeats the name
+
+
+def test_n1_the_fingerprint_covers_every_byte_and_every_row(source, expected, tmp_path):
+    ours = open_dataset(expected).manifest.fingerprint
+    fewer = shard_nuscenes(source.root, tmp_path / "fewer", limit=15, **OPTIONS).manifest
+    changed = shutil.copytree(source.root, tmp_path / "source")
+    image = next(path for path in sorted(changed.rglob("*.jpg")) if "sweeps" not in path.parts)
+    data = bytearray(image.read_bytes())
+    data[-10] ^= 1
+    image.write_bytes(data)
+    byte = shard_nuscenes(changed, tmp_path / "byte", **OPTIONS).manifest
+    assert byte.num_samples == open_dataset(expected).manifest.num_samples
+    assert len({ours, fewer.fingerprint, byte.fingerprint}) == 3
+
+
 @pytest.mark.parametrize("num_workers", WORKERS[1:])
 def test_any_number_of_workers_gives_the_same_bytes(source, expected, tmp_path, num_workers):
     outcome = shard_nuscenes(source.root, tmp_path / "out", num_workers=num_workers, **OPTIONS)

@@ -1,4 +1,4 @@
-"""Compiles the native camera-JPEG decoder: ``python -m fuelrail.loaders.decode.native``.
+"""Compiles the native camera-JPEG decoder and the guard of maps: ``python -m fuelrail.loaders.decode.native``.
 
 Installing does the same (hatch_build.py), where it can. Only the standard library is used, so that a build backend can
 load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
@@ -47,7 +47,14 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
     library = folder / LIBRARY_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         made = Path(scratch) / LIBRARY_NAME
-        command = [*compiler.split(), *_FLAGS, *flags, f"-DSOURCE_CRC={source_crc(folder)}u", "camera_jpeg.c"]
+        command = [
+            *compiler.split(),
+            *_FLAGS,
+            *flags,
+            f"-DSOURCE_CRC={source_crc(folder)}u",
+            "camera_jpeg.c",
+            "map_guard.c",
+        ]
         done = subprocess.run(
             [*command, "-o", str(made), "-lm"],
             cwd=folder,

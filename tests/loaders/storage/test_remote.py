@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import threading
@@ -233,15 +234,14 @@ class TestFaults:
 
 
 class TestOpening:
-    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_fingerprint(
-        self, serve, pristine, tmp_path
-    ):
+    def test_manifest_and_index_are_fetched_once_into_a_folder_named_by_the_manifest(self, serve, pristine, tmp_path):
         server = serve(pristine)
         here = open_dataset(pristine)
+        name = hashlib.sha256((pristine / "dataset.json").read_bytes()).hexdigest()
         for _ in range(2):
             dataset = open_dataset(server.url + "/", cache_dir=tmp_path)
             assert dataset.manifest == here.manifest
-            assert dataset.root == tmp_path / "datasets" / here.manifest.fingerprint
+            assert dataset.root == tmp_path / "datasets" / name
             assert [dataset.index.row(i) for i in range(25)] == [here.index.row(i) for i in range(25)]
             assert dataset.location == server.url + "/"
         assert [request.name for request in server.requests] == ["dataset.json", "index.arrow", "dataset.json"]
@@ -283,6 +283,37 @@ class TestOpening:
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(DatasetError, match="say another place with cache_dir"):
             open_dataset(serve(pristine).url, cache_dir=tmp_path / "file")
+
+    def test_h2_a_folder_for_the_index_that_others_made_is_refused(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        home = tmp_path / "home"
+        home.mkdir(mode=0o755)
+        root = open_dataset(server.url, cache_dir=tmp_path / "good").root
+        assert [root.stat().st_mode & 0o777, root.parent.stat().st_mode & 0o777] == [0o700, 0o700]
+        for number, linked in enumerate(("", "datasets", f"datasets/{root.name}")):
+            cache = tmp_path / f"cache-{number}"
+            place = cache / linked
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(home, target_is_directory=True)
+            with pytest.raises(ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"):
+                open_dataset(server.url, cache_dir=cache)
+        assert not list(home.iterdir())
+        index = root / "index.arrow"
+        index.rename(home / "index.arrow")
+        index.symlink_to(home / "index.arrow")
+        with pytest.raises(ConfigError, match=r"index\.arrow' is a symbolic link"):
+            open_dataset(server.url, cache_dir=tmp_path / "good")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+    def test_h2_a_folder_for_the_index_of_another_user_is_refused(self, serve, pristine, tmp_path):
+        server = serve(pristine)
+        root = open_dataset(server.url, cache_dir=tmp_path / "cache").root
+        for path in (root / "dataset.json", root, root.parent, root.parent.parent):
+            os.chown(path, 4242, 4242)
+            with pytest.raises(ConfigError, match=f"'{path}' belongs to user 4242, and this process runs as user 0"):
+                open_dataset(server.url, cache_dir=tmp_path / "cache")
+            os.chown(path, 0, 0)
+        assert len(open_dataset(server.url, cache_dir=tmp_path / "cache").index) == 25
 
     def test_a_full_disk_there_is_told_and_the_users_cache_folder_taken(
         self, serve, pristine, tmp_path, monkeypatch, caplog

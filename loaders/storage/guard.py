@@ -1,0 +1,130 @@
+"""Mapped shards that are cut while they are read: noted, and raised as an error, in place of the end by SIGBUS.
+
+Compiled code (map_guard.c, part of the native library) does the work: where a page of a guarded mapping cannot be
+served it puts zeros there and counts. A storage asks for each sample whether a page of it was replaced, so zeros reach
+nobody as data. Without the library nothing is guarded, and ``storage="auto"`` reads with ``pread``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from fuelrail.loaders.decode.native import load
+from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dataset import Dataset
+
+_INDEX_CUT: Final = (
+    "fuelrail: '{path}' was cut or cannot be read while it is in use, and the process ends by SIGBUS. Files of a "
+    "dataset must not be changed in place: write a new one and rename it.\n"
+)
+
+
+class _Library:
+    """The functions of map_guard.c. ``faults.value`` is the number of pages replaced so far."""
+
+    def __init__(self) -> None:
+        library = ctypes.PyDLL(str(FOLDER / LIBRARY_NAME))  # keeps the interpreter's lock: one thread at a time
+        self.install, self.add = library.map_guard_install, library.map_guard_add
+        self.hull, self.remove = library.map_guard_hull, library.map_guard_remove
+        self.add.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+        self.hull.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_size_t))
+        self.remove.argtypes, self.remove.restype = (ctypes.c_int,), None
+        self.faults = ctypes.c_long.in_dll(library, "map_guard_faults")
+
+
+@cache
+def _library() -> _Library | None:
+    return None if isinstance(load(), str) else _Library()
+
+
+def is_guarding() -> bool:
+    """Whether mappings can be guarded here; takes over SIGBUS, also from whoever took it over since the last call."""
+    library = _library()
+    return library is not None and library.install() == 0
+
+
+class Faults:
+    """Which bytes of some shards, by number, were replaced by zeros."""
+
+    def __init__(self) -> None:
+        self._maps: weakref.WeakSet[GuardedMap] = weakref.WeakSet()
+        self._gone: list[tuple[int, int, int]] = []
+        library = _library()
+        self._count = ctypes.c_long(0) if library is None else library.faults
+
+    def add(self, mapped: GuardedMap, shard: int) -> None:
+        """Watch a map of a shard."""
+        mapped.guard(shard, self._gone)
+        self._maps.add(mapped)
+
+    def has_hit(self, shard: int, start: int, end: int) -> bool:
+        """Whether bytes ``start`` to ``end - 1`` of a shard may have been read as zeros, in any map of it so far."""
+        if not self._count.value:
+            return False
+        hulls = [*self._gone, *(mapped.hull() for mapped in list(self._maps))]
+        return any(number == shard and low < end and start < high for number, low, high in hulls)
+
+
+class GuardedMap(mmap.mmap):
+    """A read-only map of a whole file. It lives as long as any view of it."""
+
+    _slot = -1
+    _shard = -1
+    _gone: list[tuple[int, int, int]]
+
+    def __new__(cls, fd: int, size: int) -> Self:
+        """Map the file; raises what mmap raises."""
+        return super().__new__(cls, fd, size, access=mmap.ACCESS_READ)
+
+    @property
+    def address(self) -> int:
+        """Where it begins in memory."""
+        return int(np.frombuffer(self, np.uint8).ctypes.data)
+
+    def guard(self, shard: int, gone: list[tuple[int, int, int]]) -> None:
+        """Guard it, as one of shard ``shard``; what was replaced in it is put into ``gone`` when it goes."""
+        library = _library()
+        if library is not None:
+            self._shard, self._gone = shard, gone
+            self._slot = library.add(self.address, len(self), None)
+
+    def hull(self) -> tuple[int, int, int]:
+        """Shard, first byte and end of what was replaced; the end not above the first byte for nothing."""
+        library = _library()
+        if library is None or self._slot < 0:
+            return -1, 0, 0
+        hull = (ctypes.c_size_t * 2)()
+        library.hull(self._slot, hull)
+        return self._shard, hull[0], hull[1]
+
+    def __del__(self) -> None:
+        if self._slot >= 0 and (library := _library()) is not None:
+            hull = self.hull()
+            if hull[1] < hull[2]:
+                self._gone.append(hull)
+            library.remove(self._slot)
+
+
+class IndexGuard:
+    """Names a dataset's index before the process ends where a page of it cannot be served."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        library = _library()
+        mapped = dataset.index.mapped
+        if library is not None:
+            text = ctypes.c_char_p(_INDEX_CUT.format(path=dataset.root / "index.arrow").encode())
+            slot = library.add(int(np.frombuffer(mapped, np.uint8).ctypes.data), len(mapped), text)
+            if slot >= 0:
+                weakref.finalize(dataset.index, _forget, library, slot, text)
+
+
+def _forget(library: _Library, slot: int, _text: ctypes.c_char_p) -> None:
+    library.remove(slot)

@@ -1,0 +1,219 @@
+"""Shards and indices that are cut or rewritten in place while they are read: an error with a name, never SIGBUS."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from fuelrail.loaders.storage import guard, open_storage
+from fuelrail.loaders.storage.mapped import MappedShards
+from fuelrail.loaders.storage.pread import PreadShards
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import ChecksumError, TruncatedShardError
+from support.datasets import build_dataset
+from support.storage_suite import rows_of, spans_of
+
+needs_guard = pytest.mark.skipif(not guard.is_guarding(), reason="the native library is not built here")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+EPOCHS = """
+import os, shutil, sys
+from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, TruncatedShardError
+
+source, folder, how, rounds, on_error = sys.argv[1:]
+for turn in range(int(rounds)):
+    root = f"{folder}/{turn}"
+    shutil.copytree(source, root)
+    tars = sorted(f"{root}/{name}" for name in os.listdir(root) if name.endswith(".tar"))
+    image = ImageAugment(height=64, width=176)
+    with DataLoader(
+        root, 1, image=image, seed=turn, storage="mapped", num_workers=2, on_error=on_error, quarantine=None
+    ) as loader:
+        try:
+            for number, batch in enumerate(loader):
+                if number == 1 + turn % 3:
+                    for tar in tars:
+                        if how == "cut":
+                            os.truncate(tar, 1000)
+                        elif how == "half":
+                            os.truncate(tar, os.path.getsize(tar) // 2)
+                        elif how == "copied over itself":
+                            shutil.copyfile(f"{source}/{os.path.basename(tar)}", tar)
+                        elif how == "zeroed":
+                            with open(tar, "r+b") as file:
+                                file.write(bytes(os.path.getsize(tar)))
+            print("ok")
+        except (ChecksumError, TruncatedShardError, BadSamplesError) as error:
+            print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    root = tmp_path_factory.mktemp("guard") / "pristine"
+    build_dataset(root, {"train": (10, 10, 10)}, size=(320, 240), layout="none")
+    return root
+
+
+@pytest.fixture
+def own(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "own")
+
+
+def run(code, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@needs_guard
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+@pytest.mark.parametrize("how", ["cut", "half", "copied over itself", "zeroed"])
+def test_m1_a_shard_changed_during_an_epoch_is_a_named_error_or_no_harm(pristine, tmp_path, how, on_error):
+    done = run(EPOCHS, pristine, tmp_path, how, 4, on_error)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert len(found) == 4
+    for line in found:
+        assert line == "ok" or ("train-0000" in line and "clip-" in line)
+        assert on_error == "substitute" or not line.startswith("BadSamplesError")
+    if how != "copied over itself" and on_error == "raise":  # else others may have taken all places
+        assert "ok" not in found
+
+
+@needs_guard
+class TestMappedShards:
+    def test_m1_zeros_in_the_place_of_a_lost_page_are_never_taken_for_data(self, own):
+        """The window of the finding: cut after the digest was checked, before the bytes are decoded."""
+        dataset = open_dataset(own)
+        storage = MappedShards(dataset)
+        index, row = rows_of(dataset)[7]
+        view = storage.span(index, row)
+        storage.recheck(index)
+        os.truncate(own / "train-000000.tar", row.offset)
+        assert len(bytes(view)) == row.length  # no signal
+        for _ in range(2):
+            with pytest.raises(TruncatedShardError, match=r"cut .*in use.*train-000000\.tar, offset .*clip-") as caught:
+                storage.recheck(index)
+            assert (caught.value.offset, caught.value.key) == (row.offset, row.key)
+        other, good = rows_of(dataset)[12]
+        assert bytes(storage.span(other, good)) == spans_of(own)[12]
+        storage.recheck(other)
+
+    def test_m1_a_shard_that_is_whole_again_is_read_again(self, own, pristine):
+        dataset = open_dataset(own)
+        storage = MappedShards(dataset)
+        index, row = rows_of(dataset)[7]
+        view = storage.span(index, row)
+        os.truncate(own / "train-000000.tar", 0)
+        bytes(view)
+        with pytest.raises(TruncatedShardError):
+            storage.span(index, row)
+        del view
+        shutil.copyfile(pristine / "train-000000.tar", own / "train-000000.tar")
+        index, row = rows_of(dataset)[3]
+        with pytest.raises(TruncatedShardError):  # what was read of this file as zeros stays suspect
+            storage.span(*rows_of(dataset)[7])
+        assert bytes(MappedShards(dataset).span(index, row)) == spans_of(pristine)[3]
+
+    def test_m1_bytes_changed_in_place_after_their_check_are_found_before_they_are_handed_out(self, own):
+        dataset = open_dataset(own)
+        storage = MappedShards(dataset)
+        index, row = rows_of(dataset)[7]
+        view = storage.span(index, row)
+        os.utime(own / "train-000000.tar", ns=(1, 1))  # touched, not changed
+        storage.recheck(index)
+        with (own / "train-000000.tar").open("r+b") as file:
+            file.seek(row.offset + row.length // 2)
+            file.write(b"other")
+        assert bytes(view) != spans_of(own)[6]
+        with pytest.raises(ChecksumError, match="written to while in use"):
+            storage.recheck(index)
+        MappedShards(dataset, verify=False).recheck(index)
+
+    def test_without_the_library_auto_reads_into_memory_of_its_own(self, pristine, monkeypatch):
+        assert isinstance(open_storage(open_dataset(pristine)), MappedShards)
+        monkeypatch.setattr("fuelrail.loaders.storage.is_guarding", lambda: False)
+        assert isinstance(open_storage(open_dataset(pristine)), PreadShards)
+        monkeypatch.setattr(guard, "_library", lambda: None)
+        dataset = open_dataset(pristine)
+        storage = MappedShards(dataset)
+        index, row = rows_of(dataset)[7]
+        assert bytes(storage.span(index, row)) == spans_of(pristine)[7]
+        storage.recheck(index)
+
+
+FOREIGN = """
+import faulthandler, mmap, os, sys
+from fuelrail.loaders.storage.mapped import MappedShards
+from fuelrail.pipeline.dataset import open_dataset
+
+root, when, what = sys.argv[1:]
+if when == "before":
+    faulthandler.enable()
+dataset = open_dataset(root)
+storage = MappedShards(dataset)
+view = storage.span(0, dataset.index.row(0))
+if when == "after":
+    faulthandler.enable()
+    storage.session().close()
+if what == "ours":
+    os.truncate(os.path.join(root, "train-000000.tar"), 0)
+    print(len(bytes(view)))
+elif what == "sent":
+    os.kill(os.getpid(), 7)
+elif what == "index":
+    os.truncate(os.path.join(root, "index.arrow"), 0)
+    dataset.index.row(3)
+else:
+    with open(os.path.join(root, "other"), "w+b") as file:
+        file.truncate(8192)
+        other = mmap.mmap(file.fileno(), 8192)
+        file.truncate(0)
+    print(other[5000])
+"""
+
+
+@needs_guard
+class TestOtherHandlers:
+    @pytest.mark.parametrize("when", ["never", "before", "after"])
+    def test_our_mappings_are_ours_whoever_else_handles_the_signal(self, own, when):
+        done = run(FOREIGN, own, when, "ours")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert int(done.stdout) > 0
+
+    @pytest.mark.parametrize("when", ["never", "after"])
+    @pytest.mark.parametrize("what", ["foreign", "sent", "index"])
+    def test_all_else_ends_as_it_would_have(self, own, when, what):
+        done = run(FOREIGN, own, when, what)
+        assert done.returncode == -signal.SIGBUS
+        assert ("Fatal Python error: Bus error" in done.stderr) == (when != "never")
+        assert (f"fuelrail: '{own}/index.arrow' was cut or cannot be read" in done.stderr) == (what == "index")
+
+
+@needs_guard
+def test_slots_are_used_again(tmp_path):
+    """More maps than the table has slots, one after the other."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(2 * mmap.PAGESIZE))
+    with file.open("r+b") as stream:
+        for number in range(20_000):
+            mapped = guard.GuardedMap(stream.fileno(), 2 * mmap.PAGESIZE)
+            mapped.guard(number, [])
+            assert mapped._slot >= 0
+        gone = []
+        mapped = guard.GuardedMap(stream.fileno(), 2 * mmap.PAGESIZE)
+        mapped.guard(5, gone)
+        stream.truncate(mmap.PAGESIZE)
+        assert mapped[0] == mapped[2 * mmap.PAGESIZE - 1] == 0
+        assert mapped.hull() == (5, mmap.PAGESIZE, 2 * mmap.PAGESIZE)
+        del mapped
+        assert gone == [(5, mmap.PAGESIZE, 2 * mmap.PAGESIZE)]
