@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import read_members
-from fuelrail.pipeline.errors import OrderError, SchemaError
-from fuelrail.pipeline.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.sample_rules import Rig, check_arrays
+from fuelrail.pipeline.schema import SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
@@ -42,7 +43,7 @@ class SampleReader:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
-        self._num_lidars = len(dataset.manifest.lidars)
+        self._rig = Rig.of(dataset.manifest)
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
@@ -60,26 +61,15 @@ class SampleReader:
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member.
 
-        A rig other than the manifest's, or ``cam_valid`` at odds with the images that are there, is a SchemaError: a
-        blank image must never pass for a valid one.
+        A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.sample_rules`) is a SchemaError: a blank image
+        must never pass for a valid one, nor a label for one of the classes that it is not.
         """
         row = fetched.row
         members = read_members(
             row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
         )
         sample = decode_sample(row.key, members)
-        valid = sample.geometry.cam_valid.tolist()
-        present = [int(channel in sample.images) for channel in self.cameras]
-        if valid != present:
-            raise SchemaError(
-                f"cam_valid is {valid}, but of the cameras {', '.join(self.cameras)} these have an image: {present}",
-                key=row.key, member=GEOMETRY,
-            )  # fmt: skip
-        if len(sample.geometry.lidar2ego) != self._num_lidars:
-            raise SchemaError(
-                f"of {len(sample.geometry.lidar2ego)} lidars, the manifest has {self._num_lidars}",
-                key=row.key, member=GEOMETRY,
-            )  # fmt: skip
+        check_arrays(sample, self._rig)
         return sample
 
     def sample(self, index: int) -> Sample:

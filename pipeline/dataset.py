@@ -22,6 +22,7 @@ from fuelrail.pipeline.errors import (
     IndexFileError,
     ManifestError,
     MemberError,
+    SchemaError,
     TruncatedShardError,
 )
 from fuelrail.pipeline.frames import is_framed, open_span
@@ -177,8 +178,8 @@ def read_members(
 
     ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame, which is decoded first.
     ``wanted`` restricts it to some field names. Raises FrameError, IndexFileError for an entry outside the span or,
-    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index), and the
-    codec's errors with key and member.
+    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index),
+    SchemaError for a field that occurs twice, and the codec's errors with key and member.
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
@@ -188,6 +189,8 @@ def read_members(
     for name, codec, offset, size, raw_bytes in zip(names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True):
         if wanted is not None and name not in wanted:
             continue
+        if name in members:
+            raise SchemaError("the sample has this field twice; each occurs once", key=row.key, member=name)
         end = offset + size
         if not BLOCK_BYTES <= offset <= end <= len(view):
             raise _outside(row, name, offset, end, view, shard)

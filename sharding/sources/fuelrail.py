@@ -115,6 +115,11 @@ class FuelrailSource:
             raise SourceError(
                 f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and frame {entry.frame}"
             )
+        if (meta.key, meta.clip_id, meta.frame_idx) != (entry.key, entry.clip_id, entry.frame):
+            raise SourceError(
+                f"sample '{entry.key}': its {META} is of sample '{meta.key}', clip '{meta.clip_id}', frame "
+                f"{meta.frame_idx}; the index has clip '{entry.clip_id}', frame {entry.frame}"
+            )
         if begins is not None:
             out.begin_clip(begins, meta.clip_name, meta.clip_token)
         members = []

@@ -257,7 +257,7 @@ def flip_scan(raw):
         (change_meta("schema", "fuelrail/9"), "this version reads 'fuelrail/1'"),
         (lambda raw: raw.update({"geometry.safetensors": b"x" * 100}), "geometry.safetensors: "),
         (lambda raw: raw.pop("geometry.safetensors"), "geometry.safetensors: the member is missing"),
-        (lambda raw: raw.pop("cam_back.jpg"), "cam_valid is [1, 1], but the images there are [1, 0]"),
+        (lambda raw: raw.pop("cam_back.jpg"), "cam_front, cam_back these have an image: [1, 0]"),
         (flip_scan, "cam_back.jpg: a damaged JPEG"),
         (lambda raw: raw.update({"cam_back.jpg": raw["cam_back.jpg"][:-2]}), "cam_back.jpg: a truncated JPEG"),
         (lambda raw: raw.update({"lidar_top.npy": raw["lidar_top.npy"][:-1]}), "lidar_top.npy: "),
