@@ -185,12 +185,13 @@ def read_members(
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
     if verify and not are_members(view, row.key, fields, offsets, stored_bytes):
         raise _misplaced(row, view, shard)
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SchemaError("the sample has this field twice; each occurs once", key=row.key, member=twice)
     members: dict[str, memoryview] = {}
     for name, codec, offset, size, raw_bytes in zip(names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True):
         if wanted is not None and name not in wanted:
             continue
-        if name in members:
-            raise SchemaError("the sample has this field twice; each occurs once", key=row.key, member=name)
         end = offset + size
         if not BLOCK_BYTES <= offset <= end <= len(view):
             raise _outside(row, name, offset, end, view, shard)

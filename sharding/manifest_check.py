@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow.parquet as pq
@@ -59,14 +60,15 @@ def _of_attributes(dataset: Dataset) -> Iterator[Fault]:
         return
     names = pq.read_schema(path).names
     columns = [name for name in (*_OF_INDEX, "split") if name in names]
-    split_of = [name for name, split in dataset.manifest.splits.items() for _ in range(split.num_samples)]
+    splits = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
+    split_of_row = chain.from_iterable(repeat(name, split.num_samples) for name, split in splits)
     first = 0
     for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE, columns=columns):
         there: dict[str, list[Any]] = batch.select(columns).to_pydict()
         for at in range(len(batch)):
-            row = index.row(first + at)
+            row, split = index.row(first + at), next(split_of_row)
             for name in columns:
-                wanted = split_of[first + at] if name == "split" else getattr(row, name)
+                wanted = split if name == "split" else getattr(row, name)
                 if there[name][at] != wanted:
                     text = f"row {first + at} has the {name} {there[name][at]!r:.80}, the index has {wanted!r:.80}"
                     yield Fault(ATTRIBUTES_FILE, text, key=row.key)
