@@ -24,7 +24,7 @@ from fuelrail.loaders.production import Production
 from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
 from fuelrail.loaders.runner import Runner
 from fuelrail.loaders.slots import BufferPool
-from fuelrail.loaders.sources import add_stats, open_all
+from fuelrail.loaders.sources import add_stats, open_all, require_lidar
 from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state
 from fuelrail.loaders.stats import LoaderStats
 from fuelrail.loaders.storage import open_storage
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.loaders.assemble import BoxFrame
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.sources import DatasetLike
@@ -113,6 +114,8 @@ class DataLoader:
             against tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's environment. Ranks of
             one model-parallel group get the same batches.
         points: also decode the first lidar's sweep; a `PointSweeps` says to put several together.
+        box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
+            its own time, which pairs with ``lidar2img`` and ``points``.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
             is a GPU) or "auto".
         undistort: straighten the images of distorted cameras while they are decoded; None: as stored, with
@@ -169,6 +172,7 @@ class DataLoader:
         pin_memory: bool | None = None,
         world: World | DeviceMesh | None = None,
         points: bool | PointSweeps = False,
+        box_frame: BoxFrame = "ego",
         decoder: str = "auto",
         undistort: Undistort | None = None,
         normalize: Normalize | None = None,
@@ -198,6 +202,8 @@ class DataLoader:
         self.datasets = open_all(dataset, mix, storage_options, cache_dir, retry)
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
+        if box_frame == "lidar":
+            require_lidar(self.datasets)
         self._window = choose_window(frames, stride, padding)
         self._supply = make_supply(
             Choice(self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None),
@@ -226,7 +232,7 @@ class DataLoader:
         self._make = Production(
             self._bad, cameras, lidar, Augments(image, pixels, bev, seed, accumulation, undistort),
             image_decoder, batch_size, self._window,
-            transform, collate_fn, normalize, self._transfer,
+            transform, collate_fn, normalize, self._transfer, box_frame,
         )  # fmt: skip
 
         self._num_images = where.frames * len(cameras)
@@ -407,7 +413,8 @@ class DataLoader:
         state = self.state_dict()
         return {
             **msgspec.json.decode(state.pop("identity")), "batch_size": self.batch_size, "seed": self.seed,
-            "points": self._make.lidar is not None, "augments": msgspec.to_builtins(self._make.augments), **state,
+            "points": self._make.lidar is not None, "box_frame": self._make.box_frame,
+            "augments": msgspec.to_builtins(self._make.augments), **state,
         }  # fmt: skip
 
     def stages(self) -> list[Stage]:

@@ -82,6 +82,13 @@ def check_compatible(datasets: Mapping[str, Dataset], *, points: bool = False) -
                 )
 
 
+def require_lidar(datasets: Mapping[str, Dataset]) -> None:
+    """Raise ConfigError where a dataset has no lidar whose frame boxes could be in."""
+    for name, dataset in datasets.items():
+        if not dataset.manifest.lidars:
+            raise ConfigError(f"box_frame='lidar' needs a lidar, and dataset {name!r} has none; use box_frame='ego'")
+
+
 def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[object, object]]:
     def both(fact: Callable[[Dataset], object]) -> tuple[object, object]:
         return fact(one), fact(other)
