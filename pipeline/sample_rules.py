@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,16 +31,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.manifest import LidarEntry
+    from fuelrail.pipeline.manifest import LidarEntry, Manifest
     from fuelrail.pipeline.schema import Boxes, Geometry, Meta, Sample, Sweeps
-
-    class Described(Protocol):
-        """A manifest, or what a scan found: both describe the rig in these fields."""
-
-        cameras: Sequence[Any]
-        lidars: Sequence[LidarEntry]
-        classes: Sequence[str]
-        attributes: Sequence[str]
 
 
 LARGEST: Final = 1e9
@@ -101,14 +93,18 @@ class Rig(NamedTuple):
     num_attributes: int
 
     @classmethod
-    def of(cls, described: Described) -> Rig:
+    def of(cls, manifest: Manifest) -> Rig:
         """The rig of a manifest."""
-        return cls(
-            tuple(camera.channel for camera in described.cameras),
-            tuple((lidar.channel, len(lidar.columns)) for lidar in described.lidars),
-            len(described.classes),
-            len(described.attributes),
-        )
+        cameras = [camera.channel for camera in manifest.cameras]
+        return cls.make(cameras, manifest.lidars, manifest.classes, manifest.attributes)
+
+    @classmethod
+    def make(
+        cls, cameras: Iterable[str], lidars: Iterable[LidarEntry], classes: Sequence[str], attributes: Sequence[str]
+    ) -> Rig:
+        """The rig of these channels, lidars and names."""
+        columns = tuple((lidar.channel, len(lidar.columns)) for lidar in lidars)
+        return cls(tuple(cameras), columns, len(classes), len(attributes))
 
 
 class Broken(NamedTuple):
@@ -288,12 +284,13 @@ _POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite
 
 def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_]) -> Iterator[str]:
     """Of all poses at once, for most of what a look at small arrays takes is the call."""
+    no_sweep = geometry.lidar_timestamp_ns < 0
     groups = (
         ("cam2ego", geometry.cam2ego, is_absent),
         ("cam_ego2global", geometry.cam_ego2global, is_absent),
         ("ego2global", geometry.ego2global.reshape(-1, 4, 4), None),
-        ("lidar2ego", geometry.lidar2ego, geometry.lidar_timestamp_ns),
-        ("lidar_ego2global", geometry.lidar_ego2global, geometry.lidar_timestamp_ns),
+        ("lidar2ego", geometry.lidar2ego, no_sweep),
+        ("lidar_ego2global", geometry.lidar_ego2global, no_sweep),
     )
     bad = ~are_rigid(np.concatenate([poses for _, poses, _ in groups]))
     if not bad.any():
@@ -303,8 +300,7 @@ def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_]) -> Iterator[str]
         own = bad[first : first + len(poses)]
         first += len(poses)
         if unless is not None:
-            is_unknown = unless if unless.dtype == np.bool_ else unless < 0
-            own = own & ~(is_unknown & np.isnan(poses).all((1, 2)))
+            own = own & ~(unless & np.isnan(poses).all((1, 2)))
         yield from _first(own, name, poses, _POSE_WORDS)
 
 

@@ -143,7 +143,7 @@ def shard(
             lidars=tuple(info.lidars),
             clip_ids=tuple(clip.clip_id for clip in info.clips),
             dictionary=dictionary,
-            rig=Rig.of(info),
+            rig=Rig.make([camera.channel for camera in info.cameras], info.lidars, info.classes, info.attributes),
         )
         wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(output, manifest, num_workers)
         num_kept = len(plan.shards) - len(wanted)
