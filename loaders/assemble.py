@@ -212,8 +212,6 @@ def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
     """
     boxes = _boxes(sample)
     ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
-    if not np.isfinite(ego2lidar).all():
-        raise SchemaError("boxes cannot be put into the lidar's frame: the sample has no lidar sweep", key=sample.key)
     moved = ego2lidar @ bev.matrix
     boxes3d = boxes.boxes3d.astype(np.float64)
     heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ moved[:3, :3].T

@@ -202,8 +202,6 @@ class DataLoader:
         self.datasets = open_all(dataset, mix, storage_options, cache_dir, retry)
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
-        if box_frame == "lidar":
-            require_lidar(self.datasets)
         self._window = choose_window(frames, stride, padding)
         self._supply = make_supply(
             Choice(self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None),
@@ -220,6 +218,8 @@ class DataLoader:
             drop_last=drop_last,
         )
         where, sources = self._supply.where, self._supply.sources
+        if box_frame == "lidar":
+            require_lidar(sources)
         self._batching = Batching(where.epoch_length, global_batch, self.world, drop_last=drop_last)
         self._look_ahead_bytes = look_ahead_bytes or max(source.storage.look_ahead_bytes for source in sources)
         self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)

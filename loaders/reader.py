@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import read_members
-from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.sample_rules import Rig, check_arrays
-from fuelrail.pipeline.schema import SWEEPS_FIELD, Sample, decode_sample, lidar_channel
+from fuelrail.pipeline.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
@@ -44,6 +46,8 @@ class SampleReader:
         self.storage = open_storage(dataset) if storage is None else storage
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
         self._rig = Rig.of(dataset.manifest)
+        self.needs_lidar = False
+        """Whether a sample is bad where the first lidar has no pose."""
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
@@ -70,6 +74,12 @@ class SampleReader:
         )
         sample = decode_sample(row.key, members)
         check_arrays(sample, self._rig)
+        if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
+            raise SchemaError(
+                "the first lidar has no sweep, so boxes cannot be in its frame; use box_frame='ego'",
+                key=row.key,
+                member=GEOMETRY,
+            )
         return sample
 
     def sample(self, index: int) -> Sample:

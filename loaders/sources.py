@@ -82,13 +82,6 @@ def check_compatible(datasets: Mapping[str, Dataset], *, points: bool = False) -
                 )
 
 
-def require_lidar(datasets: Mapping[str, Dataset]) -> None:
-    """Raise ConfigError where a dataset has no lidar whose frame boxes could be in."""
-    for name, dataset in datasets.items():
-        if not dataset.manifest.lidars:
-            raise ConfigError(f"box_frame='lidar' needs a lidar, and dataset {name!r} has none; use box_frame='ego'")
-
-
 def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[object, object]]:
     def both(fact: Callable[[Dataset], object]) -> tuple[object, object]:
         return fact(one), fact(other)
@@ -127,6 +120,20 @@ def make_sources(
         )
         base += len(dataset.index)
     return tuple(sources)
+
+
+def require_lidar(sources: Sequence[Source]) -> None:
+    """Make samples without a lidar's pose bad ones, for boxes could not be in its frame.
+
+    Raises ConfigError where a dataset has no lidar at all.
+    """
+    for source in sources:
+        manifest = source.dataset.manifest
+        if not manifest.lidars:
+            raise ConfigError(
+                f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
+            )
+        source.reader.needs_lidar = True
 
 
 def add_stats(stats: Sequence[StorageStats]) -> StorageStats:

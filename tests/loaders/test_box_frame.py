@@ -18,10 +18,11 @@ from fuelrail.loaders import DataLoader, ImageAugment, World
 from fuelrail.loaders.reader import SampleReader
 from fuelrail.pipeline.bev_augment import BevAugment
 from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.rigid import invert_rigid
 from support.datasets import build_dataset
 from support.edits import reseal
+from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
 README = Path(__file__).parents[2] / "README.md"
@@ -187,6 +188,20 @@ def test_box_frame_changes_no_order_and_goes_through_a_transform(drive):
         batches[frame] = list(loader)
     assert [b["sample_key"] for b in batches["ego"]] == [b["sample_key"] for b in batches["lidar"]]
     assert not torch.equal(batches["ego"][0]["gt_boxes_3d"][0], batches["lidar"][0]["gt_boxes_3d"][0])
+
+
+def test_a_sample_without_a_sweep_is_a_bad_one(tmp_path):
+    source = build_nuscenes(tmp_path / "source", {"a": 4}, cameras=("CAM_FRONT",))
+    rows = source.tables["sample_data"]
+    rows.remove(next(row for row in rows if row["is_key_frame"] and "/LIDAR_TOP/" in row["filename"]))
+    source.write("sample_data")
+    shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
+    options = {"image": IMAGE, "world": World(), "box_frame": "lidar"}
+    with pytest.raises(SchemaError, match="the first lidar has no sweep"):
+        list(DataLoader(tmp_path / "out", 1, **options))
+    loader = DataLoader(tmp_path / "out", 1, on_error="substitute", quarantine=None, **options)
+    assert all(torch.isfinite(batch["gt_boxes_3d"][0]).all() for batch in loader)
+    assert loader.stats().bad_samples == 1
 
 
 def test_box_frame_is_checked(drive, tmp_path):
