@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
+from fuelrail.loaders.assemble import BoxFrame
 from fuelrail.loaders.budget import Budget
 from fuelrail.loaders.normalize import Normalize
 from fuelrail.loaders.quarantine import ON_ERROR
@@ -101,6 +102,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "prefetch_factor": _whole(1),
     "pin_memory": _Rule(lambda value: value is None or isinstance(value, bool), "True, False or None"),
     "points": _Rule(lambda value: isinstance(value, (bool, PointSweeps)), "True, False or a PointSweeps"),
+    "box_frame": _one_of(*get_args(BoxFrame)),
     "decoder": _Rule(lambda value: isinstance(value, str), "a decoder's name, such as 'auto'"),
     "normalize": _settings(Normalize, optional=True),
     "verify": _BOOL,

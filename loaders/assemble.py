@@ -5,6 +5,10 @@ B samples, N cameras of the rig, output images H x W. Computed in float64, cast 
 augments it (:mod:`fuelrail.pipeline.bev_augment`): boxes, points and all matrices from and to ego agree with each
 other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
 
+Boxes are in ego and pair with ``ego2img``. With ``DataLoader(box_frame="lidar")`` they are in the first lidar's frame
+at its own time, beside ``points``, and pair with ``lidar2img``; yaw then counts counter-clockwise from the lidar's +x.
+In both frames x y z is the gravity centre; mmdetection3d's boxes have the centre of the bottom, half a height below.
+
 With temporal windows an axis of T frames follows B in some of these: :mod:`fuelrail.loaders.temporal`. A mix of
 datasets adds ``dataset``, a list of str: the name that the mix gives each sample's.
 
@@ -26,9 +30,10 @@ name                 shape, dtype                 meaning
 ``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``bev``
 ``timestamp_ns``     [B] int64                    the sample's time
 ``img_timestamp_ns`` [B, N] int64                 each camera's exposure
-``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw in ego (labelled datasets; so are the next four)
+``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw; x y z is the gravity centre; in ego, or the lidar's
+                                                  frame (``box_frame``). Labelled datasets; so are the next four
 ``gt_labels_3d``     list of [M] int64            class, -1 outside the manifest's classes
-``gt_velocity``      list of [M, 3] float32       m/s over ground, ego axes, NaN unknown
+``gt_velocity``      list of [M, 3] float32       m/s over ground, axes of the boxes' frame, NaN unknown
 ``gt_valid``         list of [M] bool             has lidar or radar points, or unknown
 ``instance_id``      list of [M] int64            track
 ``points``           list of [P, C] float32       first lidar, its own frame and columns (with ``points=True``); with
@@ -47,7 +52,7 @@ name                 shape, dtype                 meaning
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -57,7 +62,7 @@ from fuelrail.loaders.temporal import Frames, frame_facts
 from fuelrail.pipeline.bev_augment import IDENTITY
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.geometry import apply_to_intrinsics, apply_to_projection, ida_mats
-from fuelrail.pipeline.rigid import homogeneous, invert_rigid
+from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -114,11 +119,17 @@ class DecodedSample(NamedTuple):
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = None) -> dict[str, Any]:
+BoxFrame: TypeAlias = Literal["ego", "lidar"]
+"""Frames of reference that boxes can be in."""
+
+
+def assemble(
+    decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = None, box_frame: BoxFrame = "ego"
+) -> dict[str, Any]:
     """Build the batch of samples that share a slot and a rig; see the module's table.
 
-    ``lidar`` is the one whose sweeps become ``points``. Raises SchemaError where some samples are labelled and some
-    aren't.
+    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes. Raises SchemaError
+    where some samples are labelled and some are not.
     """
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
@@ -175,7 +186,11 @@ def assemble(decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = Non
         ]
         batch["points"] = frames.listed(sweeps)
     if any(sample.boxes is not None for sample in samples):
-        batch.update(_labels([_boxes(sample) for sample in samples], [entry.bev for entry in decoded]))
+        bevs = [entry.bev for entry in decoded]
+        batch.update(_labels([_boxes(sample) for sample in samples], bevs))
+        if box_frame == "lidar":
+            moved = [_in_lidar(sample, bev) for sample, bev in zip(samples, bevs, strict=True)]
+            batch["gt_boxes_3d"], batch["gt_velocity"] = map(list, zip(*moved, strict=True))
     return batch
 
 
@@ -188,6 +203,23 @@ def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[to
         "gt_valid": [torch.from_numpy(b.valid.astype(bool)) for b in boxes],
         "instance_id": [torch.from_numpy(b.instance_id.copy()) for b in boxes],
     }
+
+
+def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
+    """Boxes and velocities of a sample, as augmented, in the first lidar's frame.
+
+    The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the yaw.
+    """
+    boxes = _boxes(sample)
+    ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
+    moved = ego2lidar @ bev.matrix
+    boxes3d = boxes.boxes3d.astype(np.float64)
+    heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ moved[:3, :3].T
+    centre = boxes3d[:, :3] @ moved[:3, :3].T + moved[:3, 3]
+    yaw = np.arctan2(heading[:, 1], heading[:, 0])
+    found = np.column_stack([centre, boxes3d[:, 3:6] * bev.scale, yaw])
+    velocity = boxes.velocity.astype(np.float64) @ moved[:3, :3].T
+    return _float32(found), _float32(velocity)
 
 
 def _boxes(sample: Sample) -> Boxes:

@@ -25,7 +25,7 @@ from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fuelrail.loaders.assemble import BatchSlot, DecodedSample
+    from fuelrail.loaders.assemble import BatchSlot, BoxFrame, DecodedSample
     from fuelrail.pipeline.manifest import LidarEntry
     from fuelrail.pipeline.stages import StageClock
 
@@ -52,9 +52,9 @@ class Sample(NamedTuple):
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int) -> Sample:
+def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int, box_frame: BoxFrame = "ego") -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
-    batch = assemble([decoded], lidar=lidar)
+    batch = assemble([decoded], lidar=lidar, box_frame=box_frame)
     image = batch.pop("img")[decoded.at]
     common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
     lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
@@ -69,10 +69,15 @@ def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int) ->
 
 
 def transform(
-    function: Callable[[dict[str, Any]], Any] | None, decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int
+    function: Callable[[dict[str, Any]], Any] | None,
+    decoded: DecodedSample,
+    *,
+    lidar: LidarEntry | None,
+    seed: int,
+    box_frame: BoxFrame = "ego",
 ) -> Sample:
     """The work of the stage: the sample as a dict, through the user's function."""
-    sample = as_sample(decoded, lidar=lidar, seed=seed)
+    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame)
     return sample if function is None else sample._replace(value=function(sample.value))
 
 

@@ -24,7 +24,7 @@ from fuelrail.loaders.production import Production
 from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
 from fuelrail.loaders.runner import Runner
 from fuelrail.loaders.slots import BufferPool
-from fuelrail.loaders.sources import add_stats, open_all
+from fuelrail.loaders.sources import add_stats, open_all, require_lidar
 from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.stats import LoaderStats
 from fuelrail.loaders.storage import open_storage
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.loaders.assemble import BoxFrame
     from fuelrail.loaders.normalize import Normalize
     from fuelrail.loaders.quarantine import OnError
     from fuelrail.loaders.sources import DatasetLike
@@ -113,6 +114,8 @@ class DataLoader:
             against tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's environment. Ranks of
             one model-parallel group get the same batches.
         points: also decode the first lidar's sweep; a `PointSweeps` says to put several together.
+        box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
+            its own time, which pairs with ``lidar2img`` and ``points``.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
             is a GPU) or "auto".
         undistort: straighten the images of distorted cameras while they are decoded; None: as stored, with
@@ -170,6 +173,7 @@ class DataLoader:
         pin_memory: bool | None = None,
         world: World | DeviceMesh | None = None,
         points: bool | PointSweeps = False,
+        box_frame: BoxFrame = "ego",
         decoder: str = "auto",
         undistort: Undistort | None = None,
         normalize: Normalize | None = None,
@@ -216,10 +220,12 @@ class DataLoader:
         )
         settings = sample_settings(
             seed, image=image, pixels=pixels if pixels.train else None, bev=bev if bev.train else None,
-            undistort=undistort, normalize=normalize, points=points,
+            undistort=undistort, normalize=normalize, points=points, box_frame=box_frame,
         )  # fmt: skip
         self._identity = msgspec.structs.replace(self._supply.identity, settings=settings)
         where, sources = self._supply.where, self._supply.sources
+        if box_frame == "lidar":
+            require_lidar(sources)
         self._batching = Batching(where.epoch_length, global_batch, self.world, drop_last=drop_last)
         self._look_ahead_bytes = look_ahead_bytes or max(source.storage.look_ahead_bytes for source in sources)
         self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)
@@ -232,7 +238,7 @@ class DataLoader:
         self._make = Production(
             self._bad, cameras, lidar, Augments(image, pixels, bev, seed, accumulation, undistort),
             image_decoder, batch_size, self._window,
-            transform, collate_fn, normalize, self._transfer,
+            transform, collate_fn, normalize, self._transfer, box_frame,
         )  # fmt: skip
 
         self._num_images = where.frames * len(cameras)

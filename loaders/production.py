@@ -16,6 +16,7 @@ from fuelrail.pipeline.stages import Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fuelrail.loaders.assemble import BoxFrame
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.normalize import Normalize
@@ -39,6 +40,7 @@ class Production(NamedTuple):
     collate_fn: Callable[[list[Any]], Any] | None
     normalize: Normalize | None
     transfer: CudaTransfer | None
+    box_frame: BoxFrame
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
@@ -63,9 +65,12 @@ class Production(NamedTuple):
             decode_one = partial(work.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            collate = partial(_rechecked, self.bad, partial(assemble, lidar=self.lidar))
+            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame)
+            collate = partial(_rechecked, self.bad, assembled)
         else:
-            transform = partial(hooks.transform, self.transform, lidar=self.lidar, seed=self.augments.seed)
+            transform = partial(
+                hooks.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame
+            )
             each = partial(_transformed, self.bad, transform)
             each = each if group else partial(work.for_each, each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))

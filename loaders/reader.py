@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.dataset import read_members
 from fuelrail.pipeline.errors import OrderError, SchemaError
+from fuelrail.pipeline.sample_rules import Rig, check_arrays
 from fuelrail.pipeline.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
@@ -42,7 +45,9 @@ class SampleReader:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
-        self._num_lidars = len(dataset.manifest.lidars)
+        self._rig = Rig.of(dataset.manifest)
+        self.needs_lidar = False
+        """Whether a sample is bad where the first lidar has no pose."""
         lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
@@ -60,26 +65,21 @@ class SampleReader:
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member.
 
-        A rig other than the manifest's, or ``cam_valid`` at odds with the images that are there, is a SchemaError: a
-        blank image must never pass for a valid one.
+        A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.sample_rules`) is a SchemaError: a blank image
+        must never pass for a valid one, nor a label for one of the classes that it is not.
         """
         row = fetched.row
         members = read_members(
             row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
         )
         sample = decode_sample(row.key, members)
-        valid = sample.geometry.cam_valid.tolist()
-        present = [int(channel in sample.images) for channel in self.cameras]
-        if valid != present:
+        check_arrays(sample, self._rig)
+        if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(
-                f"cam_valid is {valid}, but of the cameras {', '.join(self.cameras)} these have an image: {present}",
-                key=row.key, member=GEOMETRY,
-            )  # fmt: skip
-        if len(sample.geometry.lidar2ego) != self._num_lidars:
-            raise SchemaError(
-                f"of {len(sample.geometry.lidar2ego)} lidars, the manifest has {self._num_lidars}",
-                key=row.key, member=GEOMETRY,
-            )  # fmt: skip
+                "the first lidar has no sweep, so boxes cannot be in its frame; use box_frame='ego'",
+                key=row.key,
+                member=GEOMETRY,
+            )
         return sample
 
     def sample(self, index: int) -> Sample:

@@ -122,6 +122,20 @@ def make_sources(
     return tuple(sources)
 
 
+def require_lidar(sources: Sequence[Source]) -> None:
+    """Make samples without a lidar's pose bad ones, for boxes could not be in its frame.
+
+    Raises ConfigError where a dataset has no lidar at all.
+    """
+    for source in sources:
+        manifest = source.dataset.manifest
+        if not manifest.lidars:
+            raise ConfigError(
+                f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
+            )
+        source.reader.needs_lidar = True
+
+
 def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
     """The storages' counts together; their names side by side where they are of different kinds."""
     if len(stats) == 1:

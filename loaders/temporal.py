@@ -3,8 +3,9 @@
 With ``DataLoader(frames=[-2, -1, 0])`` the entries that belong to a frame have an axis of T frames behind B, in the
 order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
 frame). Each frame's ``ego`` is its own, at its own time; ``ego2key`` leads from it to the key frame's, and
-``cam2keyego`` always ends in the key frame's. Images, pixels and ego frame are augmented alike in all frames of a
-sample: the draw is the sample's. Names that are not here are as in :mod:`fuelrail.loaders.assemble`.
+``cam2keyego`` always ends in the key frame's. Boxes are those of the key frame, in its ego frame or in its lidar's.
+Images, pixels and ego frame are augmented alike in all frames of a sample: the draw is the sample's. Names that are not
+here are as in :mod:`fuelrail.loaders.assemble`.
 
 ======================== ============================ ========================================================
 name                     shape, dtype                 meaning

@@ -22,6 +22,7 @@ from fuelrail.pipeline.errors import (
     IndexFileError,
     ManifestError,
     MemberError,
+    SchemaError,
     TruncatedShardError,
 )
 from fuelrail.pipeline.frames import is_framed, open_span
@@ -177,13 +178,16 @@ def read_members(
 
     ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame, which is decoded first.
     ``wanted`` restricts it to some field names. Raises FrameError, IndexFileError for an entry outside the span or,
-    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index), and the
-    codec's errors with key and member.
+    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index),
+    SchemaError for a field that occurs twice, and the codec's errors with key and member.
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
     if verify and not are_members(view, row.key, fields, offsets, stored_bytes):
         raise _misplaced(row, view, shard)
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SchemaError("the sample has this field twice; each occurs once", key=row.key, member=twice)
     members: dict[str, memoryview] = {}
     for name, codec, offset, size, raw_bytes in zip(names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True):
         if wanted is not None and name not in wanted:

@@ -17,7 +17,7 @@ dtype and shape in their annotations, and those are what encoding and decoding c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
@@ -44,6 +44,11 @@ SWEEPS_FIELD: Final = "_sweeps.safetensors"
 NUM_DIST: Final = 14
 """Slots for distortion coefficients, NaN padded."""
 
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""An integer as index and arrays can hold it."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""A number of frames or of pixels, from 0."""
+
 F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 
@@ -52,13 +57,13 @@ class CameraMeta(msgspec.Struct, frozen=True, kw_only=True):
     """One camera of one sample, scalars: source token, exposure time [ns], stored image size [px]."""
 
     token: str
-    timestamp_ns: int
-    width: int
-    height: int
+    timestamp_ns: Int64
+    width: Count
+    height: Count
     dist_model: str = "none"
     rolling_shutter: str = "none"
-    readout_ns: int | None = None
-    exposure_ns: int | None = None
+    readout_ns: Int64 | None = None
+    exposure_ns: Int64 | None = None
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,16 +78,16 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     clip_name: str
     log_id: str
     vehicle: str
-    frame_idx: int
-    num_frames: int
+    frame_idx: Count
+    num_frames: Count
     prev_key: str | None
     next_key: str | None
-    timestamp_ns: int
+    timestamp_ns: Int64
     is_key_frame: bool
     split: str
     cameras: dict[str, CameraMeta]
     tags: dict[str, Any] = {}
-    stats: dict[str, float | int] = {}
+    stats: dict[str, float | Int64] = {}
     sync: dict[str, Any] = {}
     license: str | None = None
 
@@ -292,7 +297,8 @@ def lidar_channel(name: str) -> str:
     return name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
 
 
-def _decode_sweeps(data: Buffer) -> Sweeps:
+def decode_sweeps(data: Buffer) -> Sweeps:
+    """Parse a lidar's earlier sweeps; raises SchemaError, also where the points are not as many as stated."""
     sweeps = decode_arrays(data, Sweeps)
     counts = sweeps.num_points.tolist()
     if min(counts, default=0) < 0 or sum(counts) != len(sweeps.points):
@@ -323,8 +329,10 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
             elif channel.startswith("x_"):
                 extra[name] = data
             elif name.endswith(SWEEPS_FIELD):
-                sweeps[lidar_channel(name)] = _decode_sweeps(data)
+                sweeps[lidar_channel(name)] = decode_sweeps(data)
             elif extension in IMAGE_EXTENSIONS:
+                if channel in images:
+                    raise SchemaError(f"camera '{channel}' has two images; one is allowed")
                 images[channel] = data
             elif extension == POINTS_EXTENSION:
                 points[channel] = decode_points(data)

@@ -14,6 +14,7 @@ from fuelrail.pipeline.dataset import Dataset, check_span, open_dataset, read_me
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
 from fuelrail.pipeline.frames import is_framed, span_bytes
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow
+from fuelrail.pipeline.sample_rules import Rig, check_sample
 from fuelrail.pipeline.schema import Sample, decode_sample
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
 
 
 def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) -> str:
-    """One sample's address, members, metadata and geometry; raises ConfigError for a key that is not there."""
+    """One sample's address, members, metadata and geometry.
+
+    Raises ConfigError for a key that is not there, SchemaError for a sample that breaks a rule.
+    """
     dataset = open_dataset(root)
     at = dataset.index.find(key)
     if at is None:
@@ -160,7 +164,9 @@ def _read(dataset: Dataset, row: IndexRow) -> Sample:
             f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
         ) from error
     check_span(row, span, path.name)
-    return decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary))
+    sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary))
+    check_sample(sample, [member.name for member in row.members], Rig.of(dataset.manifest))
+    return sample
 
 
 def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import numpy as np
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.frames import is_framed, shard_stem
 from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
+from fuelrail.pipeline.sample_rules import Rig
 from fuelrail.sharding.dictionaries import settle_dictionary
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.finish import finish
@@ -147,6 +148,7 @@ def shard(
             lidars=tuple(info.lidars),
             clip_ids=tuple(clip.clip_id for clip in info.clips),
             dictionary=dictionary,
+            rig=Rig.make([camera.channel for camera in info.cameras], info.lidars, info.classes, info.attributes),
         )
         wanted = range(len(plan.shards)) if manifest is None else _damaged_shards(output, manifest, num_workers)
         num_kept = len(plan.shards) - len(wanted)

@@ -14,8 +14,9 @@ from fuelrail.pipeline.dataset import Dataset, check_span, read_members
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.frames import Frame, decode_frame, is_framed, read_seek_table, shard_stem, span_bytes
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow
-from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION, decode_sample
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, FoundMember, StoredMember, iter_members
+from fuelrail.pipeline.sample_rules import Rig, broken_rules, unsafe_ending
+from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, decode_sample
+from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
 from fuelrail.sharding.dali import IndexText
 from fuelrail.sharding.images import check_pixels
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.pipeline.manifest import Manifest, ShardEntry
-    from fuelrail.pipeline.schema import Sample
+    from fuelrail.pipeline.schema import Meta
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -44,7 +45,10 @@ class ShardCheck:
         self.num_samples = self.num_images = 0
         self.faults: list[Fault] = []
         self._folder, self._dataset, self._deep = folder, dataset, deep
-        self._manifest = manifest
+        self._manifest, self._rig = manifest, Rig.of(manifest)
+        self.sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
+        """The sizes (w, h) [px] of the images that were decoded, by camera."""
+        self._unsafe: set[str] = set()
 
     def run(self) -> ShardCheck:
         """Check the file; returns itself."""
@@ -127,6 +131,9 @@ class ShardCheck:
 
     def _check_members(self, row: IndexRow, found: dict[int, FoundMember], readable: int) -> None:
         for entry in row.members:
+            if entry.name not in self._unsafe and (text := unsafe_ending(entry.name)) is not None:
+                self._unsafe.add(entry.name)  # reported once a shard
+                self._fault(f"member '{entry.name}': {text}", row.offset, row.key)
             at = row.offset + entry.offset
             name = f"{row.key}.{entry.name}{suffix(entry.codec)}"
             there = found.pop(at, None)
@@ -149,11 +156,14 @@ class ShardCheck:
 
     def _decode(self, row: IndexRow, span: memoryview) -> None:
         try:
+            check_key(row.key)
             dictionary = None if self._dataset is None else self._dataset.dictionary
             members = read_members(row, span, self.shard.name, dictionary=dictionary)
             sample = decode_sample(row.key, members)
-            for text in _contradictions(row, sample, self._manifest, self.shard.split):
+            for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
+            for member, text in broken_rules(sample, [entry.name for entry in row.members], self._rig):
+                self._fault(f"member '{member}': {text}", row.offset, row.key)
             for entry in row.members:
                 channel, _, extension = entry.name.partition(".")
                 if extension in IMAGE_EXTENSIONS:
@@ -161,6 +171,8 @@ class ShardCheck:
                     size = None if camera is None else (camera.width, camera.height)
                     check_pixels(members[entry.name], extension, size, key=row.key, member=entry.name)
                     self.num_images += 1
+                    if size is not None and channel in self.sizes:
+                        self.sizes[channel].add(size)
         except FuelrailError as error:
             self._fault(str(error), row.offset, row.key)
 
@@ -233,9 +245,8 @@ def make_check(folder: Path, manifest: Manifest, number: int, dataset: Dataset |
     return check(folder, manifest, number, dataset, deep=deep)
 
 
-def _contradictions(row: IndexRow, sample: Sample, manifest: Manifest, split: str) -> Iterator[str]:
-    """What a sample's own members say otherwise than index and manifest."""
-    meta, geometry = sample.meta, sample.geometry
+def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:
+    """Where a sample's metadata differ from index and manifest."""
     for name, own, other in (
         ("key", meta.key, row.key),
         ("clip_id", meta.clip_id, row.clip_id),
@@ -246,10 +257,3 @@ def _contradictions(row: IndexRow, sample: Sample, manifest: Manifest, split: st
     ):
         if own != other:
             yield f"meta.json has the {name} {own!r}, index and manifest have {other!r}"
-    present = [int(camera.channel in sample.images) for camera in manifest.cameras]
-    if geometry.cam_valid.tolist() != present:
-        yield f"cam_valid is {geometry.cam_valid.tolist()}, but the images there are {present}"
-    for lidar in manifest.lidars:
-        points = sample.points.get(lidar.channel)
-        if points is not None and points.shape[1] != len(lidar.columns):
-            yield f"{lidar.channel}.{POINTS_EXTENSION} has {points.shape[1]} columns, not {len(lidar.columns)}"

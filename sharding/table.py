@@ -156,11 +156,15 @@ class ScanWriter:
         ``stamp`` (64 bits) changes when a file of the sample is written anew, by what a look at the file system tells;
         it is no part of the table, for copies of a source are the same source.
         ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
-        Raises SourceError for a member over the cap.
+        Raises SourceError for a member over the cap, and for a frame that does not follow the one before.
         """
         clip = self.clips[-1]
         assert meta.clip_id == clip.clip_id, "append belongs to the clip of the last begin_clip"
-        assert meta.frame_idx > self._last_frame, "frames count up"
+        if meta.frame_idx <= self._last_frame:
+            raise SourceError(
+                f"frame {meta.frame_idx} of clip '{clip.clip_id}' follows frame {self._last_frame}: the frames of a "
+                "clip must count up"
+            )
         self._last_frame = meta.frame_idx
         assert meta.key == frame_key(clip.clip_id, meta.frame_idx), "keys are made by frame_key"
         for member in members:

@@ -29,6 +29,7 @@ from fuelrail.pipeline.frames import shard_stem
 from fuelrail.pipeline.index import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.manifest import load_manifest
 from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
+from fuelrail.sharding.manifest_check import check_manifest
 from fuelrail.sharding.output import file_is
 from fuelrail.sharding.shard_check import Fault, ShardCheck, make_check
 from fuelrail.sharding.threads import in_threads
@@ -129,6 +130,7 @@ def verify(
         with files_here(name, f"{shard_stem(name)}.idx") as place:
             return make_check(place, manifest, number, dataset, deep=deep).run()
 
+    sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
     for faults in in_threads(check_file, manifest.files, num_threads):
         report.faults += faults
     for check in in_threads(check_shard, range(len(manifest.shards)), num_threads):
@@ -137,9 +139,13 @@ def verify(
         report.num_images += check.num_images
         report.num_bytes += check.shard.bytes
         report.faults += check.faults
+        for channel, found in check.sizes.items():
+            sizes[channel] |= found
         checked(check.shard, len(manifest.shards))
     if dataset is not None and not report.faults:
         report.faults += _check_rows(dataset)
+        if deep and not report.faults:
+            report.faults += check_manifest(dataset, sizes)
     return report
 
 

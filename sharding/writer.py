@@ -22,12 +22,13 @@ from fuelrail.pipeline.schema import (
     IMAGE_EXTENSIONS,
     META,
     Geometry,
-    Meta,
     decode_arrays,
+    decode_meta,
     encode_arrays,
     encode_meta,
 )
 from fuelrail.sharding.images import image_size
+from fuelrail.sharding.member_check import MemberCheck
 from fuelrail.sharding.output import open_output
 from fuelrail.sharding.packing import FramedPacker, RawMember, ShardPacker
 from fuelrail.sharding.reading import ReadBuffer
@@ -44,10 +45,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dictionary import Dictionary
     from fuelrail.pipeline.manifest import LidarEntry
+    from fuelrail.pipeline.sample_rules import Rig
     from fuelrail.sharding.plan import PlannedShard
     from fuelrail.sharding.table import Reference, ScanRow
-
-_META_DECODER = msgspec.json.Decoder(Meta)
 
 
 class RunStoppedError(FuelrailError):
@@ -87,6 +87,7 @@ class WriteJob:
     lidars: tuple[LidarEntry, ...]
     clip_ids: tuple[str, ...]
     dictionary: Dictionary | None
+    rig: Rig
 
 
 class ShardWriter:
@@ -133,14 +134,16 @@ class ShardWriter:
                 packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
             else:
                 packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
+            check = MemberCheck(job.rig, f"{job.source.kind}:{job.source.location}")
             for row in self._rows_of(shard):
                 encoded = self._table.encoded_row(row)
                 digest.add(encoded)
                 scanned = decode_row(encoded)
                 self._buffer.clear()
-                members = self._members(scanned, row, shard.split, sizes)
+                members = self._members(scanned, row, shard.split, sizes, check)
                 clip_id = job.clip_ids[scanned.clip]
                 pulse(packer.add(scanned.key, clip_id, scanned.frame, scanned.timestamp_ns, members))
+            check.close()
             packed = packer.close()
             if packed.listing:
                 with self._out.publish(f"{shard.stem}.idx") as idx:
@@ -178,11 +181,11 @@ class ShardWriter:
         return digest.hexdigest()
 
     def _members(
-        self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]]
+        self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]], check: MemberCheck
     ) -> list[RawMember]:
         """The members of row ``number``, in the order in which they are stored."""
         job = self._job
-        scanned = _META_DECODER.decode(row.meta)
+        scanned = decode_meta(row.meta)
         # Neighbours in the clip stand next to it in the table; those that are not selected are none.
         meta = msgspec.structs.replace(
             scanned,
@@ -208,7 +211,10 @@ class ShardWriter:
             field = stored_field(member.name, images)
             if field.endswith(".jpg") and job.recipe.jpeg == "restart":
                 data = self._restart_rows(row, member, data)
+            if field in raw:
+                raise SourceError(f"{self._where(row, member)}: the sample has '{field}' twice; each field occurs once")
             raw[field] = data
+        check.add(row.key, meta, raw)
         return [RawMember(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
 
     def _read(self, member: Reference) -> Buffer:

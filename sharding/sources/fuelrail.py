@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.errors import ConfigError, SchemaError, SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_meta, lidar_channel
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.source import Channel, ScanInfo
@@ -110,10 +110,19 @@ class FuelrailSource:
         at, entry = row
         part = self._parts[number]
         small = part.small_members(entry)
-        meta = decode_meta(small[META])
+        try:
+            meta = decode_meta(small[META])
+        except SchemaError as error:
+            where = f"dataset '{part.dataset.location}'"
+            raise SourceError(f"sample '{entry.key}' of {where} has a bad {META}: {error}") from error
         if entry.key != frame_key(entry.clip_id, entry.frame):
             raise SourceError(
                 f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and frame {entry.frame}"
+            )
+        if (meta.key, meta.clip_id, meta.frame_idx) != (entry.key, entry.clip_id, entry.frame):
+            raise SourceError(
+                f"sample '{entry.key}': its {META} is of sample '{meta.key}', clip '{meta.clip_id}', frame "
+                f"{meta.frame_idx}; the index has clip '{entry.clip_id}', frame {entry.frame}"
             )
         if begins is not None:
             out.begin_clip(begins, meta.clip_name, meta.clip_token)

@@ -1,0 +1,110 @@
+"""Edits of finished datasets after which all digests are right: what a writer's mistake or an attacker leaves."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from fuelrail.pipeline import codecs
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
+from fuelrail.pipeline.manifest import Manifest, encode_manifest, load_manifest
+from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, member_header
+from fuelrail.sharding.dali import IndexText
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def reseal(out: Path, change: Callable[[Manifest], Manifest] = lambda manifest: manifest) -> None:
+    """Make the manifest agree with changed files again, and change it."""
+    manifest: Manifest = load_manifest(out)
+    shards = []
+    for shard in manifest.shards:
+        data = (out / shard.name).read_bytes()
+        shards.append(msgspec.structs.replace(shard, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    files = []
+    for file in manifest.files:
+        data = (out / file.name).read_bytes()
+        files.append(msgspec.structs.replace(file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    manifest = msgspec.structs.replace(manifest, shards=tuple(shards), files=tuple(files))
+    (out / "dataset.json").write_bytes(encode_manifest(change(manifest)))
+
+
+def replace_index(out: Path, dataset, rows, names=None) -> None:
+    """Another index in the place of the dataset's, by a rename: rows may still be read from the old one."""
+    write_index(out / "new", rows, names or dataset.index.names, [*dict.fromkeys((*dataset.index.codecs, "raw"))])
+    (out / "new").rename(out / INDEX_FILE)
+
+
+def rewrite(out: Path, position: int, change: Callable, key: str | None = None) -> IndexRow:
+    """Write one sample's shard and the index again, with its raw members changed, all digests right.
+
+    ``change`` changes the dict of raw members by field name, or returns a list of pairs to store instead; no name is
+    checked. Returns the sample's old row.
+    """
+    dataset = open_dataset(out)
+    target = dataset.index.row(position)
+    shard = dataset.manifest.shards[target.shard]
+    rows = [dataset.index.row(at) for at in range(len(dataset.index))]
+    whole, data, listing = (out / shard.name).read_bytes(), bytearray(), IndexText()
+    names = dict.fromkeys(dataset.index.names)
+    for at in range(shard.first_sample, shard.first_sample + shard.num_samples):
+        row = rows[at]
+        raw = {
+            m.name: bytes(codecs.decode(m.codec, whole[row.offset + m.offset :][: m.stored_bytes], m.raw_bytes))
+            for m in row.members
+        }
+        codec = {m.name: m.codec for m in row.members}
+        pairs = list(raw.items())
+        if at == position:
+            changed = change(raw)
+            pairs = changed if isinstance(changed, list) else list(raw.items())
+            row = row._replace(key=key or row.key)
+        names |= dict.fromkeys(name for name, _ in pairs)
+        kinds = [codec.get(name, "raw") for name, _ in pairs]
+        stored = [
+            StoredMember(n + codecs.suffix(c), codecs.encode(c, d)) for (n, d), c in zip(pairs, kinds, strict=True)
+        ]
+        span, offsets = pack_unchecked(row.key, stored)
+        entries = tuple(
+            MemberEntry(name, offset, len(member.data), len(raw_data), kind)
+            for (name, raw_data), kind, offset, member in zip(pairs, kinds, offsets, stored, strict=True)
+        )
+        rows[at] = IndexRow(*row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries)
+        listing.add(row.key, len(data), stored, offsets)
+        data += span
+    (out / shard.name).write_bytes(data + END_OF_ARCHIVE)
+    (out / shard.name).with_suffix(".idx").write_bytes(listing.encode())
+    replace_index(out, dataset, rows, list(names))
+    reseal(out)
+    return target
+
+
+def pack_unchecked(key: str, stored: list[StoredMember]) -> tuple[bytes, list[int]]:
+    """A span as `pack_sample` makes it, whatever the names are."""
+    span, offsets = bytearray(), []
+    for field, data in stored:
+        span += member_header(f"{key}.{field}", len(data))
+        offsets.append(len(span))
+        span += bytes(data) + bytes(-len(data) % 512)
+    return bytes(span), offsets
+
+
+def edit_attributes(out: Path, column: str, position: int, value: object) -> None:
+    """Change one value of ``attributes.parquet``."""
+    table = pq.read_table(out / "attributes.parquet")
+    values = table[column].to_pylist()
+    values[position] = value
+    at = table.column_names.index(column)
+    pq.write_table(
+        table.set_column(at, table.schema.field(at), pa.array(values, table.schema.types[at])),
+        out / "attributes.parquet",
+    )
+    reseal(out)

@@ -1,0 +1,422 @@
+"""What a sample may hold: the writer refuses, verify reports, the loader skips or raises, inspect and view say it.
+
+Each row of finding M3 is a test here, and the rows of L1 that a sample's own members cause.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import SchemaError, SourceError
+from fuelrail.pipeline.sample_rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
+from fuelrail.pipeline.schema import (
+    BOXES,
+    GEOMETRY,
+    META,
+    Boxes,
+    Geometry,
+    decode_arrays,
+    encode_arrays,
+    encode_points,
+)
+from fuelrail.sharding.verify import verify
+from support.datasets import make_boxes, make_geometry
+from support.edits import edit_attributes, replace_index, reseal, rewrite
+from support.nuscenes_tables import build_nuscenes
+from support.sharding import shard_nuscenes
+from support.shared_data import shared_data
+
+IMAGE = ImageAugment(height=16, width=32)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    base = tmp_path_factory.mktemp("rules")
+    build_nuscenes(base / "source", {"a": 3, "b": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
+    shard_nuscenes(base / "source", base / "out", splits={"train": 1.0}, layout="none")
+    return base / "out"
+
+
+@pytest.fixture
+def out(original, tmp_path):
+    shutil.copytree(original, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def arrays(member, **values):
+    """A change of arrays of a safetensors member: name to (index, value), or to a function of the array."""
+
+    def change(raw):
+        record = decode_arrays(raw[member], Geometry if member == GEOMETRY else Boxes)
+        changed = {}
+        for name, value in values.items():
+            array = getattr(record, name).copy()
+            if callable(value):
+                array = value(array)
+            else:
+                array[value[0]] = value[1]
+            changed[name] = array
+        raw[member] = encode_arrays(replace(record, **changed))
+
+    return change
+
+
+def of_geometry(**values):
+    return arrays(GEOMETRY, **values)
+
+
+def of_boxes(**values):
+    return arrays(BOXES, **values)
+
+
+def of_meta(edit):
+    def change(raw):
+        meta = json.loads(raw[META])
+        edit(meta)
+        raw[META] = json.dumps(meta).encode()
+
+    return change
+
+
+def set_member(name, data):
+    return lambda raw: raw.update({name: data})
+
+
+def fewer_cameras(raw):
+    geometry = decode_arrays(raw[GEOMETRY], Geometry)
+    names = ("cam_valid", "cam_timestamp_ns", "img_wh", "intrinsics", "dist", "cam2ego", "cam_ego2global")
+    raw[GEOMETRY] = encode_arrays(replace(geometry, **{name: getattr(geometry, name)[:1] for name in names}))
+
+
+def empty_points(raw):
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (0, 999999999999999999), }"
+    header = header.ljust(117) + b"\n"
+    raw["lidar_top.npy"] = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+BROKEN = {
+    "m3_nan_intrinsics": (of_geometry(intrinsics=((0, 0, 0), NAN)), "intrinsics[0] is [[nan,"),
+    "m3_inf_cam_ego2global": (of_geometry(cam_ego2global=((1, 0, 3), INF)), "cam_ego2global[1] is"),
+    "m3_large_intrinsics": (of_geometry(intrinsics=((0, 0, 0), 1e308)), "intrinsics[0] is [[1e+308,"),
+    "m3_zero_intrinsics": (of_geometry(intrinsics=(0, 0.0)), "intrinsics[0] is [[0.0,"),
+    "m3_zero_cam2ego": (of_geometry(cam2ego=(1, 0.0)), "cam2ego[1] is [[0.0,"),
+    "m3_skewed_cam2ego": (of_geometry(cam2ego=((1, slice(0, 3), 0), 0.5)), "cam2ego[1] is"),
+    "m3_far_ego2global": (of_geometry(ego2global=((0, 3), 1e308)), "ego2global[0] is"),
+    "m3_nan_lidar2ego": (of_geometry(lidar2ego=(0, NAN)), "lidar2ego[0] is [[nan,"),
+    "m3_inf_ego_velocity": (of_geometry(ego_velocity=(0, INF)), "ego_velocity[0] is inf"),
+    "m3_inf_dist": (of_geometry(dist=((0, 0), INF)), "dist[0] is [inf"),
+    "m3_nan_boxes": (of_boxes(boxes3d=((0, 0), NAN)), "boxes3d[0] is [nan,"),
+    "m3_box_without_size": (of_boxes(boxes3d=((1, 3), 0.0)), "boxes3d[1] is"),
+    "m3_box_rotation": (of_boxes(rotation_wxyz=(0, 0.0)), "rotation_wxyz[0] is [0.0,"),
+    "m3_inf_velocity": (of_boxes(velocity=((0, 1), INF)), "velocity[0] is"),
+    "m3_label_9999": (of_boxes(label=(0, 9999)), "label[0] is 9999; allowed: -1 to 9"),
+    "m3_label_negative": (of_boxes(label=(0, -30000)), "label[0] is -30000; allowed: -1 to 9"),
+    "m3_visibility_100": (of_boxes(visibility=(0, 100)), "visibility[0] is 100; allowed: -1 (unknown) or 1 to 4"),
+    "m3_visibility_0": (of_boxes(visibility=(0, 0)), "visibility[0] is 0"),
+    "m3_attribute_9999": (of_boxes(attribute=(0, 9999)), "attribute[0] is 9999; allowed: -1 to 1"),
+    "m3_negative_img_wh": (of_geometry(img_wh=((0, 0), -(2**31))), "img_wh[0] is [-2147483648,"),
+    "m3_zero_img_wh": (of_geometry(img_wh=((0, 1), 0)), "img_wh[0] is [48, 0]"),
+    "m3_points_of_3_columns": (
+        set_member("lidar_top.npy", encode_points(np.zeros((2, 3), np.float32))),
+        "its points have 3 columns, the manifest has 5",
+    ),
+    "m3_points_of_many_columns": (empty_points, "its points have 999999999999999999 columns, the manifest has 5"),
+    "m3_field_twice": (lambda raw: [*raw.items(), ("lidar_top.npy", raw["lidar_top.npy"])], "has this field twice"),
+    "m3_camera_twice": (set_member("cam_front.png", b"x"), "camera 'cam_front' has two images"),
+    "l1_geometry_of_fewer_cameras": (fewer_cameras, "cam_valid is [1], but of the cameras cam_front, cam_back"),
+    "l1_frame_idx_negative": (
+        of_meta(lambda meta: meta.update(frame_idx=-9)),
+        "Expected `int` >= 0 - at `$.frame_idx`",
+    ),
+    "l1_frame_idx_of_4000_digits": (of_meta(lambda meta: meta.update(frame_idx=10**3999)), "at `$.frame_idx`"),
+    "l1_timestamp_beyond_64_bits": (of_meta(lambda meta: meta.update(timestamp_ns=2**70)), "at `$.timestamp_ns`"),
+    "l1_stats_beyond_64_bits": (of_meta(lambda meta: meta.update(stats={"a": 2**70})), "at `$.stats"),
+}
+"""Change of a sample, and what each command says of it."""
+
+BROKEN_NAMES = {
+    "m3_field_outside_the_folder": (
+        set_member("x_../../evil.bin", b"x"),
+        "field name 'x_../../evil.bin' is not allowed",
+    ),
+    "m3_field_of_no_channel": (set_member("cam_roof.jpg", b"x"), "no such field"),
+    "m3_unknown_dist_model": (
+        of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="fish")),
+        "the dist_model of cam_front is 'fish'; known: none, opencv_radtan",
+    ),
+    "m3_coefficients_without_model": (of_geometry(dist=((0, 0), 0.5)), "dist of cam_front has 1 coefficients"),
+    "m3_nan_between_coefficients": (
+        lambda raw: (
+            of_geometry(dist=((0, 1), 0.5))(raw),
+            of_meta(lambda meta: meta["cameras"]["cam_front"].update(dist_model="opencv_radtan"))(raw),
+        ),
+        "dist of cam_front has NaN before a coefficient",
+    ),
+    "m3_size_of_meta": (
+        of_geometry(img_wh=((0, 0), 49)),
+        "the image of cam_front is 48 x 32; geometry.safetensors has 49 x 32",
+    ),
+    "m3_camera_not_described": (
+        of_meta(lambda meta: meta["cameras"].pop("cam_front")),
+        "it does not describe camera 'cam_front', which has an image",
+    ),
+    "l1_frame_beyond_its_clip": (of_meta(lambda meta: meta.update(num_frames=0)), "frame_idx is 0 of 0 frames"),
+}
+"""Rules that do not concern what a batch holds: verify, inspect and reshard know them, the loader does not look."""
+
+
+@pytest.fixture
+def broken(out, request):
+    change, says = (BROKEN | BROKEN_NAMES)[request.param]
+    return out, rewrite(out, 1, change).key, says
+
+
+def by_name(table):
+    return pytest.mark.parametrize("broken", table, indirect=True)
+
+
+@by_name(BROKEN | BROKEN_NAMES)
+def test_verify_deep_reports_it(broken):
+    out, key, says = broken
+    found = verify(out, deep=True, num_threads=1).faults
+    assert [fault.key for fault in found] == [key] * len(found)
+    assert any(says in fault.text for fault in found), found
+
+
+@by_name(BROKEN)
+def test_the_loader_refuses_it(broken):
+    out, key, says = broken
+    with pytest.raises(SchemaError, match=key) as caught:
+        list(DataLoader(out, 1, image=IMAGE, world=World(), points=True, shuffle=False))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("broken", ["m3_nan_intrinsics", "m3_label_9999", "m3_field_twice"], indirect=True)
+def test_the_loader_substitutes_it(broken, tmp_path):
+    out, key, says = broken
+    log = tmp_path / "bad.jsonl"
+    loader = DataLoader(out, 1, image=IMAGE, world=World(), shuffle=False, on_error="substitute", quarantine=log)
+    seen = [batch["sample_key"][0] for batch in loader]
+    assert len(seen) == 6
+    assert key not in seen
+    assert loader.stats().bad_samples == 1
+    assert says in log.read_text()
+
+
+@by_name(BROKEN | BROKEN_NAMES)
+def test_inspect_says_it_in_a_sentence(broken, capsys):
+    out, key, says = broken
+    assert main(["inspect", str(out), key]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+@by_name(BROKEN)
+def test_view_says_it_in_a_sentence(broken, tmp_path, capsys):
+    out, key, says = broken
+    assert main(["view", str(out), key, "--output", str(tmp_path / "a.png")]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
+
+
+@by_name(BROKEN | BROKEN_NAMES)
+def test_reshard_refuses_to_write_it(broken, tmp_path, capsys):
+    out, key, _ = broken
+    assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
+    captured = capsys.readouterr().err
+    assert key in captured
+    assert "Traceback" not in captured
+    assert not (tmp_path / "again" / "dataset.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x_evil.pickle", "x_evil.pkl.gz", "x_evil.pyd", "x_model.pth", "x_lib.so", "x_run.py", "x_run.sh", "x_a.exe"],
+)
+def test_h1_verify_names_members_with_executable_endings(out, tmp_path, capsys, name):
+    key = rewrite(out, 1, set_member(name, b"x")).key
+    for deep in (False, True):
+        (fault,) = verify(out, deep=deep, num_threads=1).faults
+        assert (fault.key, fault.text.startswith(f"member '{name}': names with '.")) == (key, True)
+    assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
+    assert name in capsys.readouterr().err
+
+
+def test_h1_a_users_plain_member_is_fine(out, tmp_path):
+    rewrite(out, 1, set_member("x_notes.txt", b"x"))
+    assert verify(out, deep=True, num_threads=1).faults == []
+    assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 0
+
+
+def with_key(key):
+    def change(raw):
+        of_meta(lambda meta: meta.update(key=key))(raw)
+
+    return change
+
+
+def test_m3_keys_that_break_the_rule_are_reported(out):
+    key = "../a.b"
+    rewrite(out, 1, with_key(key), key=key)
+    edit_attributes(out, "key", 1, key)
+    (fault,) = verify(out, deep=True, num_threads=1).faults
+    assert "sample key '../a.b' is not allowed" in fault.text
+
+
+def manifest_edits(field):
+    def of_split(manifest):
+        split = msgspec.structs.replace(manifest.splits["train"], num_clips=7)
+        return msgspec.structs.replace(manifest, splits={"train": split})
+
+    def of_camera(manifest):
+        front = msgspec.structs.replace(manifest.cameras[0], sizes=((48, 32), (9, 9)))
+        return msgspec.structs.replace(manifest, cameras=(front, *manifest.cameras[1:]))
+
+    return {
+        "num_clips": lambda manifest: msgspec.structs.replace(manifest, num_clips=9),
+        "splits": of_split,
+        "classes": lambda manifest: msgspec.structs.replace(manifest, classes=("car", *manifest.classes[:-1])),
+        "attributes": lambda manifest: msgspec.structs.replace(manifest, attributes=("a", "a")),
+        "sizes": of_camera,
+    }[field]
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("num_clips", "num_clips is 9, the index has 2"),
+        ("splits", "num_clips of split 'train' is 7, the index has 2"),
+        ("classes", "the classes have 'car' 2 times; each stands once"),
+        ("attributes", "the attributes have 'a' 2 times"),
+        ("sizes", "sizes of camera 'cam_front' are [[48, 32], [9, 9]], its images have [[48, 32]]"),
+    ],
+)
+def test_m3_a_wrong_manifest_is_reported(out, field, says):
+    reseal(out, manifest_edits(field))
+    (fault,) = verify(out, deep=True, num_threads=1).faults
+    assert (fault.file, says in fault.text) == ("dataset.json", True)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [("clip_id", "zz", "row 2 has the clip_id 'zz', the index has"), ("frame", 77, "the frame 77, the index has")],
+)
+def test_m3_wrong_attributes_are_reported(out, column, value, says):
+    edit_attributes(out, column, 2, value)
+    (fault,) = verify(out, deep=True, num_threads=1).faults
+    assert (fault.file, fault.key) == ("attributes.parquet", open_dataset(out).index.row(2).key)
+    assert says in fault.text
+
+
+def test_l1_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
+    index = open_dataset(out).index
+    first = index.row(0)
+    for position in range(1, len(index)):
+        row = index.row(position)
+        if row.clip_id == first.clip_id:
+            break
+
+    def change(raw):
+        of_meta(lambda meta: meta.update(key=first.key, frame_idx=first.frame))(raw)
+
+    rewrite(out, position, change, key=first.key)
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(len(dataset.index))]
+    rows[position] = rows[position]._replace(frame=first.frame)
+    replace_index(out, dataset, rows)
+    reseal(out)
+    assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
+    captured = capsys.readouterr().err
+    assert f"frame {first.frame} of clip '{first.clip_id}' follows frame {first.frame}" in captured
+
+
+def test_l1_reshard_of_metadata_of_another_frame(out, tmp_path, capsys):
+    key = rewrite(out, 1, of_meta(lambda meta: meta.update(frame_idx=2))).key
+    assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
+    assert f"sample '{key}': its meta.json is of sample '{key}'" in capsys.readouterr().err
+
+
+def test_l7_reshard_refuses_points_that_are_none(out, tmp_path, capsys):
+    rewrite(out, 1, set_member("lidar_top.npy", bytes(1 << 20)))
+    assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
+    assert "lidar_top.npy: not a .npy file of version 1.0" in capsys.readouterr().err
+
+
+def test_m3_cameras_without_an_image_may_be_unknown(tmp_path):
+    source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
+    rows = source.tables["sample_data"]
+    rows.remove(next(row for row in rows if row["is_key_frame"] and "/CAM_BACK/" in row["filename"]))
+    source.write("sample_data")
+    shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0}, missing_camera="mask")
+    assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
+    batches = list(DataLoader(tmp_path / "out", 1, image=IMAGE, world=World()))
+    assert sorted(batch["cam_valid"][0].tolist() for batch in batches) == [[True, False], [True, True], [True, True]]
+
+
+def test_m3_real_keyframes_break_no_rule(tmp_path):
+    root = shared_data("nuscenes-mini")
+    shard_nuscenes(root, tmp_path / "out", version="v1.0-derived", splits={"train": 1.0})
+    assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
+    assert len(list(DataLoader(tmp_path / "out", 1, image=IMAGE, world=World(), points=True))) == 3
+
+
+class TestRules:
+    geometry = make_geometry(np.random.default_rng(1), 160, 90, 10**18, (1, 0))
+    rig = Rig(("cam_front", "cam_back"), (("lidar_top", 5),), 2, 0)
+
+    def test_rigid(self):
+        poses = np.repeat(self.geometry.cam2ego[:1], 5, axis=0)
+        poses[1, :3, 0] *= -1  # a mirror
+        poses[2, :3, :3] *= 1.01
+        poses[3, 0, 3] = 2e9
+        poses[4, 3, 0] = 1e-3
+        assert are_rigid(poses).tolist() == [True, False, False, False, False]
+
+    @pytest.mark.parametrize("name", ["intrinsics", "cam2ego", "cam_ego2global"])
+    def test_only_cameras_without_an_image_may_be_unknown(self, name):
+        for camera, allowed in ((0, False), (1, True)):
+            values = getattr(self.geometry, name).copy()
+            values[camera] = NAN
+            assert (list(broken_calibration(replace(self.geometry, **{name: values}))) == []) is allowed
+        values = getattr(self.geometry, name).copy()
+        values[1, 0, 0] = NAN  # in part
+        assert list(broken_calibration(replace(self.geometry, **{name: values}))) != []
+
+    def test_lidars_without_a_sweep_may_be_unknown(self):
+        values = {name: np.full((1, 4, 4), NAN) for name in ("lidar2ego", "lidar_ego2global")}
+        assert list(broken_calibration(replace(self.geometry, **values))) != []
+        values["lidar_timestamp_ns"] = np.array([-1])
+        assert list(broken_calibration(replace(self.geometry, **values))) == []
+
+    def test_none_and_good_boxes(self):
+        for count in (0, 1, 9):
+            assert list(broken_boxes(make_boxes(np.random.default_rng(2), count), self.rig)) == []
+
+    def test_names(self):
+        good = (META, GEOMETRY, BOXES, "cam_front.jpg", "cam_back.png", "lidar_top.npy", "lidar_top_sweeps.safetensors")
+        assert broken_names((*good, "x_logits.npy"), self.rig) == ()
+        texts = [text for _, text in broken_names((*good, "cam_front.png", "radar.pcd", "X.jpg", META), self.rig)]
+        assert [text.split(":")[0][:24] for text in texts] == [
+            "the sample has 'cam_fron", "no such field", "field name 'X.jpg' is no", "the sample has 'meta.jso",
+        ]  # fmt: skip
+
+
+def test_m3_the_writer_refuses_a_source_that_breaks_a_rule(tmp_path):
+    source = build_nuscenes(tmp_path / "source", {"a": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
+    source.tables["sample_annotation"][0]["size"][1] = 0.0
+    source.write("sample_annotation")
+    with pytest.raises(SourceError, match=r"cannot be stored: boxes.safetensors: boxes3d\[0\] is .* 0.0"):
+        shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
+    assert list((tmp_path / "out").glob("*.tar")) == []
