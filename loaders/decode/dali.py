@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from fuelrail.loaders.decode.dali_jobs import Job, make_job
-from fuelrail.loaders.decode.probe import probe
 from fuelrail.loaders.decode.protocol import INTERPOLATIONS, Interpolation, check_output, check_source
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.loaders.image_facts import UNKNOWN, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.image_header import probe
 
 try:
     from nvidia.dali import Pipeline, fn, types

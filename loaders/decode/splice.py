@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.jpeg import Scratch
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.image_header import ImageInfo
 
 _MCU_WH = {
     "gray": (8, 8),

@@ -23,20 +23,20 @@ import numpy as np
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import load as load_native
-from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.resize_grid import REACH, resize_grid
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
+from fuelrail.pipeline.image_header import probe, unpack_png
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.native import CameraJpeg
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.loaders.decode.resize_grid import ResizeGrid
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.image_header import ImageInfo
     from fuelrail.pipeline.lens import Lens
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
@@ -239,10 +239,10 @@ def _average_blocks(image: Picture, factor: int) -> Picture:
 
 def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     """Return the picture (h, w, 3) BGR; an alpha channel is dropped."""
-    check_png(encoded)
+    plain = np.frombuffer(unpack_png(encoded), np.uint8)
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     try:
-        image: Picture | None = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
+        image: Picture | None = cv2.imdecode(plain, flags)
     except cv2.error as error:
         raise ImageError(f"PNG cannot be decoded: {error}") from error
     if image is None or image.shape != (info.height, info.width, 3):
