@@ -24,7 +24,7 @@ from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
-from fuelrail.loaders.decode.resize_grid import REACH, resize_grid
+from fuelrail.loaders.decode.resize_grid import REACH, bilinear_rows, resize_grid
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
@@ -54,15 +54,15 @@ class TurboDecoder:
     process: it is 1 while a `TurboDecoder` exists, and what it was before when the last one is gone.
 
     Args:
-        native: use the native decoder for camera JPEGs, where it is built.
+        native: use the native decoder for camera JPEGs, where it is built; or use this one.
 
     """
 
     name = "turbo"
 
-    def __init__(self, *, native: bool = True) -> None:
+    def __init__(self, *, native: bool | CameraJpeg = True) -> None:
         self._scratch = Scratch()
-        loaded = load_native() if native else ""
+        loaded = (load_native() if native else "") if isinstance(native, bool) else native
         self._native: CameraJpeg | None = None if isinstance(loaded, str) else loaded
         _hold_opencv_threads()
         weakref.finalize(self, _release_opencv_threads).atexit = False
@@ -89,8 +89,12 @@ class TurboDecoder:
         if bilinear is not None and bilinear.resize(encoded, info, factor, image_map, out, self._scratch):
             return
         grid = resize_grid(image_map, interpolation)
-        reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
-        rows = grid.rows.needed if grid is not None else image_map.source_roi(reach)[1::2]
+        if grid is not None:
+            rows = grid.rows.needed
+        elif interpolation == "bilinear" and image_map.is_axis_aligned and image_map.max_scale > 0.5:
+            rows = bilinear_rows(image_map)
+        else:
+            rows = image_map.source_roi(max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale)))[1::2]
         image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None
         if image is not None:
             top = 0
