@@ -164,8 +164,12 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     image = source.resize(steps.size_wh, _FILTERS[interpolation], box=steps.box)
     # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is. Bilinear
     # always: the bicubic kernel of its transforms (a = -1) does not reproduce a ramp and shifts by up to 0.1 pixels.
-    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR)
-    _split(image, out)
+    # In floating point: the transform of 8-bit pixels truncates, which darkens them by half a level.
+    for band, plane in zip(image.split(), out, strict=False):
+        turned = band.convert("F").transform(
+            image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR
+        )
+        np.add(np.asarray(turned), 0.5, out=plane, casting="unsafe")
     black_out_unseen(image_map, out)
 
 

@@ -157,8 +157,8 @@ typedef struct {
     int first, last; /* rows of MCUs [first, last) */
 } Rows;
 
-/* Reads the scan to its end and hands strips of the rows of MCUs `wanted` to `use`, with the number of each. With restart
- * markers, only the rows `checked` are decoded, which must hold the wanted ones; of others the markers are looked at. */
+/* Reads the scan to its end and hands strips of the rows of MCUs `wanted` to `use`, with the number of each. With
+ * restart markers only the rows `checked`, which include the wanted ones, are decoded. */
 static int read_scan(const File *file, const Context *context, int factor, Rows wanted, Rows checked, Scratch scratch,
                      void (*use)(void *user, const Strip *strip, int mcu_row), void *user) {
     Strip strip = {NULL, (file->num_columns * MCU / factor + 63) & ~31, MCU / factor}; /* 32 spare columns and more */
@@ -280,7 +280,7 @@ int camera_jpeg_resized(Context *context, uint8_t *scratch, size_t scratch_bytes
     int low = first < last ? first : last, high = first < last ? last : first;
     high += high < num_rows - 1;
     Rows rows = {low / strip_rows, high / strip_rows + 1};
-    /* What is read without this library (turbo.py) begins up to one pixel row before these, and ends up to two later. */
+    /* What turbo.py reads without this library begins up to one pixel row before these, and ends up to two after. */
     Rows checked = {(low > 0 ? low - 1 : 0) / strip_rows, (high + 2) / strip_rows + 1};
     if (read_scan(&file, context, factor, rows, checked, memory, add_to_output, &resizing) ||
         resizing.next != num_lines)

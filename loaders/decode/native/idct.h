@@ -86,10 +86,10 @@ typedef struct {
 } Range;
 
 /* For 8x8 pixels the largest values are sums of two results of the first pass. A pass is an orthonormal transform times
- * sqrt(8), and the first has 2 fractional bits: those sums are at most 16 times the block's Euclidean norm. That of 8-bit
- * pixels is at most 1024, and quantisation adds at most 1020. Squares are those of values / 8, rounded down, so that they
- * fit: a norm of 249 there is one of at most 8 * 249 + 7 * 8 = 2048 - 8. */
-enum { MAX_SQUARES = 249 * 249 };
+ * sqrt(8), and the first has 2 fractional bits: those sums are at most 16 times the block's Euclidean norm. That of
+ * 8-bit pixels is at most 1024, and quantisation adds at most 1020. Squares are those of values / 8, rounded down, so
+ * that they fit: a norm of 248 there is one of at most 8 * 248 + 7 * 8 = 2040. */
+enum { MAX_SQUARES = 248 * 248 };
 
 INLINE void check_norm(const int16_t *block, Range *range) {
 #ifdef __AVX2__
@@ -142,17 +142,20 @@ INLINE void write_2(const int16_t *in, uint8_t *pixels) {
 }
 
 #ifdef __AVX2__
-/* Line `i` of two blocks, 16 bits wide, and sums of products of two such lines as 32 bits: of columns 0-3, or of 4-7. */
+/* Line `i` of two blocks, the left one in the low half. */
 INLINE __m256i two_lines(const int16_t *blocks, int i) {
     __m128i left = _mm_loadu_si128((const __m128i *)(blocks + 8 * i));
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(left), _mm_loadu_si128((const __m128i *)(blocks + BLOCK + 8 * i)), 1);
+    __m128i right = _mm_loadu_si128((const __m128i *)(blocks + BLOCK + 8 * i));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(left), right, 1);
 }
 
 INLINE __m256i factors(int first, int second) {
     return _mm256_set1_epi32((int)((uint32_t)(uint16_t)second << 16 | (uint16_t)first));
 }
 
-INLINE __m256i products(__m256i pairs, int first, int second) { return _mm256_madd_epi16(pairs, factors(first, second)); }
+INLINE __m256i products(__m256i pairs, int first, int second) {
+    return _mm256_madd_epi16(pairs, factors(first, second));
+}
 
 INLINE void note(Range *range, __m256i words) {
     range->low = _mm256_min_epi16(range->low, words);
