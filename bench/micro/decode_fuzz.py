@@ -153,8 +153,9 @@ class NativeAgainstTurbo:
     ) -> None:
         """Decode into ``out`` with the native decoder; see the protocol."""
         info = probe(encoded)
+        # This copy and fresh scratch memory end where they should, so that a sanitizer sees what goes beyond them.
+        encoded = np.frombuffer(encoded, np.uint8).copy().data
         for factor in (2, 4):
-            # Fresh scratch memory has the size that was asked for, so that a sanitizer sees what goes beyond it.
             got = (
                 None
                 if not self._native.takes(info, factor)
