@@ -230,8 +230,8 @@ def unpack_png(encoded: Buffer) -> bytes:
 
     The checksum of every chunk is verified. Pixel data are expanded to the size that the header states; more or less
     is refused. libpng-based decoders give half-decoded pictures of cut or damaged files without an error, and expand
-    what follows the pixels without a limit. They read uncompressed data in a fourth of the time, so that the check adds
-    an eighth to the time of decoding.
+    what follows the pixels without a limit. They read uncompressed data in a fourth of the time, which pays for a part
+    of the check.
     """
     info = _probe_png(encoded)
     packed = b"".join(data for name, data in _png_chunks(encoded) if name == b"IDAT")

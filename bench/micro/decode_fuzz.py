@@ -38,8 +38,8 @@ from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.loaders.decode.jpeg import Scratch, decode_jpeg
-from fuelrail.loaders.decode.native import FOLDER, LIBRARY_NAME, CameraJpeg, open_library
-from fuelrail.loaders.decode.native.build import build
+from fuelrail.loaders.decode.native import CameraJpeg, open_library
+from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME, build
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap
@@ -241,6 +241,7 @@ def small_files(originals: Sequence[bytes]) -> list[bytes]:
     files = []
     for number, encoded in enumerate(originals):
         picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_REDUCED_COLOR_2)
+        assert picture is not None
         for width, height in ((320, 192), (160, 96), (333, 215)):
             part = np.ascontiguousarray(picture[-height:, :width])
             for interval in (0, -(-part.shape[1] // 16)):

@@ -284,11 +284,10 @@ def _no_pipeline(error: RuntimeError) -> ConfigError:
     """Say why DALI cannot build a pipeline, and what to do."""
     found = installed_dali()
     if found is not None and found.missing:
-        return ConfigError(
-            f"decoder='dali': {found.package} is installed without {', '.join(found.missing)}; {found.advice} "
-            f"(DALI says: {error})"
-        )
-    return ConfigError(f"decoder='dali' cannot be used here, take decoder='turbo' (DALI says: {error})")
+        missing = ", ".join(found.missing)
+        return ConfigError(f"decoder='dali': {found.package} is installed without {missing}; {found.advice}")
+    reason = " ".join(str(error).split())[:500]
+    return ConfigError(f"decoder='dali' cannot be used on this machine, take decoder='turbo'; DALI says: {reason}")
 
 
 class _Pipelines(threading.local):
