@@ -17,9 +17,9 @@ import simplejpeg
 import xxhash
 
 from fuelrail.bench.rates import Rate, measure_rate
-from fuelrail.loaders.decode.probe import probe
 from fuelrail.pipeline import codecs
 from fuelrail.pipeline.frames import is_framed, open_span
+from fuelrail.pipeline.image_header import probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -41,16 +41,23 @@ def _run_view(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {args.output!r} must end with .png")
     dataset = open_dataset(args.dataset)
     reader = SampleReader(dataset)
-    row = reader.find(args.key) if args.key else 0
+    row = 0 if args.key is None else reader.find(args.key)
     sample = reader.sample(row)
     image = load_yaml(args.image, ImageAugment) if args.image else DEFAULT_IMAGE
     image = msgspec.structs.replace(image, train=args.train)
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    batch = decode_single(sample, cameras, image, seed=args.seed, epoch=args.epoch, row=row)
-    sheet = contact_sheet(
-        batch["img"][0].numpy(), batch["ego2img"][0].numpy(), cameras, sample.boxes, dataset.manifest.classes
-    )
-    encoded = cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
+    try:
+        batch = decode_single(sample, cameras, image, seed=args.seed, epoch=args.epoch, row=row)
+        sheet = contact_sheet(
+            batch["img"][0].numpy(), batch["ego2img"][0].numpy(), cameras, sample.boxes, dataset.manifest.classes
+        )
+        encoded = cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
+    except MemoryError as error:
+        num_bytes = len(cameras) * 3 * image.height * image.width
+        raise ConfigError(
+            f"no memory to draw {len(cameras)} cameras of {image.width}x{image.height} pixels, {num_bytes} bytes and "
+            "the same for the sheet: give a smaller height and width with --image"
+        ) from error
     try:
         output.write_bytes(encoded)
     except OSError as error:

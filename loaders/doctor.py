@@ -8,6 +8,7 @@ import shutil
 from typing import NamedTuple
 
 from fuelrail.loaders.budget import default_num_workers
+from fuelrail.loaders.decode.dali_install import installed_dali
 from fuelrail.loaders.decode.native import load as load_native
 
 
@@ -70,10 +71,15 @@ def _pillow() -> Finding:
 
 
 def _dali() -> Finding:
-    package = _version("nvidia-dali-cuda120", "nvidia-dali-cuda130")
-    if package is None:
+    found = installed_dali()
+    if found is None:
         return Finding(
             "decoder=dali", "NVIDIA DALI is not installed", "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12)"
+        )
+    package = f"{found.package} {found.version}"
+    if found.missing:
+        return Finding(
+            "decoder=dali", f"not ready: {package} is installed without {', '.join(found.missing)}", found.advice
         )
     return Finding(
         "decoder=dali",

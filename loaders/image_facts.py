@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.loaders.decode.probe import probe
 from fuelrail.pipeline.errors import FuelrailError
+from fuelrail.pipeline.image_header import probe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +57,13 @@ class BufferPool:
                 self._free.append(base)
 
     def _new(self) -> NDArray[np.uint8]:
-        if self._pinned:
-            pinned: NDArray[np.uint8] = torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
-            return pinned
-        return np.empty(self._shape, np.uint8)
+        try:
+            if self._pinned:
+                pinned: NDArray[np.uint8] = torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
+                return pinned
+            return np.empty(self._shape, np.uint8)
+        except (MemoryError, RuntimeError, ValueError) as error:  # numpy's, torch's, and numpy's beyond all addresses
+            raise ConfigError(
+                f"no memory for a batch of images of shape {list(self._shape)}, {math.prod(self._shape)} bytes: take a "
+                f"smaller batch_size, prefetch_factor or image size, or fewer frames ({error})"
+            ) from error

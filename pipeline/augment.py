@@ -10,6 +10,7 @@ trained so, ``geometry="legacy_mmdet3d"`` gives their matrices.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -26,7 +27,10 @@ STREAM = "image-augment"
 """Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""
 
 _NUM_DRAWS = 5
-_MIN_FACTOR = 1e-3
+_MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
+_MAX_SIDE = 16384
+_MAX_PIXELS = 1 << 26
+"""Of the final size: the limit of a stored image, too."""
 
 
 class ImageAugment(Settings, frozen=True):
@@ -73,20 +77,29 @@ class ImageAugment(Settings, frozen=True):
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         check_types(self, ConfigError)
-        if self.height < 1 or self.width < 1:
-            raise ConfigError(f"final size height={self.height}, width={self.width} must be at least 1x1")
-        if not isinstance(self.resize, str) and self.resize < _MIN_FACTOR:
-            raise ConfigError(f"resize={self.resize} must be a factor of at least {_MIN_FACTOR}")
+        if not (1 <= self.height <= _MAX_SIDE and 1 <= self.width <= _MAX_SIDE):
+            raise ConfigError(
+                f"final size height={self.height}, width={self.width}: each must be 1 to {_MAX_SIDE} pixels"
+            )
+        if self.height * self.width > _MAX_PIXELS:
+            raise ConfigError(
+                f"final size height={self.height}, width={self.width} has {self.height * self.width} pixels: "
+                f"at most {_MAX_PIXELS} are allowed"
+            )
+        if not isinstance(self.resize, str) and not _MIN_FACTOR <= self.resize <= _MAX_FACTOR:
+            raise ConfigError(f"resize={self.resize} must be a factor from {_MIN_FACTOR} to {_MAX_FACTOR:g}")
         if self.resize_jitter is not None and self.resize_range is not None:
             raise ConfigError("resize_jitter and resize_range exclude each other: give one of them")
         if self.resize == "stretch" and (self.resize_jitter or self.resize_range):
             raise ConfigError("resize='stretch' has no factor to vary: leave out resize_jitter and resize_range")
-        if self.resize_range is not None and self.resize_range[0] < _MIN_FACTOR:
-            raise ConfigError(f"resize_range={list(self.resize_range)} must be factors of at least {_MIN_FACTOR}")
         for name in ("resize_jitter", "resize_range", "crop_bottom", "rotate_deg"):
             limits = getattr(self, name)
-            if limits is not None and not limits[0] <= limits[1]:
-                raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high")
+            if limits is not None and not -math.inf < limits[0] <= limits[1] < math.inf:
+                raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high, both finite")
+        for name, least in (("resize_range", _MIN_FACTOR), ("resize_jitter", -_MAX_FACTOR)):
+            limits = getattr(self, name)
+            if limits is not None and not (least <= limits[0] and limits[1] <= _MAX_FACTOR):
+                raise ConfigError(f"{name}={list(limits)} must be factors from {least:g} to {_MAX_FACTOR:g}")
         if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
             raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
         if not 0.0 <= self.flip_prob <= 1.0:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.geometry import ImageMap, apply_to_intrinsics
+from fuelrail.pipeline.image_header import unpack_png
 from fuelrail.pipeline.settings import Settings, convert
 
 if TYPE_CHECKING:
@@ -97,12 +98,14 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
 
     try:
         if extension == "png":
-            pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+            pixels = cv2.imdecode(
+                np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+            )
             colours = "BGR"
         else:
             pixels, colours = simplejpeg.decode_jpeg(data, "RGB", strict=True), "RGB"
-    except ValueError as error:
-        raise ImageError(f"a damaged JPEG: {error}") from error
+    except (ValueError, cv2.error) as error:
+        raise ImageError(f"a damaged {'PNG' if extension == 'png' else 'JPEG'}: {error}") from error
     if pixels is None:
         raise ImageError("a damaged PNG: it cannot be decoded")
     height, width = pixels.shape[:2]

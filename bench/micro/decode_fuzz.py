@@ -6,6 +6,12 @@ either fills the output or raises ImageError and leaves it untouched; a crash, a
 seconds or memory that grows ends the run with an error that names the mutation. With the program jpegtran, progressive
 files and such with restart markers take part too.
 
+``--backend native`` compares the native decoder with libjpeg-turbo instead: both refuse a mutation, or both decode it,
+to the same picture at 1/2 and 1/4. ``--small`` takes small camera JPEGs made of the files, half of them with restart
+markers. ``--sanitize`` builds the native decoder with GCC's address and undefined-behaviour sanitizers::
+
+    python -m fuelrail.bench.micro.decode_fuzz --images FOLDER --backend native --small --count 100000 [--sanitize]
+
 The mutations are decoded in slices, each in a process of its own: a crash or a hang costs one slice, and what a library
 does not give back of one is not counted against the next. Mutation ``n`` of a seed is the same whatever the slices.
 """
@@ -19,32 +25,46 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cv2
 import msgspec
 import numpy as np
 
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.machine import MachineFacts, machine_facts
 from fuelrail.loaders.decode import make_decoder, probe
+from fuelrail.loaders.decode.jpeg import Scratch, decode_jpeg
+from fuelrail.loaders.decode.native import CameraJpeg, open_library
+from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME, build
+from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fuelrail.loaders.decode import ImageDecoder
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.decode import ImageDecoder, Interpolation
+    from fuelrail.pipeline.buffers import Buffer
 
 OUT_WH = (704, 256)
+_SANITIZERS = ("-march=x86-64-v3", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _UNTOUCHED = 7
 _MAX_FILES = 24
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the files, the longest that one took [CPU seconds], and how far memory grew in a slice [MiB]."""
+    """What became of the files, the longest that one took [CPU seconds], and how far memory grew in a slice [MiB].
 
+    ``compared`` counts pictures of the native decoder that are those of libjpeg-turbo.
+    """
+
+    compared: int = 0
     decoded: int = 0
     refused_by_header: int = 0
     refused_by_decoder: int = 0
@@ -59,6 +79,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     def __add__(self, other: Tally) -> Tally:
         """Both of them together."""
         return Tally(
+            compared=self.compared + other.compared,
             decoded=self.decoded + other.decoded,
             refused_by_header=self.refused_by_header + other.refused_by_header,
             refused_by_decoder=self.refused_by_decoder + other.refused_by_decoder,
@@ -105,6 +126,58 @@ def mutate(encoded: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
+class NativeAgainstTurbo:
+    """Decodes with and without the native decoder, and raises AssertionError where that makes a difference.
+
+    Attributes:
+        name: of the backend.
+        num_compared: pictures that both decoded, and that are equal.
+    """
+
+    name = "native"
+
+    def __init__(self, library: Path = FOLDER / LIBRARY_NAME) -> None:
+        native = open_library(library)
+        if not isinstance(native, CameraJpeg):
+            raise SystemExit(f"no native decoder: {native}")
+        self._native = native
+        self._with, self._without = TurboDecoder(native=native), TurboDecoder(native=False)
+        self.num_compared = 0
+
+    def decode_into(
+        self,
+        encoded: Buffer,
+        image_map: ImageMap,
+        out: NDArray[np.uint8],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Decode into ``out`` with the native decoder; see the protocol."""
+        info = probe(encoded)
+        # This copy and fresh scratch memory end where they should, so that a sanitizer sees what goes beyond them.
+        encoded = np.frombuffer(encoded, np.uint8).copy().data
+        for factor in (2, 4):
+            got = (
+                None
+                if not self._native.takes(info, factor)
+                else self._native.picture(encoded, info, factor, (0, info.height), Scratch())
+            )
+            if got is not None:
+                expected = decode_jpeg(encoded, info, factor, Scratch())
+                assert np.array_equal(got[..., :3], expected[..., :3]), f"pictures at 1/{factor} differ"
+                self.num_compared += 1
+        try:
+            self._without.decode_into(encoded, image_map, np.empty_like(out), interpolation)
+            refused = None
+        except ImageError as error:
+            refused = error
+        try:
+            self._with.decode_into(encoded, image_map, out, interpolation)
+        except ImageError as error:
+            assert refused is not None, f"only the native decoder refuses: {error}"
+            raise
+        assert refused is None, f"only libjpeg-turbo refuses: {refused}"
+
+
 def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[int], seed: int) -> Tally:
     """Give the decoder the mutations of these numbers, under maps with and without rotation.
 
@@ -124,7 +197,9 @@ def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[in
         except ImageError:
             by_header += 1
             continue
-        image_map = ImageMap.identity((info.width, info.height)).resize(704, 396).crop(0, 140, *OUT_WH)
+        width, height = (max(1, size * (22 if number % 5 == 0 else 44) // 100) for size in (info.width, info.height))
+        image_map = ImageMap.identity((info.width, info.height)).resize(width, height)
+        image_map = image_map.crop(0, height * 35 // 100, *OUT_WH)
         out[:] = _UNTOUCHED
         try:
             decoder.decode_into(encoded, image_map.rotate(4.0) if number % 3 == 0 else image_map, out)
@@ -133,6 +208,8 @@ def fuzz(decoder: ImageDecoder, originals: Sequence[bytes], numbers: Iterable[in
             by_decoder += 1
             if not (out == _UNTOUCHED).all():
                 raise AssertionError(f"mutation {number} of seed {seed} was refused, its output is touched") from None
+        except AssertionError as error:
+            raise AssertionError(f"mutation {number} of seed {seed}: {error}") from error
         slowest_s = max(slowest_s, time.process_time() - begun_s)
     grown_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return Tally(
@@ -159,6 +236,36 @@ def load_files(folders: Sequence[Path]) -> list[bytes]:
     return originals
 
 
+def small_files(originals: Sequence[bytes]) -> list[bytes]:
+    """Camera JPEGs of some 300 pixels, made of parts of larger files; every second one has restart markers."""
+    files = []
+    for number, encoded in enumerate(originals):
+        picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_REDUCED_COLOR_2)
+        assert picture is not None
+        for width, height in ((320, 192), (160, 96), (333, 215)):
+            part = np.ascontiguousarray(picture[-height:, :width])
+            for interval in (0, -(-part.shape[1] // 16)):
+                options = [
+                    cv2.IMWRITE_JPEG_QUALITY, (60, 80, 92)[number % 3],
+                    cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
+                    cv2.IMWRITE_JPEG_RST_INTERVAL, interval,
+                ]  # fmt: skip
+                files.append(cv2.imencode(".jpg", part, options)[1].tobytes())
+    return files
+
+
+def sanitized_library(folder: Path) -> dict[str, str]:
+    """Build the native decoder with sanitizers into ``folder``; return the environment that a process needs for it."""
+    for file in FOLDER.glob("*.[ch]"):
+        shutil.copy(file, folder)
+    build(folder, _SANITIZERS)
+    found = [
+        subprocess.run(["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    return {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"}
+
+
 def fuzz_slice(options: argparse.Namespace) -> None:
     """What a slice's process does: it prints each mutation's number before decoding it, and the tally at the end."""
 
@@ -168,7 +275,11 @@ def fuzz_slice(options: argparse.Namespace) -> None:
             yield number
 
     (backend,) = options.backend
-    tally = fuzz(make_decoder(backend), load_files(options.images), announced(), options.seed)
+    decoder = NativeAgainstTurbo(options.library) if backend == "native" else make_decoder(backend)
+    originals = load_files(options.images)
+    tally = fuzz(decoder, small_files(originals) if options.small else originals, announced(), options.seed)
+    if isinstance(decoder, NativeAgainstTurbo):
+        tally = msgspec.structs.replace(tally, compared=decoder.num_compared)
     print(msgspec.json.encode(tally).decode())  # noqa: T201
 
 
@@ -180,8 +291,9 @@ def fuzz_in_slices(backend: str, options: argparse.Namespace) -> Tally:
         command = [
             sys.executable, "-m", "fuelrail.bench.micro.decode_fuzz", "--backend", backend,
             "--images", *map(str, options.images), "--seed", str(options.seed), "--only", str(first), str(last),
+            "--library", str(options.library), *(["--small"] if options.small else []),
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **options.environment}
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, errors="replace", timeout=options.timeout
@@ -212,6 +324,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="time that a slice may take")
     parser.add_argument("--max-seconds", type=float, default=5.0, help="CPU time that a file may take")
     parser.add_argument("--max-mib", type=float, default=1024.0, help="memory that a slice may take over its start")
+    parser.add_argument("--small", action="store_true", help="take small camera JPEGs made of parts of the files")
+    parser.add_argument("--sanitize", action="store_true", help="build the native decoder with GCC's sanitizers")
+    parser.add_argument("--library", type=Path, default=FOLDER / LIBRARY_NAME, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the tallies as JSON")
     parser.add_argument("--verbose", action="store_true", help="print the tally after each slice")
     parser.add_argument("--only", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -219,15 +334,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.only is not None:
         fuzz_slice(options)
         return 0
-    report = FuzzReport(
-        benchmark="decode_fuzz",
-        machine=machine_facts(),
-        num_files=len(load_files(options.images)),
-        num_mutations=options.count,
-        slice_size=options.slice,
-        seed=options.seed,
-        tallies={backend: fuzz_in_slices(backend, options) for backend in options.backend},
-    )
+    options.environment = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if options.sanitize:
+            options.library, options.environment = Path(folder, LIBRARY_NAME), sanitized_library(Path(folder))
+        report = FuzzReport(
+            benchmark="decode_fuzz",
+            machine=machine_facts(),
+            num_files=len(load_files(options.images)),
+            num_mutations=options.count,
+            slice_size=options.slice,
+            seed=options.seed,
+            tallies={backend: fuzz_in_slices(backend, options) for backend in options.backend},
+        )
     for backend, tally in report.tallies.items():
         print(f"{backend}, {options.count} mutations of {report.num_files} files: {tally}")  # noqa: T201
     if options.out is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from fuelrail.loaders.decode.probe import ImageInfo, probe
 from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.image_header import ImageInfo, probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,16 +19,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fuelrail.loaders.decode.dali_install import installed_dali
 from fuelrail.loaders.decode.dali_jobs import Job, make_job
-from fuelrail.loaders.decode.probe import probe
 from fuelrail.loaders.decode.protocol import INTERPOLATIONS, Interpolation, check_output, check_source
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.loaders.image_facts import UNKNOWN, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.image_header import probe
 
 try:
     from nvidia.dali import Pipeline, fn, types
 except ImportError as error:
+    found = installed_dali()
+    if found is not None:
+        missing = ", ".join(found.missing) or "a package that it imports"
+        raise ConfigError(
+            f"decoder='dali': {found.package} is installed without {missing} ({error}); {found.advice}"
+        ) from error
     raise ConfigError(
         "decoder='dali' needs NVIDIA DALI: pip install 'fuelrail[dali]' (CUDA 12) or 'fuelrail[dali-cu13]'"
     ) from error
@@ -206,7 +213,10 @@ class DaliDecoder:
         key = (interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]))
         pipeline = self._local.pipelines.get(key)
         if pipeline is None:
-            pipeline = self._local.pipelines[key] = self._build(*key)
+            try:
+                pipeline = self._local.pipelines[key] = self._build(*key)
+            except RuntimeError as error:
+                raise _no_pipeline(error) from error
         try:
             for name in ("encoded", "window", "roi", "size", *(() if jobs[0].is_aligned else ("matrix",))):
                 pipeline.feed_input(name, [getattr(job, name) for job in jobs])
@@ -268,6 +278,16 @@ class DaliDecoder:
             pipeline.set_outputs(fn.transpose(pictures, perm=[2, 0, 1]))
         pipeline.build()
         return pipeline
+
+
+def _no_pipeline(error: RuntimeError) -> ConfigError:
+    """Say why DALI cannot build a pipeline, and what to do."""
+    found = installed_dali()
+    if found is not None and found.missing:
+        missing = ", ".join(found.missing)
+        return ConfigError(f"decoder='dali': {found.package} is installed without {missing}; {found.advice}")
+    reason = " ".join(str(error).split())[:500]
+    return ConfigError(f"decoder='dali' cannot be used on this machine, take decoder='turbo'; DALI says: {reason}")
 
 
 class _Pipelines(threading.local):

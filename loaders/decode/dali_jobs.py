@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fuelrail.loaders.decode.probe import ImageInfo, check_jpeg_end, check_png
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.decode.two_step import two_steps
+from fuelrail.pipeline.image_header import ImageInfo, check_jpeg_end, unpack_png
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +37,10 @@ def make_job(at: int, data: Buffer, info: ImageInfo, image_map: ImageMap) -> Job
 
     Of a JPEG with restart markers at its rows only those go on that are needed. Raises ImageError.
     """
-    check_png(data) if info.format == "png" else check_jpeg_end(data)
+    if info.format == "png":
+        data = unpack_png(data)
+    else:
+        check_jpeg_end(data)
     if info.restart_interval:
         _, top, _, bottom = image_map.source_roi((_REACH_PX + 1.0) / min(1.0, image_map.max_scale))
         spliced = splice_rows(data, info, top, bottom)

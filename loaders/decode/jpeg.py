@@ -18,8 +18,8 @@ from fuelrail.pipeline.geometry import scaled_size
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.image_header import ImageInfo
 
 Picture: TypeAlias = "NDArray[Any]"
 """uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning. OpenCV's stubs know no dtype."""

@@ -15,11 +15,11 @@ import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
-from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.decode.two_step import two_steps
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.image_header import probe, unpack_png
 
 try:
     from PIL import Image, JpegImagePlugin, PngImagePlugin
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from PIL import ImageFile
 
     from fuelrail.loaders.decode.jpeg import Picture
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.image_header import ImageInfo
     from fuelrail.pipeline.lens import Lens
 
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -108,8 +108,7 @@ class PillowDecoder:
     def _decode(self, encoded: Buffer, info: ImageInfo) -> Image.Image:
         """Return an image of mode RGBX, or RGB where Pillow or CMYK conversion made it. Valid until the next call."""
         if info.format == "png":
-            check_png(encoded)
-            return _decode_by_pillow(PngImagePlugin.PngImageFile, encoded, info)
+            return _decode_by_pillow(PngImagePlugin.PngImageFile, unpack_png(encoded), info)
         try:
             picture = decode_jpeg(encoded, info, 1, self._scratch)
         except UnusualSamplingError:
@@ -165,8 +164,12 @@ def _rotate(source: Image.Image, image_map: ImageMap, out: NDArray[np.uint8], in
     image = source.resize(steps.size_wh, _FILTERS[interpolation], box=steps.box)
     # Pillow evaluates the affine map at pixel centres (x + 0.5), on edge-origin coordinates, as ours is. Bilinear
     # always: the bicubic kernel of its transforms (a = -1) does not reproduce a ramp and shifts by up to 0.1 pixels.
-    image = image.transform(image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR)
-    _split(image, out)
+    # In floating point: the transform of 8-bit pixels truncates, which darkens them by half a level.
+    for band, plane in zip(image.split(), out, strict=False):
+        turned = band.convert("F").transform(
+            image_map.out_wh, Image.Transform.AFFINE, steps.to_resized, Image.Resampling.BILINEAR
+        )
+        np.add(np.asarray(turned), 0.5, out=plane, casting="unsafe")
     black_out_unseen(image_map, out)
 
 

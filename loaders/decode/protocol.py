@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.image_header import ImageInfo
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)

@@ -81,6 +81,22 @@ def resize_grid(image_map: ImageMap, interpolation: str) -> ResizeGrid | None:
     return ResizeGrid(covered, columns, rows, (a, d), flip)
 
 
+def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
+    """Return the source rows [first, last) that bilinear interpolation reads, and one more on each side.
+
+    For an axis-aligned map. The native decoder reads the same rows (camera_jpeg_resized in camera_jpeg.c), so that it
+    depends on neither which damaged files are refused.
+    """
+    _, top, _, bottom = image_map.covered_output()
+    d, ty = image_map.coefficients[4:]
+    if top >= bottom:
+        return 0, 0
+    places = [(line + 0.5 - ty) / d - 0.5 for line in (top, bottom - 1)]
+    last = image_map.source_wh[1] - 1
+    low, high = (math.floor(min(max(place, 0.0), last)) for place in (min(places), max(places)))
+    return max(0, low - 1), min(last, high + 2) + 1
+
+
 def _aligned_span(scale: float, offset: float, first: int, last: int, size: int, reach: int) -> Span | None:
     """Find the source lines to resize for output lines [first, last), on one axis with out = scale * in + offset.
 

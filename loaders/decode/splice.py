@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.jpeg import Scratch
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.image_header import ImageInfo
 
 _MCU_WH = {
     "gray": (8, 8),
@@ -30,9 +30,6 @@ _MCU_WH = {
     "4:1:1": (32, 8),
     "4:1:0": (32, 16),
 }
-_MIN_SAVED_ROWS = 3
-"""Rows of MCUs below which looking for the markers and copying costs as much as decoding them."""
-
 _END_OF_IMAGE = (0xFF, 0xD9)
 
 
@@ -53,7 +50,7 @@ def splice_rows(
     is valid until its thread's next call.
 
     None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
-    where cutting would save nothing. Damage in rows that are left out is not seen.
+    where all rows are needed. Damage in rows that are left out is not seen.
     """
     if not info.restart_interval or info.progressive or info.num_components == 4:
         return None
@@ -65,7 +62,7 @@ def splice_rows(
     # without: it makes the colour planes as large as the other at once (jdmaster.c).
     context = int(mcu[1] == 16 and (factor == 1 or info.subsampling != "4:2:0"))
     first, last = max(0, top // mcu[1] - context), min(num_rows, -(-bottom // mcu[1]) + context)
-    if num_rows - (last - first) < _MIN_SAVED_ROWS or last <= first:
+    if last - first in (0, num_rows) or last < first:
         return None
     markers = _restart_markers(encoded, info.scan_at)
     if (

@@ -23,20 +23,20 @@ import numpy as np
 from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.native import load as load_native
-from fuelrail.loaders.decode.probe import check_png, probe
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
-from fuelrail.loaders.decode.resize_grid import REACH, resize_grid
+from fuelrail.loaders.decode.resize_grid import REACH, bilinear_rows, resize_grid
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
+from fuelrail.pipeline.image_header import probe, unpack_png
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.native import CameraJpeg
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.loaders.decode.resize_grid import ResizeGrid
     from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.image_header import ImageInfo
     from fuelrail.pipeline.lens import Lens
 
 _FILTERS = {"bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
@@ -54,15 +54,15 @@ class TurboDecoder:
     process: it is 1 while a `TurboDecoder` exists, and what it was before when the last one is gone.
 
     Args:
-        native: use the native decoder for camera JPEGs, where it is built.
+        native: use the native decoder for camera JPEGs, where it is built; or use this one.
 
     """
 
     name = "turbo"
 
-    def __init__(self, *, native: bool = True) -> None:
+    def __init__(self, *, native: bool | CameraJpeg = True) -> None:
         self._scratch = Scratch()
-        loaded = load_native() if native else ""
+        loaded = (load_native() if native else "") if isinstance(native, bool) else native
         self._native: CameraJpeg | None = None if isinstance(loaded, str) else loaded
         _hold_opencv_threads()
         weakref.finalize(self, _release_opencv_threads).atexit = False
@@ -89,8 +89,12 @@ class TurboDecoder:
         if bilinear is not None and bilinear.resize(encoded, info, factor, image_map, out, self._scratch):
             return
         grid = resize_grid(image_map, interpolation)
-        reach = max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale))
-        rows = grid.rows.needed if grid is not None else image_map.source_roi(reach)[1::2]
+        if grid is not None:
+            rows = grid.rows.needed
+        elif interpolation == "bilinear" and image_map.is_axis_aligned and image_map.max_scale > 0.5:
+            rows = bilinear_rows(image_map)
+        else:
+            rows = image_map.source_roi(max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale)))[1::2]
         image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None
         if image is not None:
             top = 0
@@ -239,10 +243,10 @@ def _average_blocks(image: Picture, factor: int) -> Picture:
 
 def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     """Return the picture (h, w, 3) BGR; an alpha channel is dropped."""
-    check_png(encoded)
+    plain = np.frombuffer(unpack_png(encoded), np.uint8)
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
     try:
-        image: Picture | None = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
+        image: Picture | None = cv2.imdecode(plain, flags)
     except cv2.error as error:
         raise ImageError(f"PNG cannot be decoded: {error}") from error
     if image is None or image.shape != (info.height, info.width, 3):

@@ -6,8 +6,12 @@
     from fuelrail.loaders.integrations.webdataset import decode_member
 
     dataset = webdataset.WebDataset("OUT/train-{000000..000007}.tar", shardshuffle=False)
-    for sample in dataset.decode(decode_member, "rgb"):
+    for sample in dataset.decode(decode_member, "rgb", pre=[]):
         sample["meta.json.zst"], sample["geometry.safetensors.zst"], sample["cam_front.jpg"]
+
+webdataset's own handlers unpickle some members by their names' endings. `decode_member` therefore answers for every
+member that is not json, npy, safetensors, jpg or png: it returns the bytes. ``pre=[]`` leaves members that end in
+``.gz`` compressed, which webdataset otherwise expands without a limit.
 
 webdataset does not undo zstd on whole shards itself. Those of the frame layout are read through a pipe; their members
 have no codec's suffix. webdataset may miss that the pipe failed, and then gives fewer samples: ``fuelrail verify`` or
@@ -17,18 +21,19 @@ have no codec's suffix. webdataset may miss that the pipe failed, and then gives
 
 Members stored with a dictionary (``meta.json.dict.zst``) take it from the dataset::
 
-    dataset.decode(partial(decode_member, dictionary=open_dataset("OUT").dictionary), "rgb")
+    dataset.decode(partial(decode_member, dictionary=open_dataset("OUT").dictionary), "rgb", pre=[])
 
 It gives webdataset's order and resumption, not Fuelrail's; use it to look into shards, or to move over step by step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import webdataset
 
-from fuelrail.pipeline.codecs import RAW, decode, split_name
+from fuelrail.pipeline.codecs import decode, split_name
+from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.tensors import read_tensors
 
 if TYPE_CHECKING:
@@ -36,19 +41,28 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.dictionary import Dictionary
 
 
+_IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
+
+
 def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = None) -> Any:  # noqa: ANN401 - what webdataset asks of a handler
-    """A handler for ``WebDataset.decode``: undoes the storage codec, then leaves the member to the next handlers.
+    """Decode one member; a handler for ``WebDataset.decode``.
 
-    ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``. JSON and arrays are
-    decoded by webdataset's own handlers; safetensors, which it doesn't know, here: to a dict of numpy arrays.
+    ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``. The storage codec is
+    undone first. Then ``.safetensors`` gives a dict of numpy arrays, and ``.json``, ``.npy``, ``.jpg`` and ``.png`` are
+    left to webdataset's handlers. Every other member gives its bytes, so that no handler of webdataset unpickles it,
+    opens it as another kind of file, or passes it to another program.
 
-    Raises CodecError for a damaged member, SchemaError for damaged safetensors (webdataset wraps both in its
-    DecodingError, which names sample and shard).
+    Raises CodecError for a damaged member, SchemaError for damaged safetensors, ImageError for a jpg or png that starts
+    as neither (webdataset wraps them in its DecodingError, which names sample and shard).
     """
     field, codec = split_name(name)
-    if codec == RAW and not field.endswith(".safetensors"):
-        return None
     raw = decode(codec, stored, dictionary=dictionary)
-    if field.endswith(".safetensors"):
+    ending = field[field.rfind(".") :]
+    if ending == ".safetensors":
         return read_tensors(raw)
-    return webdataset.autodecode.Continue(field, bytes(raw))
+    if ending in _IMAGE_STARTS and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]:
+        # webdataset opens it with Pillow, which chooses by the content: PostScript would start Ghostscript.
+        raise ImageError(f"{field[1:]!r} is no {ending[1:]} image: it starts with bytes {bytes(raw[:8]).hex(' ')}")
+    if ending in {".json", ".npy", *_IMAGE_STARTS}:
+        return webdataset.autodecode.Continue(field, bytes(raw))
+    return bytes(raw)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from fuelrail.__main__ import main
@@ -10,7 +14,7 @@ from fuelrail.loaders import doctor
 from fuelrail.loaders.decode import BACKENDS
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -23,6 +27,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise importlib.metadata.PackageNotFoundError(package) from None
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda package: [])
 
 
 def about(subject: str) -> doctor.Finding:
@@ -47,6 +52,41 @@ def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     assert about("decoder=pillow") == doctor.Finding("decoder=pillow", "ready, with SIMD: pillow-simd 9.5")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert "libjpeg-turbo-progs" in about("jpegtran").advice
+
+
+@pytest.fixture
+def incomplete_dali(tmp_path: Path) -> Path:
+    """A folder to import from, with DALI as `pip install --no-deps` leaves it."""
+    found = tmp_path / "nvidia_dali_cuda120-2.4.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nvidia-dali-cuda120\nVersion: 2.4.0\nRequires-Dist: numpy\n"
+        "Requires-Dist: nvidia-nvimgcodec-cu12-of-nobody[all]<0.10.0,>=0.9.0\nRequires-Dist: optree-of-nobody\n"
+        "Requires-Dist: unneeded-of-nobody; extra == 'more'\n"
+    )
+    package = tmp_path / "nvidia" / "dali"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import optree_of_nobody\n")
+    return tmp_path
+
+
+MISSING = "nvidia-dali-cuda120 2.4.0 is installed without nvidia-nvimgcodec-cu12-of-nobody, optree-of-nobody"
+
+
+def test_n10_dali_without_what_it_requires_is_not_ready(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(incomplete_dali)
+    assert about("decoder=dali").state == f"not ready: {MISSING}"
+    assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
+
+
+def test_n10_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None:
+    code = "from fuelrail.loaders.decode import make_decoder; make_decoder('dali')"
+    path = os.pathsep.join((str(incomplete_dali), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert f"ConfigError: decoder='dali': {MISSING}".replace(" 2.4.0", "") in done.stderr
+    assert "pip install 'fuelrail[dali]'" in done.stderr.splitlines()[-1]
 
 
 def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fuelrail.loaders.slots import BufferPool
+from fuelrail.pipeline.errors import ConfigError
 
 SHAPE = (2, 3, 4)
 SOURCE = Path(__file__).resolve().parents[2] / ".src"
@@ -32,6 +33,12 @@ def test_buffers_are_writable_and_of_the_stated_shape() -> None:
     assert lent.flags.c_contiguous
     lent[...] = 7
     assert lent.sum() == 7 * 24
+
+
+@pytest.mark.parametrize("count", [1 << 45, 1 << 62])
+def test_l1_a_buffer_that_no_memory_holds_is_refused_with_its_size(count: int) -> None:
+    with pytest.raises(ConfigError, match=rf"shape \[{count}, 3, 4\], {count * 12} bytes: take a smaller batch_size"):
+        BufferPool((count, 3, 4), pinned=False, keep=1).take()
 
 
 def test_a_free_buffer_is_lent_again_and_a_lent_one_is_not() -> None:

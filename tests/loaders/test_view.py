@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pytest
@@ -91,6 +96,7 @@ class TestCommand:
         ("arguments", "words"),
         [
             (["nobody", "--output", "x.png"], "no sample 'nobody'"),
+            ([""], "has no sample ''; the first of its"),
             (["--output", "x.jpg"], "must end with .png"),
             (["--epoch", "-1"], "--epoch -1 must be 0 or more"),
             (["--output", "no/such/folder/x.png"], "cannot be written"),
@@ -103,3 +109,38 @@ class TestCommand:
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
+
+    @pytest.mark.parametrize("side", [40_000, 1_000_000_000])
+    def test_l1_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):
+        settings = tmp_path / "f.yaml"
+        settings.write_text(f"height: {side}\nwidth: {side}\n")
+        assert main(["view", str(root), "--image", str(settings), "--output", str(tmp_path / "x.png")]) == 2
+        error = capsys.readouterr().err
+        assert f"height={side}, width={side}: each must be 1 to 16384 pixels" in error
+        assert error.count("\n") == 1
+
+    def test_l1_a_picture_that_memory_cannot_hold_is_refused(self, root, tmp_path):
+        settings = tmp_path / "f.yaml"
+        settings.write_text("height: 8192\nwidth: 8192\n")
+        code = (
+            "import resource, sys, cv2, torch; import fuelrail.loaders.view; from fuelrail.__main__ import main;"
+            "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"
+            "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2);"
+            "sys.exit(main(sys.argv[1:]))"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "view",
+            str(root),
+            "--image",
+            str(settings),
+            "-o",
+            str(tmp_path / "x.png"),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stderr
+        assert "no memory to draw 2 cameras of 8192x8192 pixels, 402653184 bytes" in done.stderr
+        assert "Traceback" not in done.stderr

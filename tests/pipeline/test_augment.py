@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -196,11 +198,16 @@ def test_draws_cover_their_ranges() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"height": 0}, "height=0, width=704 must be at least 1x1"),
+        ({"height": 0}, "height=0, width=704: each must be 1 to 16384 pixels"),
         ({"resize": 0.0}, "resize=0.0 must be a factor"),
         ({"resize_jitter": (-0.1, 0.1), "resize_range": (0.3, 0.5)}, "exclude each other"),
         ({"resize": "stretch", "resize_jitter": (-0.1, 0.1)}, "no factor to vary"),
-        ({"resize_range": (0.0, 0.5)}, "factors of at least"),
+        ({"resize": math.nan}, "resize=nan must be a factor from 0.001 to 1000"),
+        ({"resize": 1e300}, "must be a factor from 0.001 to 1000"),
+        ({"resize_range": (0.5, 1e300)}, "factors from 0.001 to 1000"),
+        ({"resize_jitter": (0.0, 1e300)}, "factors from -1000 to 1000"),
+        ({"rotate_deg": (0.0, math.inf)}, "both finite"),
+        ({"resize_range": (0.0, 0.5)}, "factors from 0.001 to 1000"),
         ({"rotate_deg": (5.0, -5.0)}, r"rotate_deg=\[5.0, -5.0\] must be \[low, high\]"),
         ({"crop_bottom": (0.2, 1.0)}, r"crop_bottom=\[0.2, 1.0\] must lie in \[0, 1\)"),
         ({"flip_prob": 1.5}, "flip_prob=1.5 must be a probability"),
@@ -223,3 +230,18 @@ def test_settings_read_from_a_file_say_what_is_allowed() -> None:
 def test_wrong_types_are_named(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"ImageAugment: {next(iter(wrong))}=.* is not allowed"):
         ImageAugment(**{"height": 256, "width": 704, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "message"),
+    [
+        (40_000, 40_000, "height=40000, width=40000: each must be 1 to 16384 pixels"),
+        (1_000_000_000, 1_000_000_000, "each must be 1 to 16384 pixels"),
+        (16_384, 16_384, "has 268435456 pixels: at most 67108864 are allowed"),
+    ],
+)
+def test_l1_final_sizes_beyond_all_images_are_refused(height: int, width: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ImageAugment(height=height, width=width)
+    assert ImageAugment(height=8192, width=8192).width == 8192
+    assert ImageAugment(height=1, width=16384).width == 16384

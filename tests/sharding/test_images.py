@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.geometry import ImageMap
 from fuelrail.sharding.images import check_pixels, image_size
 from support.nuscenes_tables import encode_image
 from support.shared_data import shared_data
 
 JPEG = encode_image(1, 64, 48)
+SIZE_AT = JPEG.index(b"\xff\xc0") + 5
 
 
 def png(width=20, height=10) -> bytes:
@@ -49,9 +53,9 @@ def test_every_truncation_of_a_png_is_seen(keep):
         (png(), "jpg", "not a JPEG: it starts with 89 50 4e 47"),
         (JPEG, "png", "not a PNG"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "jpg", "git-LFS pointer"),
-        (b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9", "jpg", "no marker at byte 2"),
-        (b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9", "jpg", "segment of length 1 at byte 2"),
-        (b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x00\x00\x10\x03\xff\xd9", "jpg", "16 x 0 pixels"),
+        (b"\xff\xd8" + b"\x00" * 50 + b"\xff\xd9", "jpg", "expected a marker at byte 2"),
+        (b"\xff\xd8\xff\xe0\x00\x01\x00\x00\xff\xd9", "jpg", "segment 0xffe0 at byte 2 claims 1 bytes"),
+        (JPEG[:SIZE_AT] + b"\0\0" + JPEG[SIZE_AT + 2 :], "jpg", "64x0 pixels"),
     ],
 )
 def test_other_bytes_are_refused(data, extension, says):
@@ -72,8 +76,29 @@ def test_pixels_are_decoded():
         check_pixels(bytes(damaged), "jpg", None)
     broken = bytearray(png(40, 40))
     broken[41:60] = bytes(19)
-    with pytest.raises(ImageError, match="damaged PNG"):
+    with pytest.raises(ImageError, match="fails its checksum: the file is damaged"):
         check_pixels(bytes(broken), "png", None)
+
+
+HUGE_PNG = png()[:16] + (65535).to_bytes(4, "big") * 2 + png()[24:]
+ARITHMETIC = JPEG.replace(b"\xff\xc0", b"\xff\xc9", 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "extension", "says"),
+    [
+        (HUGE_PNG, "png", "65535x65535 pixels is over the limit"),
+        (ARITHMETIC, "jpg", "arithmetic-coded JPEG is not supported"),
+    ],
+)
+def test_l1_m3_what_the_loader_refuses_is_refused_by_the_writer_and_verify_deep(data, extension, says):
+    for refuse in (
+        lambda: image_size(data, extension),
+        lambda: check_pixels(data, extension, None),
+        lambda: make_decoder("turbo").decode_into(data, ImageMap.identity((8, 8)), np.empty((3, 8, 8), np.uint8)),
+    ):
+        with pytest.raises(ImageError, match=says):
+            refuse()
 
 
 def test_sizes_agree_with_pillow_on_real_files():

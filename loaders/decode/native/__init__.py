@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.jpeg import Picture, Scratch
-    from fuelrail.loaders.decode.probe import ImageInfo
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.image_header import ImageInfo
 
 REBUILD = "python -m fuelrail.loaders.decode.native"
 

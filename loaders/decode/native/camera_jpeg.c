@@ -83,7 +83,10 @@ static int read_header(File *file, Context *context, const uint8_t *data, size_t
             if (length != 2) return NOT_MINE;
             restart_interval = body[0] << 8 | body[1];
         } else if (marker >= 0xE0 && marker <= 0xEF) {
-            is_jfif |= marker == 0xE0 && length >= 14 && !memcmp(body, "JFIF", 5);
+            if (marker == 0xE0 && length >= 14 && !memcmp(body, "JFIF", 5)) {
+                if (body[5] != 1) return NOT_MINE; /* libjpeg warns of other versions */
+                is_jfif = 1;
+            }
             has_adobe |= marker == 0xEE;
         } else if (marker != 0xFE)
             return NOT_MINE;
@@ -126,29 +129,37 @@ INLINE int read_mcu(const File *file, const Context *context, Reader *reader, in
     return DONE;
 }
 
-INLINE void transform_mcu(const int16_t *blocks, const unsigned *last, uint8_t *luma, const Strip *strip) {
+INLINE void transform_mcu(const int16_t *blocks, const unsigned *last, uint8_t *luma, const Strip *strip,
+                          Range *range) {
     ptrdiff_t stride = strip->stride, plane = MAX_STRIP_ROWS * stride;
     uint8_t *chroma[2] = {luma + plane, luma + 2 * plane};
     if (strip->num_rows == 8) {
-        to_4x4(blocks, luma, luma + 4, stride);
-        to_4x4(blocks + 2 * BLOCK, luma + 4 * stride, luma + 4 * stride + 4, stride);
+        to_4x4(blocks, luma, luma + 4, stride, range);
+        to_4x4(blocks + 2 * BLOCK, luma + 4 * stride, luma + 4 * stride + 4, stride, range);
         for (int c = 0; c < 2; c++) {
             const int16_t *block = blocks + (4 + c) * BLOCK;
             if (last[4 + c]) {
-                to_8x8(block, chroma[c], stride);
+                to_8x8(block, chroma[c], stride, range);
                 continue;
             }
+            range->is_left |= block[0] < -8191 || block[0] > 8191;
             U8x8 row = to_pixels((I32x8){0} + (((block[0] << 2) + 16) >> 5)); /* both passes of a lone mean */
             for (int y = 0; y < 8; y++) memcpy(chroma[c] + y * stride, &row, 8);
         }
     } else {
-        for (int b = 0; b < 4; b++) to_2x2(blocks + b * BLOCK, luma + (b >> 1) * 2 * stride + (b & 1) * 2, stride);
-        to_4x4(blocks + 4 * BLOCK, chroma[0], chroma[1], stride);
+        to_2x2(blocks, luma, luma + 2, stride, range);
+        to_2x2(blocks + 2 * BLOCK, luma + 2 * stride, luma + 2 * stride + 2, stride, range);
+        to_4x4(blocks + 4 * BLOCK, chroma[0], chroma[1], stride, range);
     }
 }
 
-/* Reads the scan to its end and hands strips of the rows of MCUs [first, last) to `use`, with the number of each. */
-static int read_scan(const File *file, const Context *context, int factor, int first, int last, Scratch scratch,
+typedef struct {
+    int first, last; /* rows of MCUs [first, last) */
+} Rows;
+
+/* Reads the scan to its end and hands strips of the rows of MCUs `wanted` to `use`, with the number of each. With
+ * restart markers only the rows `checked`, which include the wanted ones, are decoded. */
+static int read_scan(const File *file, const Context *context, int factor, Rows wanted, Rows checked, Scratch scratch,
                      void (*use)(void *user, const Strip *strip, int mcu_row), void *user) {
     Strip strip = {NULL, (file->num_columns * MCU / factor + 63) & ~31, MCU / factor}; /* 32 spare columns and more */
     uint8_t *bytes = take(&scratch, (size_t)(file->end - file->scan) + PADDING);
@@ -159,10 +170,12 @@ static int read_scan(const File *file, const Context *context, int factor, int f
     int level[3] = {0};
     const uint8_t *at = file->scan, *segment_end = NULL;
     Reader reader = {0};
+    Range range = {0};
     for (int row = 0; row < file->num_rows; row++) {
-        int is_wanted = row >= first && row < last;
+        int is_wanted = row >= wanted.first && row < wanted.last;
+        int is_checked = row >= checked.first && row < checked.last;
         if (row == 0 || file->has_restarts) {
-            uint8_t *to = is_wanted || !file->has_restarts ? bytes : NULL;
+            uint8_t *to = is_checked || !file->has_restarts ? bytes : NULL;
             int marker, expected = file->has_restarts && row < file->num_rows - 1 ? 0xD0 | (row & 7) : 0xD9;
             at = copy_segment(at, file->end, &to, &marker);
             if (!at || marker != expected) return NOT_MINE;
@@ -179,19 +192,22 @@ static int read_scan(const File *file, const Context *context, int factor, int f
                 continue;
             }
             if (read_mcu(file, context, &reader, level, blocks, ends, 1)) return NOT_MINE;
-            transform_mcu(blocks, ends, strip.planes + column * strip.num_rows, &strip);
+            transform_mcu(blocks, ends, strip.planes + column * strip.num_rows, &strip, &range);
             memset(blocks, 0, sizeof blocks);
         }
         if (row == file->num_rows - 1 || file->has_restarts) { /* all bytes are used, and no more */
             ptrdiff_t num_bits = (reader.at - bytes) * 8 - (ptrdiff_t)(reader.num_bits & 63);
             if ((num_bits + 7) / 8 != segment_end - bytes) return NOT_MINE;
         }
+        if (is_left(&range)) return NOT_MINE;
         if (is_wanted) {
             size_t plane = MAX_STRIP_ROWS * (size_t)strip.stride;
             to_rgb(strip.planes, strip.planes + plane, strip.planes + 2 * plane, strip.num_rows * strip.stride);
             use(user, &strip, row);
         }
     }
+    /* splice.py, which cuts the same rows out where this library is absent, wants the end within the last 16 bytes. */
+    if (file->has_restarts && (file->end - at > 14 || memchr(at, 0xFF, (size_t)(file->end - at)))) return NOT_MINE;
     return DONE;
 }
 
@@ -236,8 +252,9 @@ int camera_jpeg_picture(Context *context, uint8_t *scratch, size_t scratch_bytes
     int num_rows = (height + factor - 1) / factor, strip_rows = MCU / factor;
     if (top < 0 || bottom <= top || bottom > num_rows) return NOT_MINE;
     Picture picture = {pixels, stride, (width + factor - 1) / factor, top, bottom};
-    return read_scan(&file, context, factor, top / strip_rows, (bottom - 1) / strip_rows + 1,
-                     (Scratch){scratch, scratch + scratch_bytes}, add_to_picture, &picture);
+    Rows rows = {top / strip_rows, (bottom - 1) / strip_rows + 1};
+    return read_scan(&file, context, factor, rows, rows, (Scratch){scratch, scratch + scratch_bytes}, add_to_picture,
+                     &picture);
 }
 
 /* Decodes at 1/factor and writes the resampled planes. They are untouched unless the whole file was read. */
@@ -262,7 +279,10 @@ int camera_jpeg_resized(Context *context, uint8_t *scratch, size_t scratch_bytes
     int last = source_line(wanted->scale_y, wanted->offset_y, wanted->bottom - 1, num_rows - 1, &weight);
     int low = first < last ? first : last, high = first < last ? last : first;
     high += high < num_rows - 1;
-    if (read_scan(&file, context, factor, low / strip_rows, high / strip_rows + 1, memory, add_to_output, &resizing) ||
+    Rows rows = {low / strip_rows, high / strip_rows + 1};
+    /* What turbo.py reads without this library begins up to one pixel row before these, and ends up to two after. */
+    Rows checked = {(low > 0 ? low - 1 : 0) / strip_rows, (high + 2) / strip_rows + 1};
+    if (read_scan(&file, context, factor, rows, checked, memory, add_to_output, &resizing) ||
         resizing.next != num_lines)
         return NOT_MINE;
     for (int c = 0; c < 3; c++)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
 
 from fuelrail.bench.micro import decode_fuzz
 from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.native import load
 from support.pictures import encode, natural
 
 if TYPE_CHECKING:
@@ -36,3 +38,17 @@ def test_what_fails_is_named(images: Path) -> None:
     assert "decoder='nothing' must be one of" in str(caught.value)
     with pytest.raises(SystemExit, match="turbo hangs at mutation 0 of seed 1"):
         decode_fuzz.main(["--images", str(images), "--count", "3", "--timeout", "0.01"])
+
+
+@pytest.mark.parametrize("options", [[], ["--sanitize"]])
+def test_l3_mutations_are_the_same_with_and_without_the_native_decoder(
+    images: Path, tmp_path: Path, options: list[str]
+) -> None:
+    if isinstance(load(), str) or (options and shutil.which("gcc") is None):
+        pytest.skip("needs the native decoder, and gcc to build it with sanitizers")
+    out = tmp_path / "fuzz.json"
+    command = ["--images", str(images), "--backend", "native", "--small", "--count", "200", "--out", str(out), *options]
+    assert decode_fuzz.main(command) == 0
+    found = json.loads(out.read_text())["tallies"]["native"]
+    assert found["compared"] > 20
+    assert found["decoded"] > 20

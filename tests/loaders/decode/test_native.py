@@ -14,6 +14,7 @@ from fuelrail.loaders.decode import native, probe
 from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.native import CameraJpeg, build, open_library
 from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.geometry import ImageMap, scaled_size
 from support.decoder_suite import ALL_MAPS
@@ -178,10 +179,70 @@ class TestDeclined:
                 assert by_libjpeg(bytes(damaged), 2).shape == (48, 80, 3)
         assert outcomes == {True, False}
 
+    def test_l3_coefficients_beyond_those_of_pictures_are_declined_or_the_pixels_are_the_same(
+        self, camera_jpeg, portable
+    ) -> None:
+        taken = set()
+        for picture in (natural(160, 96), saturated(160, 96)):
+            encoded = encode(picture, subsampling="4:2:0", quality=100)
+            tables = [at + 5 for at in range(len(encoded)) if encoded[at : at + 4] == b"\xff\xdb\x00\x43"]
+            assert len(tables) == 2
+            for quantiser in (1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 255):
+                damaged = bytearray(encoded)
+                for at in tables:
+                    damaged[at : at + 64] = bytes((quantiser,)) * 64
+                for factor in (2, 4):
+                    for library in (camera_jpeg, portable):
+                        got = decode(library, bytes(damaged), factor)
+                        assert got is None or np.array_equal(got, by_libjpeg(bytes(damaged), factor)), quantiser
+                        taken.add((quantiser, got is not None))
+        assert (1, False) not in taken
+        assert {(2, True), (255, False)} <= taken
+
+    def test_l3_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
+        encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
+        scan = probe(encoded).scan_at
+        markers = [at for at in range(scan, len(encoded)) if encoded[at] == 0xFF and encoded[at + 1] != 0]
+        assert len(markers) == 400 // 16
+        with_it, without = TurboDecoder(native=camera_jpeg), TurboDecoder(native=False)
+        augment = ImageAugment(
+            height=64, width=128, train=True, resize_range=(0.13, 0.49), crop_y="random", flip_prob=0.5
+        )
+        rng = np.random.default_rng(5)
+        outcomes = set()
+        for sample in range(60):
+            (image_map,) = augment.draw([(320, 400)], seed=0, epoch=0, sample=sample)
+            image_map = image_map.rotate(3.0) if sample % 10 == 0 else image_map
+            image_map = upside_down(image_map) if sample % 4 == 0 else image_map
+            for end in [None, *markers]:
+                damaged = bytearray(encoded)
+                if end is not None:  # a row gets a byte more or less, or zeros
+                    damaged[end - 3 : end] = [b"\x12\x34\x56\x78", b"\x12", b"\0\0\0"][rng.integers(3)]
+                trailer = bytes((0, 0, 40)[rng.integers(3)])
+                first, second = (
+                    decode_or_none(decoder, bytes(damaged) + trailer, image_map) for decoder in (with_it, without)
+                )
+                assert (first is None) == (second is None), (sample, end)
+                outcomes.add((first is None, bool(trailer)))
+        assert len(outcomes) == 4
+
+    def test_l3_a_jfif_version_that_libjpeg_warns_of_is_declined(self, camera_jpeg) -> None:
+        encoded = encode(natural(160, 96), subsampling="4:2:0")
+        at = encoded.index(b"JFIF\0") + 5
+        other = encoded[:at] + b"\x02" + encoded[at + 1 :]
+        assert decode(camera_jpeg, other, 2) is None
+        assert decode_or_none(TurboDecoder(), other, ImageMap.identity((160, 96)).resize(80, 48)) is None
+
     def test_sizes_that_the_caller_does_not_know_are_declined(self, camera_jpeg) -> None:
         encoded = encode(natural(160, 96), subsampling="4:2:0")
         lied = probe(encoded)._replace(width=176)
         assert camera_jpeg.picture(encoded, lied, 2, (0, 48), Scratch()) is None
+
+
+def upside_down(image_map: ImageMap) -> ImageMap:
+    a, b, tx, c, d, ty = image_map.coefficients
+    coefficients = (a, b, tx, -c, -d, image_map.out_wh[1] - ty)
+    return ImageMap(coefficients, image_map.source_wh, image_map.out_wh, image_map.visible)
 
 
 def decode_or_none(decoder: TurboDecoder, encoded: bytes, image_map: ImageMap) -> np.ndarray | None:

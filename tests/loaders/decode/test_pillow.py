@@ -1,7 +1,62 @@
 from __future__ import annotations
 
-from support.decoder_suite import DecoderSuite
+import numpy as np
+import pytest
+
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.two_step import two_steps
+from support.decoder_suite import NUSCENES_WH, START, DecoderSuite, preset_map
+from support.pictures import encode, natural, seen
 
 
 class TestPillow(DecoderSuite):
     backend = "pillow"
+
+
+def triangle_weights(first: float, last: float, size: int, source_size: int) -> np.ndarray:
+    """Weights (size, source_size), float64, of an antialiased bilinear resize of the lines [first, last)."""
+    step = (last - first) / size
+    centres = first + (np.arange(size)[:, None] + 0.5) * step
+    distance = np.abs(np.arange(source_size)[None] + 0.5 - centres) / max(1.0, step)
+    weights = np.maximum(0.0, 1.0 - distance)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def rendered(picture: np.ndarray, image_map) -> np.ndarray:
+    """An antialiased resize and a bilinear affine transform in float64: (3, h, w)."""
+    steps = two_steps(image_map, 2.0)
+    assert steps is not None
+    left, top, right, bottom = steps.box
+    width, height = steps.size_wh
+    planes = picture.transpose(2, 0, 1).astype(np.float64)
+    down = triangle_weights(top, bottom, height, planes.shape[1])
+    planes = down @ planes @ triangle_weights(left, right, width, planes.shape[2]).T
+    a, b, tx, c, d, ty = steps.to_resized
+    x, y = np.meshgrid(np.arange(image_map.out_wh[0]) + 0.5, np.arange(image_map.out_wh[1]) + 0.5)
+    u, v = np.clip(a * x + b * y + tx - 0.5, 0, width - 1.001), np.clip(c * x + d * y + ty - 0.5, 0, height - 1.001)
+    u0, v0 = u.astype(int), v.astype(int)
+    wu, wv = u - u0, v - v0
+    above = planes[:, v0, u0] * (1 - wu) + planes[:, v0, u0 + 1] * wu
+    below = planes[:, v0 + 1, u0] * (1 - wu) + planes[:, v0 + 1, u0 + 1] * wu
+    return above * (1 - wv) + below * wv
+
+
+@pytest.mark.parametrize(
+    "image_map",
+    [
+        preset_map("bevdet"),
+        START.resize(704, 396).crop(0, 140, 704, 256).rotate(17.0),
+        START.crop(600, 300, 301, 203).resize(500, 371).rotate(-5.0),
+    ],
+)
+def test_n4_rotated_pictures_are_not_darkened(image_map) -> None:
+    assert not image_map.is_axis_aligned
+    picture = natural(*NUSCENES_WH)
+    width, height = image_map.out_wh
+    out = np.full((3, height, width), 7, np.uint8)
+    make_decoder("pillow").decode_into(encode(picture, "png"), image_map, out)
+    where = seen(image_map, 3.0 / min(1.0, image_map.max_scale))
+    error = (out - rendered(picture, image_map))[:, where]
+    assert error.size > 50_000
+    assert (np.abs(error.mean(axis=1)) < 0.02).all(), error.mean(axis=1)
+    assert np.abs(error).max() < 1.5  # the resize rounds twice, the transform once

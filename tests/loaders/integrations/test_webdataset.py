@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import os
+import pickle
+import tarfile
 from functools import partial
 
 import numpy as np
 import pytest
 import webdataset
-from webdataset.autodecode import DecodingError
+import zstandard
+from webdataset.autodecode import DecodingError, decoders
 
 from fuelrail.loaders.integrations.webdataset import decode_member
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.dictionary import train_dictionary
-from fuelrail.pipeline.errors import CodecError
+from fuelrail.pipeline.errors import CodecError, ImageError
 from fuelrail.pipeline.schema import decode_sample
 from support.datasets import build_dataset
 
@@ -91,3 +95,57 @@ def test_a_damaged_member_is_an_error_that_names_the_sample(tiny):
         webdataset.autodecode.Decoder([decode_member])(sample)
     assert caught.value.key == next(iter(raw))
     assert isinstance(caught.value.__cause__, CodecError)
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return webdataset.WebDataset(str(path), shardshuffle=False, nodesplitter=None, empty_check=False)
+
+
+@pytest.mark.parametrize("stored", ["", ".zst"])
+@pytest.mark.parametrize("ending", ["pickle", "pkl", "pyd", "pth"])
+def test_h1_no_member_is_unpickled(tmp_path, ending, stored):
+    evil = pickle.dumps(Payload(tmp_path / "PWNED"), protocol=0)
+    data = zstandard.compress(evil) if stored else evil
+    name = f"x_evil.{ending}{stored}"
+    (sample,) = write_tar(tmp_path / "t.tar", {f"a.{name}": data}).decode(decode_member, "rgb", pre=[])
+    assert sample[name] == evil
+    assert not (tmp_path / "PWNED").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "PWNED").exists()
+
+
+OTHER_ENDINGS = sorted({*decoders, "bmp", "eps", "mp4", "wav", "gz", "pickle.gz", "pt", "unknown"} - {"json", "npy"})
+
+
+@pytest.mark.parametrize("ending", OTHER_ENDINGS)
+def test_h1_only_the_known_endings_reach_webdatasets_handlers(tmp_path, ending):
+    data = b"\x80 no value of any kind"
+    name = f"x_mine.{ending}"
+    shard = write_tar(tmp_path / "t.tar", {"a.meta.json": b"{}", f"a.{name}": data})
+    (sample,) = shard.decode(decode_member, "rgb", webdataset.torch_video, webdataset.torch_audio, pre=[])
+    assert (sample["meta.json"], sample[name]) == ({}, data)
+
+
+@pytest.mark.parametrize("name", ["x_page.jpg", "x_page.png", "x_page.jpg.zst"])
+def test_h1_other_content_under_an_images_name_is_refused(name):
+    data = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n"
+    data = zstandard.compress(data) if name.endswith(".zst") else data
+    with pytest.raises(DecodingError) as caught:
+        webdataset.autodecode.Decoder([decode_member, webdataset.imagehandler("rgb")])({"__key__": "a", name: data})
+    assert isinstance(caught.value.__cause__, ImageError)
+    assert "25 21 50 53" in str(caught.value.__cause__)

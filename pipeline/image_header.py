@@ -1,6 +1,7 @@
-"""Reads image headers: what is it, how large, and is it something that the backends take? No pixel is decoded.
+"""Reads image headers: what is it, how large, and is it something that the decoders take? No pixel is decoded.
 
-Strict on purpose. Headers are the cheapest place to refuse hostile or mistaken bytes, before any decoder allocates.
+The writer, ``verify --deep`` and the loader use these rules, so that a stored image is one that can be loaded. Strict
+on purpose. Headers are the cheapest place to refuse hostile or mistaken bytes, before any decoder allocates.
 JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3C recommendation.
 """
 
@@ -8,18 +9,24 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from fuelrail.pipeline.errors import ImageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fuelrail.pipeline.buffers import Buffer
 
 MAX_PIXELS = 1 << 26
 """Largest image decoded by default: 67 megapixels, several times the largest automotive camera's."""
 
 MAX_SCANS = 100
-"""Progressive JPEGs have about ten scans. Thousands on a large canvas keep a decoder busy for minutes."""
+"""Progressive JPEGs have about ten scans. Thousands keep a decoder busy for minutes."""
+
+MAX_SCANNED_PIXELS: Final = 16 * MAX_PIXELS
+"""Largest product of a JPEG's scans and pixels, because a decoder visits each block in each scan. It bounds the time to
+about 1.5 s of a core. It permits 12 scans of the largest image, and 100 scans of 10 megapixels."""
 
 _SOF_REFUSED = {
     3: "lossless",
@@ -38,6 +45,8 @@ _COLOR_SPACES = {1: "gray", 3: "color", 4: "cmyk"}
 _REENCODE = "re-encode it as 8-bit baseline or progressive JPEG"
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
 _U16 = struct.Struct(">H").unpack_from
 _SOF = struct.Struct(">BHHB").unpack_from
 
@@ -73,8 +82,8 @@ def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS) -> ImageInfo:
     """Read the header of a JPEG or PNG.
 
     Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for images over
-    ``max_pixels``, and for coding variants that no backend takes: 12-bit, lossless, arithmetic, hierarchical JPEG;
-    palette and 16-bit PNG.
+    ``max_pixels``, for JPEGs whose scans would take too long, and for coding variants that no decoder takes: 12-bit,
+    lossless, arithmetic, hierarchical JPEG; palette and 16-bit PNG.
     """
     if encoded[:2] == b"\xff\xd8":
         info = _probe_jpeg(encoded)
@@ -85,6 +94,18 @@ def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS) -> ImageInfo:
     if info.width * info.height > max_pixels:
         raise ImageError(f"image of {info.width}x{info.height} pixels is over the limit of {max_pixels} pixels")
     return info
+
+
+def _check_scans(encoded: Buffer, width: int, height: int) -> None:
+    """Refuse a JPEG of several scans that would keep a decoder busy for long."""
+    num_scans = bytes(encoded).count(b"\xff\xda")
+    if num_scans > MAX_SCANS:
+        raise ImageError(f"JPEG has {num_scans} scans, more than {MAX_SCANS}: refused as hostile")
+    if num_scans * width * height > MAX_SCANNED_PIXELS:
+        raise ImageError(
+            f"JPEG of {width}x{height} pixels has {num_scans} scans; scans times pixels may be at most "
+            f"{MAX_SCANNED_PIXELS}: re-encode it with fewer scans"
+        )
 
 
 def _probe_jpeg(encoded: Buffer) -> ImageInfo:
@@ -133,10 +154,8 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         raise ImageError(f"JPEG of {count} components is not supported: 1 (gray), 3 (color) or 4 (CMYK) are")
     if any(not (1 <= factor >> 4 <= 4 and 1 <= factor & 15 <= 4) for factor in factors):
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
-    if kind == 2:
-        num_scans = bytes(encoded).count(b"\xff\xda")
-        if num_scans > MAX_SCANS:
-            raise ImageError(f"progressive JPEG has {num_scans} scans, more than {MAX_SCANS}: refused as hostile")
+    if kind == 2 or encoded[at + 4] != count:
+        _check_scans(encoded, width, height)
     return ImageInfo(
         width,
         height,
@@ -190,6 +209,8 @@ def _probe_png(encoded: Buffer) -> ImageInfo:
             f"PNG of {bits} bits and colour type {color_type} is not supported: "
             "8-bit gray and RGB are, with or without alpha"
         )
+    if encoded[26] or encoded[27] or encoded[28] > 1:
+        raise ImageError(f"PNG header is broken: its methods are {bytes(encoded[26:29]).hex(' ')}")
     return ImageInfo(
         width, height, "png", _PNG_CHANNELS[color_type], bits, "", progressive=False, restart_interval=0, orientation=1
     )
@@ -204,11 +225,32 @@ def check_jpeg_end(encoded: Buffer) -> None:
         raise ImageError(f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut")
 
 
-def check_png(encoded: Buffer) -> None:
-    """Verify the checksum of every chunk, and that the file is whole; raises ImageError.
+def unpack_png(encoded: Buffer) -> bytes:
+    """Check a whole PNG; return it with its pixel data uncompressed and without further chunks. Raises ImageError.
 
-    libpng-based decoders hand out half-decoded pictures of cut or damaged files without a word.
+    The checksum of every chunk is verified. Pixel data are expanded to the size that the header states; more or less
+    is refused. libpng-based decoders give half-decoded pictures of cut or damaged files without an error, and expand
+    what follows the pixels without a limit. They read uncompressed data in a fourth of the time, which pays for a part
+    of the check.
     """
+    info = _probe_png(encoded)
+    packed = b"".join(data for name, data in _png_chunks(encoded) if name == b"IDAT")
+    num_bytes = _png_data_bytes(info, is_interlaced=encoded[28] == 1)
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(packed, num_bytes + 1)
+    except zlib.error as error:
+        raise ImageError(f"PNG cannot be decoded: its pixel data are broken ({error})") from error
+    if len(raw) > num_bytes or inflate.unused_data:
+        raise ImageError(f"PNG has more data than its {info.width}x{info.height} pixels: refused as hostile")
+    if len(raw) < num_bytes or not inflate.eof:
+        raise ImageError(f"PNG has {len(raw)} of {num_bytes} bytes of pixel data: the file was cut")
+    header = bytes(encoded[16:29])
+    return b"".join((_PNG_SIGNATURE, _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(raw, 0)), _chunk(b"IEND")))
+
+
+def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or missing one."""
     end, at = len(encoded), 8
     view = memoryview(encoded)
     while at + 12 <= end:
@@ -218,10 +260,26 @@ def check_png(encoded: Buffer) -> None:
         (stored,) = struct.unpack_from(">I", encoded, at + 8 + length)
         if zlib.crc32(view[at + 4 : at + 8 + length]) != stored:
             raise ImageError(f"PNG chunk at byte {at} fails its checksum: the file is damaged")
-        if bytes(view[at + 4 : at + 8]) == b"IEND":
+        name = bytes(view[at + 4 : at + 8])
+        yield name, view[at + 8 : at + 8 + length]
+        if name == b"IEND":
             return
         at += 12 + length
     raise ImageError(f"PNG of {end} bytes has no end chunk: the file was cut")
+
+
+def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
+    """Return the size of the uncompressed pixel data: a byte for the filter, then the pixels, of each row."""
+    num_bytes = 0
+    for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
+        width, height = -((left - info.width) // step_x), -((top - info.height) // step_y)
+        if width > 0 and height > 0:
+            num_bytes += height * (1 + width * info.num_components)
+    return num_bytes
+
+
+def _chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(name)))
 
 
 def _describe_stranger(head: bytes) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import struct
 import zlib
 
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fuelrail.loaders.decode import BACKENDS, ImageInfo, make_decoder, probe
-from fuelrail.loaders.decode.probe import MAX_PIXELS, MAX_SCANS, check_jpeg_end, check_png
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.image_header import MAX_PIXELS, MAX_SCANNED_PIXELS, MAX_SCANS, check_jpeg_end, unpack_png
+from fuelrail.sharding import images
 from support.pictures import encode, natural
 
 PICTURE = natural(49, 35)
@@ -116,6 +120,7 @@ SOF = 0xC0
         (encode(PICTURE).replace(b"\xff\xc0", b"\xff\xc9", 1), "arithmetic-coded JPEG is not supported"),
         (png(49, 35, 16, 2), "PNG of 16 bits and colour type 2 is not supported: 8-bit gray and RGB are"),
         (png(49, 35, 8, 3), "PNG of 8 bits and colour type 3"),
+        (png(49, 35, 8, 2)[:28] + b"\2" + png(49, 35, 8, 2)[29:], "PNG header is broken: its methods are 00 00 02"),
         (png(0, 35, 8, 2), "PNG header gives a size of 0x35"),
         (png(9, 5, 8, 2)[:30], "PNG of 30 bytes ends inside its header"),
         (png(60000, 60000, 8, 2), "60000x60000 pixels is over the limit"),
@@ -142,6 +147,99 @@ def test_progressive_files_of_thousands_of_scans_are_refused() -> None:
         probe(encoded + b"\xff\xda\0\x02" * 200)
 
 
+def with_size(encoded: bytes, width: int, height: int) -> bytes:
+    marker = SOF if bytes((0xFF, SOF)) in encoded else 0xC2
+    return edited(encoded, marker, 3, struct.pack(">HH", height, width))
+
+
+def with_scans(encoded: bytes, count: int) -> bytes:
+    return encoded + b"\xff\xda\0\x02" * (count - encoded.count(b"\xff\xda"))
+
+
+def test_m4_scans_times_pixels_are_limited() -> None:
+    progressive = encode(PICTURE, progressive=True)
+    for width, height, num_scans in ((8000, 8000, 12), (3840, 2160, MAX_SCANS)):
+        assert probe(with_scans(with_size(progressive, width, height), num_scans)).progressive
+    hostile = with_scans(with_size(progressive, 8000, 8000), 95)
+    with pytest.raises(ImageError, match=f"8000x8000 pixels has 95 scans; .* at most {MAX_SCANNED_PIXELS}"):
+        probe(hostile)
+
+
+def test_m4_baseline_files_of_many_scans_are_limited_too() -> None:
+    encoded = with_size(encode(PICTURE), 8000, 8000)
+    start = encoded.index(b"\xff\xda")
+    one_by_one = encoded[:start] + b"\xff\xda\0\x08\x01\x01\0\0\x3f\0" + encoded[start + 14 :]
+    assert probe(one_by_one).width == 8000
+    with pytest.raises(ImageError, match="8000x8000 pixels has 95 scans"):
+        probe(with_scans(one_by_one, 95))
+    assert probe(with_scans(encoded, 95)).width == 8000  # decoders refuse a scan after one of all components
+
+
+def chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def with_pixel_data(encoded: bytes, packed: bytes) -> bytes:
+    return encoded[:33] + chunk(b"IDAT", packed) + chunk(b"IEND")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: zlib.compress(raw + b"\0"), "more data than its 49x35 pixels"),
+        (lambda raw: zlib.compress(raw + bytes(64 << 20)), "more data than its 49x35 pixels"),
+        (lambda raw: zlib.compress(raw) + b"x", "more data than its 49x35 pixels"),
+        (lambda raw: zlib.compress(raw[:-1]), "PNG has 5179 of 5180 bytes of pixel data: the file was cut"),
+        (lambda raw: zlib.compress(raw)[:-4], "the file was cut"),
+        (lambda raw: b"xx" + zlib.compress(raw), "its pixel data are broken"),
+        (lambda raw: b"", "PNG has 0 of 5180 bytes"),
+    ],
+)
+def test_m4_png_data_are_as_many_as_the_header_says(change, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = b"".join(b"\0" + row.tobytes() for row in PICTURE)
+    encoded = encode(PICTURE, "png")
+    hostile = with_pixel_data(encoded, change(raw))
+    for refuse in (unpack_png, lambda png: images.check_pixels(png, "png", None)):
+        with pytest.raises(ImageError, match=message):
+            refuse(hostile)
+    for name in ("turbo", "pillow"):
+        out = np.full((3, 35, 49), 7, np.uint8)
+        with pytest.raises(ImageError, match=message):
+            make_decoder(name).decode_into(hostile, ImageMap.identity((49, 35)), out)
+        assert (out == 7).all()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
+@pytest.mark.parametrize("wh", [(1, 1), (3, 5), (4, 4), (49, 35)])
+def test_m4_unpacked_pngs_have_the_same_pixels(mode: str, wh: tuple[int, int]) -> None:
+    image = Image.fromarray(natural(*wh)).convert(mode)
+    file = io.BytesIO()
+    image.save(file, "png")
+    unpacked = unpack_png(file.getvalue())
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(unpacked))), np.asarray(image))
+
+
+@pytest.mark.parametrize("wh", [(1, 1), (2, 1), (5, 3), (8, 8), (49, 35)])
+def test_m4_interlaced_pngs_are_unpacked(wh: tuple[int, int]) -> None:
+    width, height = wh
+    picture = natural(*wh)
+    raw = bytearray()
+    for left, top, step_x, step_y in (
+        (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2),
+    ):  # fmt: skip
+        part = picture[top::step_y, left::step_x]
+        raw += b"".join(b"\0" + row.tobytes() for row in part if len(row))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 1)
+    encoded = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    whole = with_pixel_data(encoded, zlib.compress(raw))
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(unpack_png(whole)))), picture)
+    with pytest.raises(ImageError, match="more data"):
+        unpack_png(with_pixel_data(encoded, zlib.compress(raw + b"\0")))
+    with pytest.raises(ImageError, match="was cut"):
+        unpack_png(with_pixel_data(encoded, zlib.compress(raw[:-1])))
+
+
 def test_the_limit_of_pixels_can_be_set() -> None:
     assert probe(encode(PICTURE), max_pixels=49 * 35).width == 49
     with pytest.raises(ImageError, match="over the limit of 1000 pixels"):
@@ -158,14 +256,14 @@ def test_the_end_of_jpegs_is_looked_for() -> None:
 
 def test_png_checksums() -> None:
     encoded = encode(PICTURE, "png")
-    check_png(encoded)
+    unpack_png(encoded)
     for at in (40, len(encoded) // 2, len(encoded) - 30):
         damaged = bytearray(encoded)
         damaged[at] ^= 1
         with pytest.raises(ImageError, match=r"fails its checksum|no end chunk"):
-            check_png(damaged)
+            unpack_png(damaged)
     with pytest.raises(ImageError, match="no end chunk: the file was cut"):
-        check_png(encoded[:-12])
+        unpack_png(encoded[:-12])
 
 
 @given(st.binary(max_size=300), st.sampled_from([b"", b"\xff\xd8", b"\x89PNG\r\n\x1a\n", encode(PICTURE)[:150]]))
