@@ -302,7 +302,7 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
-    other = next(phase.share for phase in figures.phases if phase.phase == "other") + figures.overrun_share
+    other = next(phase.share for phase in figures.phases if phase.phase == "other")
     if other > _SLOWER:
         finding = f"Neither loading nor all-reduce holds the run up, but {other:.0%} of its time goes by on the host."
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
@@ -333,13 +333,11 @@ def _is_contention(evidence: Evidence) -> bool:
 
 
 def _device_and_wait_ms(report: Report) -> tuple[float, float]:
-    """Mean time of forward and backward on the device, what a busy host added to emulated ones left out, and of the
-    wait for data."""
+    """Mean time of forward and backward on the device, and of the wait for data."""
     figures = report.figures
     assert figures is not None
     mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}
-    device_ms = mean_ms["forward"] + mean_ms["backward"] - figures.overrun_share * figures.step_time.mean_ms
-    return device_ms, mean_ms["data_wait"]
+    return mean_ms["forward"] + mean_ms["backward"], mean_ms["data_wait"]
 
 
 def _samples_a_step(report: Report) -> int:

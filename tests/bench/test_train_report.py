@@ -62,7 +62,7 @@ def test_a_run_without_any_record_still_makes_a_report():
     ("logs", "said"),
     [
         ([log(0, [step(n, 5_000 + n, overrun_ns=5_000_000) for n in range(20)])], "outlasted"),
-        ([log(0, [step(n, 5_000 + n, overshoot_ns=5_000_000) for n in range(20)])], "woke late"),
+        ([log(0, [step(n, 5_000 + n, overshoot_ns=5_000_000) for n in range(20)])], "ended late"),
         ([log(0, steps(20), digest="a"), log(1, steps(20), digest="b")], "different weights"),
         ([log(0, steps(20), labelled=False)], "no boxes"),
         ([log(0, [step(n, 5_000 + n, loss=None) for n in range(20)])], "not finite"),
