@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench compare``."""
     add = parser.add_argument
     add("source", metavar="DATASET_OR_SOURCE", help="folder of a Fuelrail dataset, or a source as `shard` takes it")
+    add("--split", help="split to load (default: the dataset's only one)")
     add("--version", metavar="FOLDER", help="of a nuscenes: source: the folder of its tables")
     add("--only", action="append", default=[], metavar="NAME", help="a loader, or LOADER:RECIPE; may be repeated")
     add("--batch-size", type=int, default=8, help="samples of a batch (default: %(default)s)")
@@ -111,8 +112,7 @@ class _Session:
         from fuelrail.bench.machine import machine_facts
 
         self._arguments, self._work = arguments, work
-        (split,) = dataset.manifest.splits
-        self._facts, self._machine = dataset_facts(dataset, split), machine_facts()
+        self._facts, self._machine = dataset_facts(dataset, work.split), machine_facts()
         self._options: dict[str, Any] = {"seconds": arguments.seconds, "psnr_db": arguments.psnr, "cpus": list(cpus)}
         self._packages = _versions()
         self._rounds = before.num_rounds if before else 0
@@ -267,8 +267,8 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
             assert figures is not None
             rate, times = figures.images_per_s, figures.ours_times_as_fast
             table.add_row(
-                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}",
-                "" if times is None else f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})",
+                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}" if rate.is_told else "",
+                "" if times is None else f"{times.median:.2f} ({times.shown('.2f')})",
                 f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
                 f"{figures.first_batch_s:.2f}",
             )  # fmt: skip

@@ -18,6 +18,7 @@ REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "repor
 
 _R = TypeVar("_R", bound=msgspec.Struct)
 TRACE_JSON = "trace.json"
+_MAX_REPORT_BYTES = 256 << 20
 
 
 def prepare_folder(out: Path, *, html: bool) -> None:
@@ -66,12 +67,22 @@ def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msg
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
+def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
+    """A report file as JSON; raises ConfigError for what is no regular file, is too large or is not JSON."""
+    try:
+        if not path.is_file():
+            reason = "it is not a regular file" if path.exists() else "there is no such file"
+            raise ConfigError(f"report '{path}' cannot be read: {reason}; give a report.json or its folder")
+        if path.stat().st_size > _MAX_REPORT_BYTES:
+            raise ConfigError(f"report '{path}' cannot be read: it is larger than {_MAX_REPORT_BYTES >> 20} MiB")
+        return msgspec.json.decode(path.read_bytes())
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+
+
 def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
     """Read a report of one kind, checked against its schema; raises ConfigError for other files and other versions."""
-    try:
-        raw = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+    raw = read_report(path)
     found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
     if found != (schema, version):
         raise ConfigError(

@@ -41,7 +41,7 @@ def _run_view(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output {args.output!r} must end with .png")
     dataset = open_dataset(args.dataset)
     reader = SampleReader(dataset)
-    row = reader.find(args.key) if args.key else 0
+    row = 0 if args.key is None else reader.find(args.key)
     sample = reader.sample(row)
     image = load_yaml(args.image, ImageAugment) if args.image else DEFAULT_IMAGE
     image = msgspec.structs.replace(image, train=args.train)

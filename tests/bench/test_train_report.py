@@ -100,7 +100,7 @@ def test_steps_fed_from_stock_are_said():
     fed = log(0, steps(20))
     first = fed.snapshots[0].stages
     first[-1] = msgspec.structs.replace(first[-1], waiting=2)
-    assert any("lay ready" in warning for warning in report_of([fed]).warnings)
+    assert any("were prefetched" in warning for warning in report_of([fed]).warnings)
 
 
 def test_a_report_survives_its_file_and_names_no_place(tmp_path):
