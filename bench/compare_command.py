@@ -112,7 +112,7 @@ class _Session:
         from fuelrail.bench.machine import machine_facts
 
         self._arguments, self._work = arguments, work
-        self._facts, self._machine = dataset_facts(dataset, work.split), machine_facts()
+        self._facts, self._machine = dataset_facts(dataset, next(iter(dataset.manifest.splits))), machine_facts()
         self._options: dict[str, Any] = {"seconds": arguments.seconds, "psnr_db": arguments.psnr, "cpus": list(cpus)}
         self._packages = _versions()
         self._rounds = before.num_rounds if before else 0
@@ -230,11 +230,33 @@ def _dataset(arguments: argparse.Namespace, data: Path) -> Dataset:
 
     kind, colon, _ = arguments.source.partition(":")
     if not colon or "/" in kind or Path(arguments.source).is_dir():
-        return open_dataset(arguments.source)
+        dataset = open_dataset(arguments.source)
+        return dataset if arguments.split is None else _one_split(dataset, arguments.split, data)
+    if arguments.split is not None:
+        raise ConfigError("--split is for datasets; of a source, compare loads all samples as one split")
     options = {} if arguments.version is None else {"version": arguments.version}
     out = data / "fuelrail"
     with make_progress(as_json=False) as progress:
         shard(parse_source(arguments.source, options), out, make_recipe(splits={"train": 1.0}), 1, progress)
+    return open_dataset(out)
+
+
+def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
+    """The dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
+    from fuelrail.pipeline.dataset import open_dataset
+    from fuelrail.sharding.progress import make_progress
+    from fuelrail.sharding.recipe import make_recipe
+    from fuelrail.sharding.run import shard
+    from fuelrail.sharding.source import parse_source
+
+    dataset.split(split)  # refuses one that is not there
+    if len(dataset.manifest.splits) == 1:
+        return dataset
+    source = parse_source(f"fuelrail:{dataset.root}", {})
+    clips = (source.scan().splits or {})[split]
+    out = data / f"split-{split}"
+    with make_progress(as_json=False) as progress:
+        shard(source, out, make_recipe(splits={split: clips}), 1, progress)
     return open_dataset(out)
 
 

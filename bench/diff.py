@@ -130,8 +130,7 @@ def _loader_changes(before: LoaderReport, after: LoaderReport) -> list[Change]:
         ("first batch [s]", before.figures.first_batch_s, after.figures.first_batch_s, False),
     ]
     return [
-        _of_intervals(name, old, new, higher_is_better=higher_is_better)
-        for name, old, new, higher_is_better in pairs
+        _of_intervals(name, old, new, higher_is_better=higher_is_better) for name, old, new, higher_is_better in pairs
     ]
 
 

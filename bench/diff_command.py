@@ -34,7 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--threshold", type=float, default=0.02, help="loss that is tolerated, 0.02 for 2%% (default: %(default)s)"
     )
     parser.add_argument(
-        "--other-dataset", action="store_true", help="compare reports of different datasets or splits; refused otherwise"
+        "--other-dataset",
+        action="store_true",
+        help="compare reports of different datasets or splits; refused otherwise",
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
 

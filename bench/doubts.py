@@ -86,8 +86,8 @@ def _of_the_emulation(figures: Figures) -> Iterator[str]:
     if figures.overshoot_share > _NOISE:
         yield (
             f"The CPUs are overloaded: emulated phases ended late by {figures.overshoot_share:.1%} of the wall time. "
-            "What of that lengthened the step counts as “other”, so occupancy is a lower bound. Ranks that may schedule "
-            "themselves in real time (CAP_SYS_NICE) wake in time."
+            "What of that lengthened the step counts as “other”, so occupancy is a lower bound. Ranks that may "
+            "schedule themselves in real time (CAP_SYS_NICE) wake in time."
         )
 
 
@@ -103,8 +103,8 @@ def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Win
     stock = _share_from_stock(logs, window, settings.accumulation)
     if stock > _NOTABLE:
         yield (
-            f"{stock:.0%} of the measured steps used batches that were prefetched before measuring began. In a long run "
-            f"occupancy may be up to {100 * stock:.0f} points lower."
+            f"{stock:.0%} of the measured steps used batches that were prefetched before measuring began. In a long "
+            f"run occupancy may be up to {100 * stock:.0f} points lower."
         )
 
 

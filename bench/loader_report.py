@@ -42,8 +42,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What the repeats say together; rates of the steady part of each.
 
-    ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats differ
-    by more than any of its steps, so it is not shown.
+    ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats
+    differ by more than any of its steps, so it is not shown.
     """
 
     samples_per_s: Interval
@@ -195,20 +195,20 @@ def _doubt_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bo
     spread = (rate.high - rate.low) / rate.median
     largest = max(abs(1 - change) for change in changes)
     if spread > largest:
-        return (
-            f"not shown: the repeats of the same run differ by {spread:.0%}, the steps by {largest:.0%} at most, so they "
-            "are not told apart from noise. Repeat the measurement on an idle machine, or with more --repeats.",
-            True,
+        noise = (
+            f"not shown: the repeats of the same run differ by {spread:.0%}, the steps by {largest:.0%} at most, so "
+            "they are not told apart from noise. Repeat the measurement on an idle machine, or with more --repeats."
         )
+        return noise, True
     above = [step for step in waterfall[1:] if step.of_previous is not None and step.of_previous > 1 + _ABOVE]
     if not above:
         return None, False
     which = "; ".join(f"'{step.name}' reaches {step.of_previous:.0%} of the step before it" for step in above)
-    return (
+    beyond = (
         f"{which}, which should be its limit. Either the loader does less work than the limit (it leaves out what the "
-        "crop leaves out), or other processes disturbed the measurement.",
-        False,
+        "crop leaves out), or other processes disturbed the measurement."
     )
+    return beyond, False
 
 
 def step_cells(step: Step) -> list[str]:

@@ -125,8 +125,8 @@ class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
 
-    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage read
-    for this process during the run; None where the kernel does not say.
+    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage
+    read for this process during the run; None where the kernel does not say.
     """
 
     num_steps: int

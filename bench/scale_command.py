@@ -165,12 +165,14 @@ def _report(
 
 
 def merged_warnings(warnings: Sequence[Sequence[str]]) -> list[str]:
-    """The runs' warnings, each once: those that differ in their figures alone are one, shown as its first run says it."""
+    """The runs' warnings, each once: those that differ in their figures alone are one, in the words of the first run."""
     alike: dict[str, list[str]] = {}
     for warning in (warning for run in warnings for warning in run):
         alike.setdefault(re.sub(r"\d[\d.,]*", "#", warning), []).append(warning)
     return sorted(
-        found[0] if len(set(found)) == 1 else f"{found[0]} (So in {len(found)} of {len(warnings)} runs, with other figures.)"
+        found[0]
+        if len(set(found)) == 1
+        else f"{found[0]} (So in {len(found)} of {len(warnings)} runs, with other figures.)"
         for found in alike.values()
     )
 

@@ -8,8 +8,8 @@ import msgspec
 
 from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.cpu_watch import CpuUse  # noqa: TC001 (msgspec resolves the field's type)
-from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.data_source import DataSource, data_source
+from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.doubts import doubts, ranks_disagree
 from fuelrail.bench.files import load_report_of
 from fuelrail.bench.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)

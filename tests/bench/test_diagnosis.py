@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -11,8 +12,8 @@ import pytest
 from fuelrail.__main__ import main
 from fuelrail.bench.cpu_watch import CpuUse
 from fuelrail.bench.diagnose_command import told
-from fuelrail.bench.diagnose_report import DiagnoseReport
-from fuelrail.bench.diagnosis import Bound, Evidence, counterfactual, diagnose
+from fuelrail.bench.diagnose_report import DiagnoseReport, headline, verdict_on
+from fuelrail.bench.diagnosis import Bound, Evidence, Round, counterfactual, diagnose
 from fuelrail.bench.remedies import judge as judge_trial
 from fuelrail.bench.remedies import trials
 from fuelrail.bench.train_report import load_report
@@ -207,3 +208,42 @@ def test_a_run_too_short_is_refused_before_it_is_made(tmp_path, capsys):
     options = ["--steps", "12", "--warmup", "5", "--out", str(tmp_path / "out")]
     assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 2
     assert "leave 7 steps to measure" in capsys.readouterr().err
+
+
+def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
+    """NEWCOMER rank 8: decode's gain was 17.5 %, its interval reached down to 0.3 %, and the repeat differed by 16.9 %."""
+    noisy = everywhere(wait_ms=15.0) | {"loading": {"wait_ms": 7.0}, "decode": {"wait_ms": 7.0}}
+    found = judge(training(0, wait_ms=15.0), without=noisy, again={"wait_ms": 7.8})
+    assert found.bound == "not told apart"
+    assert "the repeat of the same run differed by 18." in found.finding
+    assert found.expected_gain == 0
+    assert headline(found).startswith("not told apart from noise (the repeat differed by 18.")
+
+
+def test_further_rounds_tell_what_one_could_not():
+    """The first repeat was disturbed; over five rounds the gain stands out, and the repeat does not."""
+    waits, helped = {"wait_ms": 15.0}, {"wait_ms": 1.0}
+    names = ("loading", "storage", "decompression", "decode", "all-reduce")
+    helps = {"loading", "decode"}
+
+    def without(seed):
+        return {
+            name: training(seed + n, leave_out=(name,), **(helped if name in helps else waits))
+            for n, name in enumerate(names)
+        }
+
+    first = Evidence(training(0, **waits), without(10), training(99, wait_ms=1.5))
+    assert diagnose(first).bound == "not told apart"
+    more = [Round(training(n, **waits), without(n + 10), training(n + 99, **waits)) for n in (100, 200, 300, 400)]
+    found = diagnose(first._replace(more=more))
+    assert (found.bound, found.num_rounds) == ("CPU decode", 5)
+    assert found.noise < 0.1
+
+
+def test_a_trial_within_noise_shows_no_difference():
+    base, same = training(0, **WAITS), training(1, **WAITS)
+    trial = trials("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
+    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no difference shown"
+    better = judge_trial(trial, base, training(2), 0.1)
+    assert verdict_on(better) == "helps"
+    assert not msgspec.structs.replace(better, noise=0.6).helps

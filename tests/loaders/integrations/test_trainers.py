@@ -101,7 +101,9 @@ def test_mmengine_resumes_as_its_page_says(tiny, tmp_path):
         # Two ranks' lines may come on one: torchrun's ranks write text and line feed one after the other.
         re.sub(r"(?<=\d)rank (?=\d+ step)", "\nrank ", text)
         for text in (
-            run_ranks(2, EXAMPLES / "mmengine_runner.py", tiny, "--steps", steps, "--checkpoint", tmp_path, timeout_s=200)
+            run_ranks(
+                2, EXAMPLES / "mmengine_runner.py", tiny, "--steps", steps, "--checkpoint", tmp_path, timeout_s=200
+            )
             for steps in (3, 8)
         )
     )
