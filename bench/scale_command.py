@@ -165,7 +165,7 @@ def _report(
 
 
 def merged_warnings(warnings: Sequence[Sequence[str]]) -> list[str]:
-    """The runs' warnings, each once: those that differ in their figures alone are one, in the words of the first run."""
+    """The runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
     alike: dict[str, list[str]] = {}
     for warning in (warning for run in warnings for warning in run):
         alike.setdefault(re.sub(r"\d[\d.,]*", "#", warning), []).append(warning)

@@ -40,8 +40,8 @@ _ON_A_GPU = (
 )
 _EMULATED_PHASES = (
     "In the emulation a phase is the emulated time, and only that counts as busy. What the stand-in’s real work takes "
-    "beyond it, and late wake-ups, are “other”. So a slow or overloaded host lowers occupancy and never raises it. Gradients "
-    "become ready as they would on the device, so the real all-reduce overlaps the emulated backward."
+    "beyond it, and late wake-ups, are “other”. So a slow or overloaded host lowers occupancy and never raises it. "
+    "Gradients become ready as they would on the device, so the real all-reduce overlaps the emulated backward."
 )
 
 

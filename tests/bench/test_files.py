@@ -71,8 +71,8 @@ UNCOMMITTED = {
 def test_every_result_names_a_clean_commit():
     changed = set()
     for path in files.RESULTS.glob("*.json"):
-        machine = msgspec.json.decode(path.read_bytes()).get("machine") or {}
-        if machine.get("commit") and machine.get("uncommitted_changes") is not False:
+        machine = msgspec.json.decode(path.read_bytes()).get("machine")
+        if isinstance(machine, dict) and machine.get("commit") and machine.get("uncommitted_changes") is not False:
             changed.add(path.name)
     assert changed == UNCOMMITTED, "measure from a clean commit; take out of the list what was measured again"
 
