@@ -249,11 +249,11 @@ def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
     from fuelrail.sharding.run import shard
     from fuelrail.sharding.source import parse_source
 
-    dataset.split(split)  # refuses one that is not there
+    entry = dataset.split(split)  # refuses one that is not there
     if len(dataset.manifest.splits) == 1:
         return dataset
     source = parse_source(f"fuelrail:{dataset.root}", {})
-    clips = (source.scan().splits or {})[split]
+    clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
     out = data / f"split-{split}"
     with make_progress(as_json=False) as progress:
         shard(source, out, make_recipe(splits={split: clips}), 1, progress)

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 1 found something wrong, 2 could not be done, 130 interrupted, 141 the reader of the output has gone.
     """
     output = sys.stdout
-    sys.stdout = _Output(output)  # type: ignore[assignment]
+    sys.stdout = _Output(output)
     try:
         try:
             return _run(argv)
