@@ -121,6 +121,7 @@ class _Calls:
         return self.function, self.arguments
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MMEngine's import compiles functions with torch.jit
 @pytest.mark.parametrize("call", [(getattr, str, "format"), (os.getcwd,)], ids=["getattr", "function"])
 def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
     pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
