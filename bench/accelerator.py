@@ -4,7 +4,8 @@ The emulated accelerator follows MLPerf Storage: a step occupies the device for 
 free to load. The host sleeps through that time, it doesn't burn a core that the loader could use. Inside the phases
 a stand-in model really runs on the CPU, so gradients and all-reduces are true. Real and emulated time combine so:
 
-- A phase lasts ``max(real, emulated)``. Where the real work takes longer, the surplus is recorded as overrun.
+- A phase is the emulated time. Where the stand-in's real work takes longer, the surplus is recorded as overrun; it
+  and late wake-ups belong to no phase, so they are part of the step's ``other`` time, as a host that is too slow is.
 - Busy time is the emulated time alone. An overrun, a late wake-up or a straggling all-reduce can therefore only lower
   occupancy, never raise it; the report warns when overruns are more than noise.
 - A GPU works through queued kernels without waiting for the host to wake up. So within one micro-batch the emulated
@@ -202,7 +203,8 @@ class EmulatedAccelerator:
             self._held_ns += due_ns - ready_ns + lateness_ns
             self._times.overshoot_ns += lateness_ns
         if share >= 1.0:
-            self._gradients_at_ns = max(due_ns, ready_ns)
+            # With a late wake-up, which must not look like a slow all-reduce.
+            self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
             self._times.overrun_ns += max(0, ready_ns - due_ns)
 
     def all_reduce_started(self) -> None:
@@ -236,7 +238,7 @@ class EmulatedAccelerator:
             self._times.backward_ns += self._occupy(device_ms, self._drag_ms(2 / 3))
             return
         self._times.stand_in_ns += max(0, self._gradients_at_ns - start_ns - self._held_ns)
-        self._times.backward_ns += self._gradients_at_ns - self._backward_start_ns
+        self._times.backward_ns += round((device_ms + self._drag_ms(2 / 3)) * NS_PER_MS)
         self._times.device_busy_ns += round(device_ms * NS_PER_MS)
         self._times.all_reduce_ns += end_ns - self._gradients_at_ns
         self._free_at_ns = end_ns
@@ -250,7 +252,7 @@ class EmulatedAccelerator:
         return max(device_ms, launch_ms) - own_ms
 
     def _occupy(self, busy_ms: float, drag_ms: float = 0.0) -> int:
-        """Wait for a phase queued on the device's timeline; return how long it lasted there, in ns."""
+        """Wait for a phase queued on the device's timeline; return the device's own time for it, in ns."""
         start_ns, device_ns = self._free_at_ns, round((busy_ms + drag_ms) * NS_PER_MS)
         real_end_ns = self._clock.now_ns()
         self._free_at_ns = max(start_ns + device_ns, real_end_ns)
@@ -259,7 +261,7 @@ class EmulatedAccelerator:
             self._times.overrun_ns += real_end_ns - start_ns - device_ns
         else:
             self._times.overshoot_ns += self._clock.wait_until(self._free_at_ns)
-        return self._free_at_ns - start_ns
+        return device_ns
 
 
 def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> AcceleratorProfile:

@@ -36,6 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench compare``."""
     add = parser.add_argument
     add("source", metavar="DATASET_OR_SOURCE", help="folder of a Fuelrail dataset, or a source as `shard` takes it")
+    add("--split", help="split to load (default: the dataset's only one)")
     add("--version", metavar="FOLDER", help="of a nuscenes: source: the folder of its tables")
     add("--only", action="append", default=[], metavar="NAME", help="a loader, or LOADER:RECIPE; may be repeated")
     add("--batch-size", type=int, default=8, help="samples of a batch (default: %(default)s)")
@@ -111,8 +112,7 @@ class _Session:
         from fuelrail.bench.machine import machine_facts
 
         self._arguments, self._work = arguments, work
-        (split,) = dataset.manifest.splits
-        self._facts, self._machine = dataset_facts(dataset, split), machine_facts()
+        self._facts, self._machine = dataset_facts(dataset, next(iter(dataset.manifest.splits))), machine_facts()
         self._options: dict[str, Any] = {"seconds": arguments.seconds, "psnr_db": arguments.psnr, "cpus": list(cpus)}
         self._packages = _versions()
         self._rounds = before.num_rounds if before else 0
@@ -230,11 +230,33 @@ def _dataset(arguments: argparse.Namespace, data: Path) -> Dataset:
 
     kind, colon, _ = arguments.source.partition(":")
     if not colon or "/" in kind or Path(arguments.source).is_dir():
-        return open_dataset(arguments.source)
+        dataset = open_dataset(arguments.source)
+        return dataset if arguments.split is None else _one_split(dataset, arguments.split, data)
+    if arguments.split is not None:
+        raise ConfigError("--split is for datasets; of a source, compare loads all samples as one split")
     options = {} if arguments.version is None else {"version": arguments.version}
     out = data / "fuelrail"
     with make_progress(as_json=False) as progress:
         shard(parse_source(arguments.source, options), out, make_recipe(splits={"train": 1.0}), 1, progress)
+    return open_dataset(out)
+
+
+def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
+    """The dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
+    from fuelrail.pipeline.dataset import open_dataset
+    from fuelrail.sharding.progress import make_progress
+    from fuelrail.sharding.recipe import make_recipe
+    from fuelrail.sharding.run import shard
+    from fuelrail.sharding.source import parse_source
+
+    entry = dataset.split(split)  # refuses one that is not there
+    if len(dataset.manifest.splits) == 1:
+        return dataset
+    source = parse_source(f"fuelrail:{dataset.root}", {})
+    clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
+    out = data / f"split-{split}"
+    with make_progress(as_json=False) as progress:
+        shard(source, out, make_recipe(splits={split: clips}), 1, progress)
     return open_dataset(out)
 
 
@@ -267,8 +289,8 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
             assert figures is not None
             rate, times = figures.images_per_s, figures.ours_times_as_fast
             table.add_row(
-                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}",
-                "" if times is None else f"{times.median:.2f} ({times.low:.2f} to {times.high:.2f})",
+                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}" if rate.is_told else "",
+                "" if times is None else f"{times.median:.2f} ({times.shown('.2f')})",
                 f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
                 f"{figures.first_batch_s:.2f}",
             )  # fmt: skip

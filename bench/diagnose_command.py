@@ -18,10 +18,11 @@ from fuelrail.bench.diagnose_report import (
     DiagnoseReport,
     RunMade,
     conclusion,
+    headline,
     run_rows,
     tried_rows,
 )
-from fuelrail.bench.diagnosis import Diagnosis, Evidence, diagnose
+from fuelrail.bench.diagnosis import Diagnosis, Evidence, Round, diagnose
 from fuelrail.bench.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.remedies import Trial, Tried, judge, trials
@@ -68,11 +69,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench diagnose``."""
     configure_run(parser)
     parser.add_argument("--apply", action="store_true", help="try the settings that may help, and say what came of it")
+    parser.add_argument(
+        "--max-rounds",
+        type=int,
+        default=5,
+        metavar="N",
+        help="make all runs again, up to this number of rounds, while their differences are not told apart from the "
+        "noise of a repeat (default: %(default)s; 1: never)",
+    )
     parser.set_defaults(out=Path("bench-diagnose"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run, compare, tell, try. Raises FuelrailError if a run is too short: it would show nothing."""
+    if arguments.max_rounds < 1:
+        raise ConfigError(f"--max-rounds {arguments.max_rounds} must be 1 or more")
     num_measured = None if arguments.steps is None else arguments.steps - arguments.warmup
     if num_measured is not None and num_measured < MIN_MEASURED_STEPS:
         raise ConfigError(
@@ -99,17 +110,26 @@ def examine(arguments: argparse.Namespace, **changes: Any) -> Examined:  # noqa:
     out: Path = arguments.out
     first = TrainRun(arguments, out / _AS_IT_IS / "records", **changes)
     left_out = {f"without-{name}": name for name in _what_to_leave_out(first.settings, arguments.ranks)}
-    runs = {
-        _AS_IT_IS: first,
-        **{name: TrainRun(arguments, out / name / "records", (what,), **changes) for name, what in left_out.items()},
-        _AGAIN: TrainRun(arguments, out / _AGAIN / "records", **changes),
-    }
+
+    def round_(prefix: str) -> dict[str, TrainRun]:
+        plan: dict[str, tuple[LeaveOut, ...]] = {_AS_IT_IS: (), **{n: (w,) for n, w in left_out.items()}, _AGAIN: ()}
+        return {
+            prefix + name: TrainRun(arguments, out / (prefix + name) / "records", what, **changes)
+            for name, what in plan.items()
+        }
+
+    runs = round_("")
     prepare_folder(out, html=not arguments.no_html)
     made: dict[str, Report] = {}
     diagnosis, tried, cut_off, interrupted = None, None, None, False
     try:
         _measure(runs, arguments, made)
-        diagnosis = _judge(made, left_out, first.settings, is_remote=is_url(arguments.dataset))
+        num_rounds = 1
+        diagnosis = _judge(made, left_out, first.settings, num_rounds, is_remote=is_url(arguments.dataset))
+        while diagnosis.bound == "not told apart" and num_rounds < arguments.max_rounds:
+            num_rounds += 1
+            _measure(round_(_prefix(num_rounds)), arguments, made)
+            diagnosis = _judge(made, left_out, first.settings, num_rounds, is_remote=is_url(arguments.dataset))
         if arguments.apply:
             tried = _try(diagnosis, made, first.settings, arguments, changes)
     except _CutOff as error:
@@ -125,14 +145,33 @@ def examine(arguments: argparse.Namespace, **changes: Any) -> Examined:  # noqa:
     return Examined(_report(made, diagnosis, tried, cut_off), interrupted)
 
 
+def _prefix(number: int) -> str:
+    """What the folders of a round's runs begin with; the first round's with nothing."""
+    return "" if number == 1 else f"round-{number}-"
+
+
 def _judge(
-    made: Mapping[str, Report], left_out: Mapping[str, LeaveOut], settings: TrainSettings, *, is_remote: bool
+    made: Mapping[str, Report],
+    left_out: Mapping[str, LeaveOut],
+    settings: TrainSettings,
+    num_rounds: int,
+    *,
+    is_remote: bool,
 ) -> Diagnosis:
+    more = [
+        Round(
+            made[prefix + _AS_IT_IS],
+            {what: made[prefix + name] for name, what in left_out.items()},
+            made[prefix + _AGAIN],
+        )
+        for prefix in map(_prefix, range(2, num_rounds + 1))
+    ]
     evidence = Evidence(
         as_it_is=made[_AS_IT_IS],
         without={what: made[name] for name, what in left_out.items()},
         again=made[_AGAIN],
         is_remote=is_remote,
+        more=more,
     )
     diagnosis = diagnose(evidence)
     if diagnosis.bound in ("network", "storage"):
@@ -227,7 +266,8 @@ def _try(
     _measure(runs, arguments, made)
     # A cold cache is warm by now: there the first run of all is what a trial is held against.
     base = made[_AS_IT_IS if diagnosis.bound == "cold cache" else "before-trials"]
-    return [judge(trial, base, made[f"trial-{number}"]) for number, trial in enumerate(found)]
+    noise = 0.0 if diagnosis.bound == "cold cache" or diagnosis.noise is None else diagnosis.noise
+    return [judge(trial, base, made[f"trial-{number}"], noise) for number, trial in enumerate(found)]
 
 
 def _print(report: DiagnoseReport, console: Console) -> None:
@@ -237,7 +277,7 @@ def _print(report: DiagnoseReport, console: Console) -> None:
     if diagnosis is None:
         console.print("No diagnosis: not all runs were made.", highlight=False)
     else:
-        console.print(f"[bold]bound by: {diagnosis.bound}[/bold]", highlight=False)
+        console.print(f"[bold]{headline(diagnosis)}[/bold]", highlight=False)
         console.print(f"{diagnosis.finding} {diagnosis.advice}", highlight=False)
         table = Table(*RUNS_HEADER, box=None, pad_edge=False)
         for column in table.columns[1:]:

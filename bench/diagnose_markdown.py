@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.diagnose_report import RUNS_HEADER, TRIED_HEADER, conclusion, run_rows, tried_rows
+from fuelrail.bench.diagnose_report import RUNS_HEADER, TRIED_HEADER, conclusion, headline, run_rows, tried_rows
 from fuelrail.bench.markdown import document, table
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def _body(report: DiagnoseReport) -> list[str]:
         rows = [[run.name, f"{run.step_ms:.2f}", f"{run.occupancy:.1%}"] for run in report.runs]
         lines += ["No diagnosis: not all runs were made.", "", *table(("run", "step ms", "occupancy"), rows)]
     else:
-        lines += [f"**Bound by: {diagnosis.bound}.** {diagnosis.finding} {diagnosis.advice}", ""]
+        lines += [f"**{headline(diagnosis).capitalize()}.** {diagnosis.finding} {diagnosis.advice}", ""]
         if diagnosis.expected_gain:
             lines += [f"Without that bound it would be {diagnosis.expected_gain:.0%} faster.", ""]
         lines += table(RUNS_HEADER, run_rows(diagnosis))

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 _METHOD = (
     "The same training is run as it is, then once without each thing that may hold it up, and once more as it is. "
     "What a run gains without something is what lifting that bound would bring, as far as the next bound. Intervals "
-    "hold the gain of the mean step with 95% probability, from a block bootstrap over the steps of both runs. A gain "
-    "counts if it is more than 2%, more than its interval, and more than the two runs as it is differ by. Each run's "
-    "own report lies in a folder beside this page."
+    "hold the gain of the mean step with 95% probability, from a block bootstrap over the steps of both runs; from "
+    "three rounds on, from the rounds' differences (Student's t). A gain counts if it is more than 2% and its whole "
+    "interval lies above what the two runs as it is differ by. Otherwise all runs are made again, up to --max-rounds. "
+    "Each run's own report lies in a folder beside this page."
 )
 
 
@@ -46,12 +47,15 @@ def render_diagnose_html(report: DiagnoseReport) -> str:
         parts += [table(["run", "step ms", "occupancy"], rows)] if rows else []
     else:
         gain = f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
-        meaning = f"bounds this run{gain}; occupancy {diagnosis.occupancy:.1%}"
+        rounds = f"; {diagnosis.num_rounds} rounds" if diagnosis.num_rounds > 1 else ""
+        what = "the bound of this run" if diagnosis.bound == "not told apart" else "bounds this run"
+        meaning = f"{what}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
         parts.append(hero(diagnosis.bound, meaning, f"{diagnosis.finding} {diagnosis.advice}"))
     parts += map(note, report.warnings)
     if diagnosis is not None:
         caption = (
-            "How much faster the run is without each; lines: 95% intervals. Blue counts, grey is noise or too little."
+            "How much faster the run is without each; lines: 95% intervals. Grey band: what two runs that differ in "
+            "nothing differ by. Blue counts, grey is noise or too little."
         )
         parts += ["<h2>What if it cost nothing?</h2>", figure(_bars(diagnosis), caption)]
         parts.append(table(list(map(escape, RUNS_HEADER)), ([*map(escape, row)] for row in run_rows(diagnosis))))
@@ -71,9 +75,12 @@ def _bars(diagnosis: Diagnosis) -> str:
     with style():
         drawn, axes = new_figure(0.6 + 0.3 * len(entries))
         for row, entry in enumerate(entries):
-            colour = BLUE if entry.counts and entry.left_out != "again" else GREY
+            counts = entry.counts and entry.left_out != "again" and entry.gain_low > (diagnosis.noise or 0.0)
+            colour = BLUE if counts else GREY
             axes.barh(row, entry.gain, 0.62, color=colour, linewidth=0)
             axes.plot([entry.gain_low, entry.gain_high], [row, row], color="#222222", linewidth=1.0)
+        if diagnosis.noise:
+            axes.axvspan(-diagnosis.noise, diagnosis.noise, color=GREY, alpha=0.2, linewidth=0)
         axes.axvline(0, color="#777777", linewidth=0.8)
         axes.set_yticks(range(len(entries)), [title_of(entry) for entry in entries])
         axes.invert_yaxis()

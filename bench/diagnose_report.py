@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SCHEMA = "fuelrail-bench-diagnose"
-VERSION = 3
+VERSION = 4
 
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +39,13 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
 
 RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
 TRIED_HEADER = ("tried", "samples/s", "faster by", "95 % interval", "")
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in a few words."""
+    if diagnosis.bound == "not told apart":
+        return f"not told apart from noise (the repeat differed by {diagnosis.noise or 0:.1%})"
+    return f"bound by: {diagnosis.bound}"
 
 
 def title_of(entry: Counterfactual) -> str:
@@ -76,7 +83,7 @@ def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
 
 def verdict_on(entry: Tried) -> str:
     """Whether something that was tried helps."""
-    return "helps" if entry.helps else "makes no difference" if entry.gain_high > 0 else "is slower"
+    return "helps" if entry.helps else "no difference shown" if entry.gain_high > -entry.noise else "is slower"
 
 
 def conclusion(tried: Sequence[Tried] | None) -> str:
@@ -86,4 +93,4 @@ def conclusion(tried: Sequence[Tried] | None) -> str:
     if not tried:
         return "tried nothing: no setting of this command lifts that bound; see the advice"
     winner = best(list(tried))
-    return "nothing tried helps; see the advice" if winner is None else f"use: {winner.options}"
+    return "none of the settings tried is shown to help; see the advice" if winner is None else f"use: {winner.options}"

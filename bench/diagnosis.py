@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from fuelrail.bench.diff import compare
+from fuelrail.bench.steady import MIN_REPEATS, ratio_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from fuelrail.bench.train_report import Figures, Report
     from fuelrail.bench.trainer.settings import LeaveOut
@@ -35,6 +36,7 @@ Bound = Literal[
     "slow rank",
     "host",
     "compute",
+    "not told apart",
 ]
 
 # A gain below this, or one that noise explains, is none.
@@ -69,7 +71,11 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds the run, why we say so, what to do, and how much faster the run would be without that bound."""
+    """What bounds the run, why we say so, what to do, and how much faster the run would be without that bound.
+
+    ``noise``: by how much the same run differed from its repeat; None where it was not repeated. A gain counts when its
+    whole interval lies above the noise. ``num_rounds``: how many times all runs were made.
+    """
 
     bound: Bound
     finding: str
@@ -78,6 +84,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float
     occupancy: float
     counterfactuals: list[Counterfactual]
+    noise: float | None = None
+    num_rounds: int = 1
 
 
 class _Verdict(NamedTuple):
@@ -87,11 +95,19 @@ class _Verdict(NamedTuple):
     gain: float
 
 
+class Round(NamedTuple):
+    """All runs once more: as it is, without each thing, and as it is again."""
+
+    as_it_is: Report
+    without: Mapping[LeaveOut, Report]
+    again: Report
+
+
 class Evidence(NamedTuple):
     """Runs that differ in nothing but what was left out; all have figures.
 
     ``again`` is the same run a second time, over the same samples. ``shard_scaling``: how many times as fast reads
-    spread over all shards are as reads of one; None where that was not looked at.
+    spread over all shards are as reads of one; None where that was not looked at. ``more``: further rounds of all runs.
     """
 
     as_it_is: Report
@@ -99,6 +115,7 @@ class Evidence(NamedTuple):
     again: Report | None = None
     is_remote: bool = False
     shard_scaling: float | None = None
+    more: Sequence[Round] = ()
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -106,15 +123,26 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     base = evidence.as_it_is
     figures = base.figures
     assert figures is not None, "a run without figures shows nothing"
-    found = {name: counterfactual(name, base, report) for name, report in evidence.without.items()}
-    again = None if evidence.again is None else counterfactual("again", base, evidence.again)
+    found = {
+        name: _over_rounds(name, [(base, report), *((each.as_it_is, each.without[name]) for each in evidence.more)])
+        for name, report in evidence.without.items()
+    }
+    again = None
+    if evidence.again is not None:
+        repeats = [(base, evidence.again), *((each.as_it_is, each.again) for each in evidence.more)]
+        again = _over_rounds("again", repeats)
+    noise = 0.0 if again is None else abs(again.gain)
     # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
     if again is not None and _was_cold(evidence, again):
         bound, finding, advice, gain = _cold(again)
     else:
-        drift = abs(again.gain) if again is not None else 0.0
-        counting = {name: entry for name, entry in found.items() if entry.counts and entry.gain > drift}
+        counting = {name: entry for name, entry in found.items() if entry.counts and entry.gain_low > noise}
         bound, finding, advice, gain = _judge(evidence, figures, counting)
+        largest = max(found.values(), key=lambda entry: entry.gain, default=None)
+        open_ = largest is not None and largest.gain > _NOTABLE and largest.gain_high > _SLOWER
+        # A bound that a run shows by itself, such as time on the host, stands if it is larger than the noise.
+        if not counting and largest is not None and open_ and gain <= noise:
+            bound, finding, advice, gain = _not_told(largest, noise)
     shown = [*found.values(), *([again] if again is not None else [])]
     return Diagnosis(
         bound=bound,
@@ -124,14 +152,43 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         step_ms=figures.step_time.mean_ms,
         occupancy=figures.occupancy.mean,
         counterfactuals=shown,
+        noise=None if again is None else noise,
+        num_rounds=1 + len(evidence.more),
+    )
+
+
+def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
+    """The gain over all rounds. From three rounds on, their differences make the interval; before, the steps' noise."""
+    found = [counterfactual(name, as_it_is, other) for as_it_is, other in pairs]
+    if len(found) < MIN_REPEATS:
+        return found[0]
+    ratio = ratio_interval([1 + entry.gain for entry in found])
+    return Counterfactual(
+        left_out=name,
+        step_ms=sum(entry.step_ms for entry in found) / len(found),
+        gain=ratio.median - 1,
+        gain_low=ratio.low - 1,
+        gain_high=ratio.high - 1,
+    )
+
+
+def _not_told(largest: Counterfactual, noise: float) -> _Verdict:
+    return _Verdict(
+        "not told apart",
+        f"Not told apart from noise: the repeat of the same run differed by {noise:.1%}, and the largest gain, without "
+        f"{largest.left_out}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
+        "Run it on an idle machine, with more --steps, or with more --max-rounds.",
+        0.0,
     )
 
 
 def counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
     """How much faster one run is than another, per sample."""
-    change = next(change for change in compare(as_it_is, without) if change.name.startswith("step time"))
+    change = next(change for change in compare(as_it_is, without) if change.name.startswith("mean step time"))
     # Steps of other sizes: more samples a step make up for a longer one.
     work = _samples_a_step(without) / _samples_a_step(as_it_is)
+    assert change.ratio_low is not None
+    assert change.ratio_high is not None
     return Counterfactual(
         left_out=name,
         step_ms=change.after,
@@ -302,7 +359,7 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
-    other = next(phase.share for phase in figures.phases if phase.phase == "other") + figures.overrun_share
+    other = next(phase.share for phase in figures.phases if phase.phase == "other")
     if other > _SLOWER:
         finding = f"Neither loading nor all-reduce holds the run up, but {other:.0%} of its time goes by on the host."
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
@@ -333,13 +390,11 @@ def _is_contention(evidence: Evidence) -> bool:
 
 
 def _device_and_wait_ms(report: Report) -> tuple[float, float]:
-    """Mean time of forward and backward on the device, what a busy host added to emulated ones left out, and of the
-    wait for data."""
+    """Mean time of forward and backward on the device, and of the wait for data."""
     figures = report.figures
     assert figures is not None
     mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}
-    device_ms = mean_ms["forward"] + mean_ms["backward"] - figures.overrun_share * figures.step_time.mean_ms
-    return device_ms, mean_ms["data_wait"]
+    return mean_ms["forward"] + mean_ms["backward"], mean_ms["data_wait"]
 
 
 def _samples_a_step(report: Report) -> int:

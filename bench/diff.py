@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.bench.reports import Comparable
+    from fuelrail.bench.steady import Interval
 
 _CONFIDENCE = 0.95
 
@@ -26,14 +27,15 @@ _CONFIDENCE = 0.95
 class Change(NamedTuple):
     """One figure before and after; ``ratio`` is after / before, with an interval that takes both sides' noise in.
 
-    ``higher_is_better`` says which way is which. The change is real when the interval leaves out 1.
+    ``higher_is_better`` says which way is which. The change is real when the interval leaves out 1. With fewer than
+    three repeats on a side there is no interval (None), and no change counts as real.
     """
 
     name: str
     before: float
     after: float
-    ratio_low: float
-    ratio_high: float
+    ratio_low: float | None
+    ratio_high: float | None
     higher_is_better: bool
 
     @property
@@ -44,7 +46,7 @@ class Change(NamedTuple):
     @property
     def is_real(self) -> bool:
         """Whether noise does not explain it."""
-        return not self.ratio_low <= 1.0 <= self.ratio_high
+        return self.ratio_low is not None and self.ratio_high is not None and not self.ratio_low <= 1 <= self.ratio_high
 
     def is_worse(self, threshold: float) -> bool:
         """Whether it is real and a loss of more than ``threshold`` (0.02 for 2 %)."""
@@ -73,6 +75,16 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     return changes
 
 
+def refuse_other_data(before: Comparable, after: Comparable) -> None:
+    """Raise ConfigError where two reports are of different datasets or splits."""
+    old, new = before.dataset, after.dataset
+    if (old.fingerprint, old.split) != (new.fingerprint, new.split):
+        sides = " and ".join(f"'{side.name}', split '{side.split}' ({side.fingerprint[:12]})" for side in (old, new))
+        raise ConfigError(
+            f"the reports are of different data: {sides}; compare reports of one dataset, or run with --other-dataset"
+        )
+
+
 def differences(before: Comparable, after: Comparable) -> list[str]:
     """What else differs between two measurements and may explain a change, one line each."""
     return [
@@ -95,7 +107,7 @@ def _train_changes(before: Report, after: Report) -> list[Change]:
     step_ratio = means[1] / means[0]
     old, new = before.figures, after.figures
     changes = [
-        change("step time, mean [ms]", old.step_time.mean_ms, new.step_time.mean_ms, step_ratio, higher_is_better=False)
+        change("mean step time [ms]", old.step_time.mean_ms, new.step_time.mean_ms, step_ratio, higher_is_better=False)
     ]
     # The batches being the same, rates and occupancy follow the step time; else they are no comparison.
     if _work(before) == _work(after):
@@ -117,10 +129,8 @@ def _loader_changes(before: LoaderReport, after: LoaderReport) -> list[Change]:
         ("CPU time a sample [ms]", before.figures.cpu_ms_per_sample, after.figures.cpu_ms_per_sample, False),
         ("first batch [s]", before.figures.first_batch_s, after.figures.first_batch_s, False),
     ]
-    # Lowest over highest and the reverse: wider than the two intervals' own confidence, so no false alarm from either.
     return [
-        Change(name, old.median, new.median, new.low / old.high, new.high / old.low, higher_is_better)
-        for name, old, new, higher_is_better in pairs
+        _of_intervals(name, old, new, higher_is_better=higher_is_better) for name, old, new, higher_is_better in pairs
     ]
 
 
@@ -132,11 +142,17 @@ def _compare_changes(before: CompareReport, after: CompareReport) -> list[Change
         old, new = figures.get(entry.name), entry.figures
         if old is None or new is None:
             continue
-        # Lowest over highest and the reverse, as above.
-        low, high = old.images_per_s, new.images_per_s
         name = f"{entry.name} [images/s]"
-        changes.append(Change(name, low.median, high.median, high.low / low.high, high.high / low.low, True))
+        changes.append(_of_intervals(name, old.images_per_s, new.images_per_s, higher_is_better=True))
     return changes
+
+
+def _of_intervals(name: str, old: Interval, new: Interval, *, higher_is_better: bool) -> Change:
+    """A change between two medians: lowest over highest and the reverse is its interval, where both sides have one."""
+    low = high = None
+    if old.is_told and new.is_told:
+        low, high = new.low / old.high, new.high / old.low
+    return Change(name, old.median, new.median, low, high, higher_is_better)
 
 
 def _scale_changes(before: ScaleReport, after: ScaleReport) -> list[Change]:

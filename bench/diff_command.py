@@ -33,12 +33,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold", type=float, default=0.02, help="loss that is tolerated, 0.02 for 2%% (default: %(default)s)"
     )
+    parser.add_argument(
+        "--other-dataset",
+        action="store_true",
+        help="compare reports of different datasets or splits; refused otherwise",
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and judge."""
-    from fuelrail.bench.diff import compare, differences
+    from fuelrail.bench.diff import compare, differences, refuse_other_data
     from fuelrail.bench.reports import load_comparable
 
     if not 0 <= arguments.threshold < 1:
@@ -46,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     before, after = (
         load_comparable(path / "report.json" if path.is_dir() else path) for path in (arguments.before, arguments.after)
     )
+    if not arguments.other_dataset:
+        refuse_other_data(before, after)
     changes = compare(before, after)
     others = differences(before, after)
     worse = [change.name for change in changes if change.is_worse(arguments.threshold)]
@@ -60,24 +67,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(changes: Sequence[Change], others: Sequence[str], worse: Sequence[str], threshold: float) -> None:
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
+    for line in (line for line in others if line.startswith(("dataset:", "split:"))):
+        console.print(f"warning: the reports are of different data: {line}", highlight=False)
     table = Table("figure", "A", "B", "B / A", "interval", "", box=None, pad_edge=False)
     for column in table.columns[1:5]:
         column.justify = "right"
     for change in changes:
         better = (change.ratio > 1) == change.higher_is_better
-        said = "within noise" if not change.is_real else "better" if better else "worse"
+        if change.ratio_low is None or change.ratio_high is None:
+            interval, said = "none", "not told: fewer than 3 repeats"
+        else:
+            interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
+            said = "within noise" if not change.is_real else "better" if better else "worse"
         table.add_row(
             change.name,
             f"{change.before:,.4g}",
             f"{change.after:,.4g}",
             f"{change.ratio:.3f}",
-            f"{change.ratio_low:.3f} to {change.ratio_high:.3f}",
+            interval,
             said,
         )
     console.print(table)
     for line in others:
-        console.print(f"also differs: {line}", highlight=False, markup=False)
+        console.print(f"also differs: {line}", highlight=False)
     if worse:
         console.print(f"worse by more than {threshold:.1%}, beyond noise: {', '.join(worse)}", highlight=False)
     else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.data_source import doubts_of_source
 from fuelrail.bench.occupancy import measured_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from fuelrail.bench.cpu_watch import CpuUse
+    from fuelrail.bench.data_source import DataSource
     from fuelrail.bench.occupancy import Window
     from fuelrail.bench.records import RankLog
     from fuelrail.bench.train_report import Figures
@@ -22,15 +24,22 @@ _NOTABLE = 0.02
 
 
 def doubts(
-    settings: TrainSettings, logs: Sequence[RankLog], window: Window, figures: Figures | None, cpu: CpuUse | None
+    settings: TrainSettings,
+    logs: Sequence[RankLog],
+    window: Window,
+    figures: Figures | None,
+    cpu: CpuUse | None,
+    source: DataSource | None = None,
 ) -> list[str]:
-    """All doubts about a run; ``figures`` is None when its window is too short."""
+    """All doubts about a run; ``figures`` is None when its window is too short, ``source`` when nothing was loaded."""
     found = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
     if cpu is not None and cpu.disturbed:
         found.append(
-            f"Other processes used {cpu.others:.1f} of this host's {cpu.usable:g} CPUs meanwhile, we {cpu.own:.1f}: "
-            "an undisturbed run would load faster."
+            f"Other processes used {cpu.others:.1f} of {cpu.usable:g} CPUs during the run, this run {cpu.own:.1f}. "
+            "Repeat it on an idle machine for valid figures."
         )
+    if source is not None and figures is not None:
+        found += doubts_of_source(source)
     if figures is not None:
         found += [*_of_the_emulation(figures), *_of_the_window(settings, logs, window, figures)]
     return found
@@ -71,14 +80,14 @@ def _of_the_emulation(figures: Figures) -> Iterator[str]:
     if figures.overrun_share > _NOISE:
         yield (
             f"The stand-in model's real work on the host outlasted the emulated phases by {figures.overrun_share:.1%} "
-            "of the wall time. It isn't counted as busy, so occupancy is a lower bound: a real accelerator would have "
-            "been occupied more. Use a slower profile, or more CPU cores a rank."
+            "of the wall time. This time counts as “other”, not as busy, so occupancy is a lower bound: a real "
+            "accelerator would have been occupied more. Use a slower profile, or more CPU cores for each rank."
         )
     if figures.overshoot_share > _NOISE:
         yield (
-            f"The host woke late from emulated phases, by {figures.overshoot_share:.1%} of the wall time in all: its "
-            "CPUs are overloaded. Occupancy is a lower bound. Ranks that may schedule themselves in real time "
-            "(CAP_SYS_NICE) wake in time."
+            f"The CPUs are overloaded: emulated phases ended late by {figures.overshoot_share:.1%} of the wall time. "
+            "What of that lengthened the step counts as “other”, so occupancy is a lower bound. Ranks that may "
+            "schedule themselves in real time (CAP_SYS_NICE) wake in time."
         )
 
 
@@ -94,8 +103,8 @@ def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Win
     stock = _share_from_stock(logs, window, settings.accumulation)
     if stock > _NOTABLE:
         yield (
-            f"Batches that lay ready when the window opened fed {stock:.0%} of its steps; a longer run has to load "
-            "them in time, and its occupancy may be lower by up to that share."
+            f"{stock:.0%} of the measured steps used batches that were prefetched before measuring began. In a long "
+            f"run occupancy may be up to {100 * stock:.0f} points lower."
         )
 
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, TypeVar
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import convert
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
 
 _R = TypeVar("_R", bound=msgspec.Struct)
 TRACE_JSON = "trace.json"
+RESULTS = Path(__file__).resolve().parent / "results"
+"""The measurements that README and RESULTS.md cite."""
+_MAX_REPORT_BYTES = 256 << 20
 
 
 def prepare_folder(out: Path, *, html: bool) -> None:
@@ -62,16 +63,40 @@ def merge_traces(folder: Path, out: Path) -> int:
 
 
 def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
-    """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done."""
+    """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done.
+
+    A result for this repository's ``bench/results`` must be of a clean commit. One that was measured with uncommitted
+    changes is written to ``NAME.uncommitted.json`` in the temporary folder, and ConfigError says so.
+    """
+    machine = getattr(value, "machine", None)
+    if machine is not None and machine.uncommitted_changes and path.resolve().parent == RESULTS:
+        aside = Path(tempfile.gettempdir()) / f"{path.stem}.uncommitted.json"
+        publish(aside, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        raise ConfigError(
+            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so nobody could "
+            f"measure it again: it was written to '{aside}' instead; commit the changes and measure again"
+        )
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
+    """A report file as JSON; raises ConfigError for what is no regular file, is too large or is not JSON."""
+    try:
+        if not path.is_file():
+            reason = "it is not a regular file" if path.exists() else "there is no such file"
+            raise ConfigError(f"report '{path}' cannot be read: {reason}; give a report.json or its folder")
+        if path.stat().st_size > _MAX_REPORT_BYTES:
+            raise ConfigError(f"report '{path}' cannot be read: it is larger than {_MAX_REPORT_BYTES >> 20} MiB")
+        return msgspec.json.decode(path.read_bytes())
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
 
 
 def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
     """Read a report of one kind, checked against its schema; raises ConfigError for other files and other versions."""
-    try:
-        raw = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+    raw = read_report(path)
     found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
     if found != (schema, version):
         raise ConfigError(

@@ -155,16 +155,20 @@ def _print_figures(figures: LoaderFigures, console: Console) -> None:
         figures.first_batch_s,
     )
     console.print(
-        f"[bold]{rate.median:.1f} samples/s[/bold] ({rate.low:.1f} to {rate.high:.1f} in {rate.num_repeats} runs), "
+        f"[bold]{rate.median:.1f} samples/s[/bold] ({rate.shown('.1f')}), "
         f"{images.median:.0f} images/s, {figures.stored_mb_per_s:.0f} MB/s as stored",
         highlight=False,
     )
     console.print(
-        f"CPU time {cpu.median:.2f} ms a sample ({cpu.low:.2f} to {cpu.high:.2f}), "
+        f"CPU time {cpu.median:.2f} ms a sample{f' ({cpu.low:.2f} to {cpu.high:.2f})' if cpu.is_told else ''}, "
         f"{figures.cpu_s_per_1000_images:.2f} s per 1,000 images; first batch after {first.median:.2f} s; peak memory "
         f"{figures.peak_rss_bytes / 2**30:.2f} GiB",
         highlight=False,
     )
+    if figures.waterfall_doubt is not None:
+        console.print(f"from the limit to the loader: {figures.waterfall_doubt}", highlight=False)
+    if figures.is_waterfall_noise:
+        return
     table = Table("from the limit to the loader", "samples/s", "left", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -28,16 +28,17 @@ def render_loader_markdown(report: LoaderReport) -> str:
 
 def _figures(figures: LoaderFigures) -> list[str]:
     rate, images, first = figures.samples_per_s, figures.images_per_s, figures.first_batch_s
-    spread = f"{images.low:.0f} to {images.high:.0f} in {images.num_repeats} runs"
     stored = f"{rate.median:.1f} samples/s, {figures.stored_mb_per_s:.0f} MB/s as stored"
     peak = f"peak memory {figures.peak_rss_bytes / 1e6:.0f} MB"
-    steps = [step_cells(step) for step in figures.waterfall]
+    steps = [] if figures.is_waterfall_noise else [step_cells(step) for step in figures.waterfall]
+    doubt = [] if figures.waterfall_doubt is None else [figures.waterfall_doubt, ""]
     return [
-        f"- {images.median:.0f} images/s ({spread}), {stored}",
+        f"- {images.median:.0f} images/s ({images.shown('.0f')}), {stored}",
         f"- {figures.cpu_s_per_1000_images:.2f} CPU-s per 1,000 images; first batch after {first.median:.2f} s; {peak}",
         f"- bound: {figures.bound.finding} {figures.bound.advice}",
         "",
-        *table(("from the limit to the loader", "samples/s", "left"), steps),
+        *doubt,
+        *(table(("from the limit to the loader", "samples/s", "left"), steps) if steps else []),
     ]
 
 

@@ -52,6 +52,8 @@ def render_loader_html(report: LoaderReport) -> str:
             "loader may leave out what the crop leaves out, and then be faster."
         )
         parts += ["<h2>From the limit to the loader</h2>", figure(drawn["waterfall"], caption)]
+    if report.figures is not None and report.figures.waterfall_doubt is not None:
+        parts.append(note(f"From the limit to the loader: {report.figures.waterfall_doubt}"))
     parts += [
         "<h2>Loader stages</h2>",
         figure(
@@ -88,15 +90,15 @@ def render_loader_html(report: LoaderReport) -> str:
 def _figures(figures: LoaderFigures) -> list[str]:
     images, bound = figures.images_per_s, figures.bound
     gain = "" if bound.gain is None else f" At best {bound.gain:.1f} times as fast."
-    meaning = f"images/s; {images.low:.0f} to {images.high:.0f} in {images.num_repeats} runs"
+    meaning = f"images/s; {images.shown('.0f')}"
     return [
         hero(f"{images.median:.0f}", meaning, f"{bound.finding} {bound.advice}{gain}"),
         tiles(
             [
-                (f"{figures.samples_per_s.median:.1f}", f"samples/s ({_range(figures.samples_per_s)})"),
+                (f"{figures.samples_per_s.median:.1f}", f"samples/s{_range(figures.samples_per_s)}"),
                 (f"{figures.cpu_s_per_1000_images:.2f} s", "CPU time per 1,000 images"),
                 (f"{figures.stored_mb_per_s:.0f} MB/s", "as stored"),
-                (f"{figures.first_batch_s.median:.2f} s", f"to the first batch ({_range(figures.first_batch_s, 2)})"),
+                (f"{figures.first_batch_s.median:.2f} s", f"to the first batch{_range(figures.first_batch_s, 2)}"),
                 (f"{figures.peak_rss_bytes / GIB:.2f} GiB", "peak memory of the process"),
             ]
         ),
@@ -104,7 +106,7 @@ def _figures(figures: LoaderFigures) -> list[str]:
 
 
 def _range(interval: Interval, digits: int = 1) -> str:
-    return f"{interval.low:.{digits}f} to {interval.high:.{digits}f}"
+    return f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})" if interval.is_told else ""
 
 
 def _rows(rates: Sequence[Rate]) -> list[list[str]]:

@@ -29,7 +29,7 @@ def loader_plots(report: LoaderReport) -> dict[str, str]:
     """All plots that the report has data for, by name, each an ``<svg>`` element."""
     with style():
         drawn = {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report), "queues": _queues(report)}
-        if report.figures is not None:
+        if report.figures is not None and not report.figures.is_waterfall_noise:
             drawn["waterfall"] = _waterfall(report)
     return drawn
 

@@ -22,6 +22,8 @@ SCHEMA = "fuelrail-bench-loader"
 VERSION = 3
 # A few pages are read anew by any process.
 _MANY_FAULTS = 100
+# A step that is faster than the one before it by more than this share is above its limit.
+_ABOVE = 0.02
 CLOCK_JUMP_S = 0.25
 """A run whose wall clock and monotonic clock differ by more is left out."""
 
@@ -38,7 +40,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the repeats say together; rates of the steady part of each."""
+    """What the repeats say together; rates of the steady part of each.
+
+    ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats
+    differ by more than any of its steps, so it is not shown.
+    """
 
     samples_per_s: Interval
     images_per_s: Interval
@@ -49,6 +55,8 @@ class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     peak_rss_bytes: int
     waterfall: list[Step]
     bound: Bound
+    waterfall_doubt: str | None = None
+    is_waterfall_noise: bool = False
 
 
 class LoaderReport(ReportHeader, frozen=True, kw_only=True):
@@ -128,6 +136,8 @@ def _figures(
     # The median run stands for all where one run is to be judged.
     middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
     assert middle.samples_per_s is not None
+    waterfall = _waterfall(limits, stages, stacked, samples_per_s.median)
+    doubt, is_noise = _doubt_of(waterfall, samples_per_s)
     return LoaderFigures(
         samples_per_s=samples_per_s,
         images_per_s=interval_of([rate * num_cameras for rate in rates]),
@@ -136,7 +146,9 @@ def _figures(
         cpu_s_per_1000_images=cpu_ms.median / num_cameras,
         first_batch_s=interval_of([run.first_batch_s for run in steady]),
         peak_rss_bytes=peak_rss_bytes,
-        waterfall=_waterfall(limits, stages, stacked, samples_per_s.median),
+        waterfall=waterfall,
+        waterfall_doubt=doubt,
+        is_waterfall_noise=is_noise,
         bound=find_bound(
             middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits)
         ),
@@ -173,6 +185,30 @@ def _waterfall(
         name = f"to the device, which takes {bus.samples_per_s:,.0f} samples/s"
         steps.append(Step(name=name, samples_per_s=left * samples_per_s, of_previous=left))
     return steps
+
+
+def _doubt_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bool]:
+    """What speaks against the waterfall, None if nothing does; and whether the repeats' spread hides all its steps."""
+    changes = [step.of_previous for step in waterfall[1:] if step.of_previous is not None]
+    if not changes:
+        return None, False
+    spread = (rate.high - rate.low) / rate.median
+    largest = max(abs(1 - change) for change in changes)
+    if spread > largest:
+        noise = (
+            f"not shown: the repeats of the same run differ by {spread:.0%}, the steps by {largest:.0%} at most, so "
+            "they are not told apart from noise. Repeat the measurement on an idle machine, or with more --repeats."
+        )
+        return noise, True
+    above = [step for step in waterfall[1:] if step.of_previous is not None and step.of_previous > 1 + _ABOVE]
+    if not above:
+        return None, False
+    which = "; ".join(f"'{step.name}' reaches {step.of_previous:.0%} of the step before it" for step in above)
+    beyond = (
+        f"{which}, which should be its limit. Either the loader does less work than the limit (it leaves out what the "
+        "crop leaves out), or other processes disturbed the measurement."
+    )
+    return beyond, False
 
 
 def step_cells(step: Step) -> list[str]:

@@ -135,7 +135,8 @@ def _commit() -> tuple[str | None, bool | None]:
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None, None
     head = _git(root, "rev-parse", "HEAD")
-    status = _git(root, "status", "--porcelain", "--untracked-files=no")
+    # Result files are what a measurement writes, also while it runs: they do not change what is measured.
+    status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
     return head or None, None if status is None else bool(status)
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.compiled_order import AnyOrder
 
+_MAX_GLOBAL_BATCH = 1_000_000_000
 DESCRIPTION = (
     "Shows what an order selects from a dataset, how long an epoch is, and how well it is shuffled, beside what "
     "webdataset's buffer shuffle gives on the same shards and what a true shuffle gives. A z is in standard "
@@ -88,6 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--buffer and --global-batch must be 1 or more, got {arguments.buffer} and {arguments.global_batch}"
         )
+    if arguments.global_batch > _MAX_GLOBAL_BATCH:
+        raise ConfigError(f"--global-batch {arguments.global_batch} must be {_MAX_GLOBAL_BATCH:,} or less")
+    if arguments.buffer > _MAX_GLOBAL_BATCH:
+        raise ConfigError(f"--buffer {arguments.buffer} must be {_MAX_GLOBAL_BATCH:,} or less")
     spec = load_yaml(arguments.config, OrderSpec) if arguments.config else _spec(arguments)
     dataset = open_dataset(arguments.dataset)
     order = compile_order(spec, dataset, arguments.split, global_batch=arguments.global_batch)

@@ -38,8 +38,8 @@ def plot_orders(path: Path, placed: Sequence[Placed], figures: Sequence[OrderFig
         size = max(0.4, min(12.0, 20_000 / len(at)))
         panel.scatter(at, order.samples[at], s=size, color=colour, linewidths=0, alpha=0.7, rasterized=True)
         panel.set_title(
-            f"{order.name}\nrank correlation {facts.quality.rank_correlation:+.3f}\n"
-            f"same-clip pairs in a batch {facts.same_clip_pairs:.2%}",
+            f"{order.name}\nrank correlation {_figure(facts.quality.rank_correlation, '+.3f')}\n"
+            f"same-clip pairs in a batch {_figure(facts.same_clip_pairs, '.2%')}",
             fontsize=9,
         )
         panel.set_xlabel("position in the epoch")
@@ -51,3 +51,7 @@ def plot_orders(path: Path, placed: Sequence[Placed], figures: Sequence[OrderFig
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"plot '{path}' cannot be written: {error}") from error
+
+
+def _figure(value: float, spec: str) -> str:
+    return "not known (too few samples)" if np.isnan(value) else format(value, spec)

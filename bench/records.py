@@ -33,7 +33,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     - ``forward_ns``, ``backward_ns``, ``optimiser_ns``: the device's phases; backward ends when the last local
       gradient is computed;
     - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
-    - ``other_ns``: the rest of the wall time: the trainer's own book-keeping, late wake-ups, launch gaps.
+    - ``other_ns``: the rest of the wall time: the trainer's own book-keeping, launch gaps, and on the emulated
+      accelerator ``overrun_ns`` and the late wake-ups that lengthen the step.
 
     ``all_reduce_total_ns`` is the time in which at least one all-reduce was under way, hidden or exposed.
     ``device_busy_ns`` is what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
@@ -124,13 +125,15 @@ class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
 
-    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one.
+    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage
+    read for this process during the run; None where the kernel does not say.
     """
 
     num_steps: int
     parameters_xxh3: str
     peak_rss_bytes: int
     peak_device_bytes: int | None
+    read_bytes: int | None = None
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):

@@ -33,18 +33,19 @@ class Trial(NamedTuple):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial brought: samples/s against the run as it is, with a 95 % interval."""
+    """What a trial brought: samples/s against the run as it is, with a 95 % interval, beside the noise of a repeat."""
 
     options: str
     samples_per_s: float
     gain: float
     gain_low: float
     gain_high: float
+    noise: float = 0.0
 
     @property
     def helps(self) -> bool:
         """Whether it is faster by more than noise, and by enough to be worth it."""
-        return self.gain > _WORTH and self.gain_low > 0
+        return self.gain > _WORTH and self.gain_low > self.noise
 
 
 def trials(bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path) -> list[Trial]:
@@ -73,8 +74,8 @@ def trials(bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks:
     return known.get(bound, [])
 
 
-def judge(trial: Trial, as_it_is: Report, tried: Report) -> Tried:
-    """What a trial brought; both reports have figures."""
+def judge(trial: Trial, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
+    """What a trial brought; both reports have figures. ``noise``: by how much a repeat of the same run differed."""
     assert tried.figures is not None
     found = counterfactual(trial.options, as_it_is, tried)
     return Tried(
@@ -83,6 +84,7 @@ def judge(trial: Trial, as_it_is: Report, tried: Report) -> Tried:
         gain=found.gain,
         gain_low=found.gain_low,
         gain_high=found.gain_high,
+        noise=noise,
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from fuelrail.bench import compare_report, diagnose_report, loader_report, scale_report, train_report
 from fuelrail.bench.compare_report import CompareReport
 from fuelrail.bench.diagnose_report import DiagnoseReport
-from fuelrail.bench.files import load_report_of
+from fuelrail.bench.files import load_report_of, read_report
 from fuelrail.bench.loader_report import LoaderReport
 from fuelrail.bench.scale_report import ScaleReport
 from fuelrail.bench.train_report import Report
@@ -54,10 +54,7 @@ def load_comparable(path: Path) -> Comparable:
 
     Raises ConfigError for other files, other versions, reports without figures, and diagnoses.
     """
-    try:
-        raw = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+    raw = read_report(path)
     schema = raw.get("schema") if isinstance(raw, dict) else None
     kind = KINDS.get(schema) if isinstance(schema, str) else None
     if kind is None:

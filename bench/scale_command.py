@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     from fuelrail.bench.scale_model import Fit
     from fuelrail.bench.scale_report import ScaleReport
@@ -138,7 +140,7 @@ def _report(
     too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
     usable = fit if fit is not None and too_short is None and fit.service_ms else None
     curves = [] if usable is None else make_curves(usable, plan.batch_size, plan.global_batch, conditions)
-    warnings = sorted({warning for report in reports for warning in report.warnings})
+    warnings = merged_warnings([report.warnings for report in reports])
     if too_short is not None:
         warnings.insert(0, f"No figures: {too_short}.")
     elif fit is not None and not fit.service_ms:
@@ -159,6 +161,19 @@ def _report(
         cut_off=cut_off,
         warnings=warnings,
         seed=arguments.seed,
+    )
+
+
+def merged_warnings(warnings: Sequence[Sequence[str]]) -> list[str]:
+    """The runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
+    alike: dict[str, list[str]] = {}
+    for warning in (warning for run in warnings for warning in run):
+        alike.setdefault(re.sub(r"\d[\d.,]*", "#", warning), []).append(warning)
+    return sorted(
+        found[0]
+        if len(set(found)) == 1
+        else f"{found[0]} (So in {len(found)} of {len(warnings)} runs, with other figures.)"
+        for found in alike.values()
     )
 
 

@@ -22,6 +22,8 @@ _T_975 = (
 
 
 _NUM_RESAMPLES = 2000
+MIN_REPEATS = 3
+"""Fewer repeats of a measurement give no interval: two values do not show how far a third may lie."""
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,17 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     confidence: float
     num_repeats: int
+
+    @property
+    def is_told(self) -> bool:
+        """Whether there are enough repeats for an interval: three. Fewer show no spread."""
+        return self.num_repeats >= MIN_REPEATS
+
+    def shown(self, spec: str) -> str:
+        """The interval for a reader, such as ``63.1 to 64.0 in 3 runs``; with fewer than three, that there is none."""
+        if self.is_told:
+            return f"{self.low:{spec}} to {self.high:{spec}} in {self.num_repeats} runs"
+        return f"{self.num_repeats} run{'s' if self.num_repeats != 1 else ''}: no interval"
 
 
 def warm_up_length(values: Sequence[float]) -> int:

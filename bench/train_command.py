@@ -161,6 +161,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(table)
         for line in _about_devices(report):
             console.print(line, highlight=False)
+        if report.source is not None:
+            console.print(report.source.sentence(), highlight=False)
     for warning in report.warnings:
         console.print(f"warning: {warning}", highlight=False)
 

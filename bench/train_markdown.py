@@ -37,6 +37,8 @@ def _figures(report: Report, figures: Figures) -> list[str]:
         "" if cost is None else f", {cost:,.2f} in the price's currency"
     )
     lines = [busy, pace, hours]
+    if report.source is not None:
+        lines.append(f"- {report.source.sentence()}")
     if figures.mfu is not None:
         lines.append(f"- model FLOP utilisation {figures.mfu:.1%}")
     phases = [

@@ -29,7 +29,8 @@ _PHASES = (
     "<b>Data wait</b> runs from asking the loader for the next batch to getting it, <b>host to device</b> from then "
     "until the model’s inputs lie on the device, <b>backward</b> until the last local gradient is computed, and "
     "<b>exposed all-reduce</b> from then until the last gradient is averaged over the ranks. <b>Other</b> is the rest "
-    "of the wall time: targets, records, late wake-ups. A step begins where the one before ended, so nothing is left "
+    "of the wall time: targets, records, and in an emulation late wake-ups and the stand-in’s work beyond the emulated "
+    "phases. A step begins where the one before ended, so nothing is left "
     "out."
 )
 _ON_A_GPU = (
@@ -38,9 +39,9 @@ _ON_A_GPU = (
     "still had to wait for."
 )
 _EMULATED_PHASES = (
-    "In the emulation a phase lasts as long as the longer of the emulated time and the stand-in’s real work. Only the "
-    "emulated time counts as busy, so a slow or overloaded host lowers occupancy and never raises it. Gradients become "
-    "ready as they would on the device, so the real all-reduce overlaps the emulated backward."
+    "In the emulation a phase is the emulated time, and only that counts as busy. What the stand-in’s real work takes "
+    "beyond it, and late wake-ups, are “other”. So a slow or overloaded host lowers occupancy and never raises it. "
+    "Gradients become ready as they would on the device, so the real all-reduce overlaps the emulated backward."
 )
 
 
@@ -77,7 +78,7 @@ def verdict(report: Report) -> str:
         "the loader, which delivers data more slowly than the accelerators take it": share["data_wait"],
         "the copies to the device": share["host_to_device"],
         "the all-reduce, or the rank that the others wait for in it": share["all_reduce"],
-        "the host between the phases (“other”)": share["other"] + figures.overrun_share,
+        "the host outside the phases (“other”)": share["other"],
     }
     worst, size = max(losses.items(), key=lambda entry: entry[1])
     if size < _NOTABLE:
@@ -105,8 +106,9 @@ def _verdict(report: Report) -> list[str]:
         return [note(verdict(report)), *map(note, report.warnings)]
     segments = [(PHASE_LABELS[row.phase], PHASE_COLOURS[row.phase], row.share) for row in figures.phases]
     emulated = "emulated " if _emulated(report) else ""
+    source = "" if report.source is None else f" {report.source.sentence()}"
     meaning = f"{emulated}accelerator occupancy, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
-    shown = hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report), bar(segments))
+    shown = hero(f"{figures.occupancy.mean:.1%}", meaning, verdict(report) + source, bar(segments))
     return [shown, _tiles(figures), *map(note, report.warnings)]
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from fuelrail.bench.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.cpu_watch import CpuUse  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.data_source import DataSource, data_source
 from fuelrail.bench.dataset_facts import DatasetFacts  # noqa: TC001 (likewise)
 from fuelrail.bench.doubts import doubts, ranks_disagree
 from fuelrail.bench.files import load_report_of
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.settings import TrainSettings
 
 SCHEMA = "fuelrail-bench-train"
-VERSION = 1
+VERSION = 2
 ROLLING_STEPS = 5
 _S_PER_HOUR = 3600
 _TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace"}
@@ -122,7 +123,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ``cpu`` says who used the host's CPUs from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
-    ranks' start to their end, where there is a GPU and `pynvml`.
+    ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.
     """
 
     num_ranks: int
@@ -135,6 +136,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ranks: list[RankFacts]
     series: list[Series]
     gpus: list[GpuUse] | None = None
+    source: DataSource | None = None
 
 
 def build_report(
@@ -155,6 +157,7 @@ def build_report(
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
     profile = settings.profile
+    source = data_source(settings, logs, dataset)
     return Report(
         schema=SCHEMA,
         version=VERSION,
@@ -170,7 +173,8 @@ def build_report(
         model={"name": settings.model_name, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
-        warnings=doubts(settings, logs, window, figures, cpu),
+        warnings=doubts(settings, logs, window, figures, cpu, source),
+        source=source,
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),

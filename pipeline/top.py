@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 _BAR = 10
+_MAX_BYTES = 16 << 20
 
 
 class Reading(NamedTuple):
@@ -75,8 +77,11 @@ def read(url: str) -> Reading:
         address += "/metrics"
     try:
         with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError) as error:
+            body = answer.read(_MAX_BYTES + 1)
+        if len(body) > _MAX_BYTES:
+            raise ConfigError(f"no metrics at {address}: the answer is larger than {_MAX_BYTES >> 20} MiB")
+        text = body.decode()
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
             f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.loaders.serve_metrics(loader)?"

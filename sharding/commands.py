@@ -65,7 +65,7 @@ def _choose_arrow_pool() -> None:
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="OUT", help="folder or URL of a Fuelrail dataset")
     parser.add_argument("--deep", action="store_true", help="decode every member and every image too")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="threads (default: one for each core)")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: one for each core)")
     parser.add_argument(
         "--repair",
         metavar="KIND:PATH",
@@ -79,8 +79,8 @@ def _run_verify(args: argparse.Namespace) -> int:
     from fuelrail.sharding.progress import checking
     from fuelrail.sharding.verify import verify
 
-    if args.workers < 0:
-        raise ConfigError(f"--workers {args.workers} is too few: 1 at least")
+    if args.workers is not None and not 1 <= args.workers <= 1024:
+        raise ConfigError(f"--workers {args.workers} must be 1 to 1024; left out, it is one for each core")
     if args.repair and is_url(args.dataset):
         raise ConfigError(
             f"--repair is for folders; the command that made '{shown_url(args.dataset)}', run again, makes what is "

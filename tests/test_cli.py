@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import fuelrail
 from fuelrail import __main__ as cli
 from fuelrail.pipeline.command import Command
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from support.datasets import build_dataset
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
 WORDS = sorted(cli._COMMANDS)
@@ -228,3 +230,82 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
     assert err.count("\n") == 1
     assert all(w in err for w in words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("engine", [[], ["--engine", "processes", "--workers", "2"]], ids=["threads", "processes"])
+def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: Path, engine) -> None:
+    """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset."""
+    assert cli.main(["synth", str(tmp_path / "source"), "--seed", "7"]) == 0
+    words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "--version", "v1.0-mini", *engine]
+    process = start(*words, "--json")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith('{"event": "scanned"')
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(120) == 141
+    assert cli.main(words) == 0
+    assert cli.main(["verify", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("raising", [OSError, Exception])
+def test_a_closed_output_is_no_error_of_the_code_that_prints(monkeypatch, word, raising) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+        def flush(self) -> None:
+            pass
+
+        def fileno(self) -> int:
+            return os.open(os.devnull, os.O_WRONLY)
+
+    def work(options) -> int:
+        try:
+            print("a line")
+        except raising:
+            return 2
+        return 0
+
+    word(work)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert cli.main(["try"]) == 141
+
+
+@pytest.mark.parametrize("address", ["localhost:abc", "http://a b", "http://[::1"])
+def test_l1_an_address_that_is_none_is_one_sentence(invoke, address) -> None:
+    code, out, err = invoke("top", address)
+    assert (code, out) == (2, "")
+    assert err.startswith("fuelrail: error: no metrics at ")
+    assert err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("cli") / "dataset"
+    build_dataset(root, {"train": (5, 7)})
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("order", "describe", "DS", "--global-batch=99999999999999999999"), "must be 1,000,000,000 or less"),
+        (("order", "describe", "DS", "--buffer=99999999999999999999"), "must be 1,000,000,000 or less"),
+        (("verify", "DS", "--workers", "0"), "--workers 0 must be 1 to 1024"),
+        (("verify", "DS", "--workers", "99999999999999999999"), "must be 1 to 1024"),
+        (("view", "DS", ""), "has no sample ''"),
+        (("inspect", "DS", ""), "has no sample ''"),
+    ],
+)
+def test_l1_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said) -> None:
+    code, out, err = invoke(*(str(dataset) if word == "DS" else word for word in words))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_l1_two_hyphens_end_the_options(invoke, dataset) -> None:
+    """As in every POSIX command: nothing behind them is a key that is empty."""
+    assert invoke("inspect", str(dataset), "--") == invoke("inspect", str(dataset))

@@ -203,6 +203,12 @@ class TestDependencies:
             ours = re.fullmatch(r"fuelrail\[[\w,-]+\]", requirement)
             assert ours or bounds == [">="] or requirement == "types-PyYAML", requirement
 
+    def test_boto3_is_left_to_those_that_need_it(self) -> None:
+        """A boto3 requirement of our own makes pip 23.2 pick one that no aiobotocore allows, and not resolve `test`."""
+        extras = PROJECT["optional-dependencies"]
+        assert not [r for requirements in extras.values() for r in requirements if r.startswith("boto3")]
+        assert "s3fs>=2025.12" in extras["s3"], "older ones let pip look through hundreds of versions of fsspec"
+
     def test_extras_refer_to_extras(self) -> None:
         extras = PROJECT["optional-dependencies"]
         for requirement in (r for rs in extras.values() for r in rs):

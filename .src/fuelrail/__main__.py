@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail import __version__
 from fuelrail.pipeline.errors import FuelrailError
@@ -48,11 +48,59 @@ def _overview() -> str:
     return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` tells more."
 
 
+class _OutputClosed(BaseException):
+    """The reader of standard output has gone.
+
+    Not an OSError: code that writes files while it prints would report the pipe as a file that cannot be written.
+    """
+
+
+class _Output:
+    """Standard output that raises _OutputClosed where the real one raises BrokenPipeError."""
+
+    def __init__(self, inner: Any) -> None:  # noqa: ANN401 - a text stream, or what a test puts in its place
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._inner, name)
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        try:
+            return int(self._inner.write(text))
+        except BrokenPipeError:
+            raise _OutputClosed from None
+
+    def flush(self) -> None:
+        """Flush."""
+        try:
+            self._inner.flush()
+        except BrokenPipeError:
+            raise _OutputClosed from None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code.
 
-    0 done, 1 found something wrong, 2 could not be done, 130 interrupted, 141 whoever read the output has gone.
+    0 done, 1 found something wrong, 2 could not be done, 130 interrupted, 141 the reader of the output has gone.
     """
+    output = sys.stdout
+    sys.stdout = _Output(output)
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except (_OutputClosed, BrokenPipeError):
+        # The reader has seen enough, as in `fuelrail inspect OUT | head`. What is still in the buffer must not raise
+        # once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return 141
+    finally:
+        sys.stdout = output
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = argparse.ArgumentParser(
         prog="fuelrail",
@@ -67,20 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _load(word)
         parser = argparse.ArgumentParser(prog=f"fuelrail {word}", description=command.help)
         command.configure(parser)
-        code = command.run(parser.parse_args(arguments[1:]))
-        sys.stdout.flush()
-        return code
+        return command.run(parser.parse_args(arguments[1:]))
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt as interrupt:
         print(" ".join(["fuelrail: interrupted", *map(str, interrupt.args)]), file=sys.stderr)  # noqa: T201
         return 130
-    except BrokenPipeError:
-        # Whoever read our output has seen enough, as in `fuelrail inspect OUT | head`. What is still in the buffer must
-        # not raise once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int,
     num_samples = len(dataset.index)
     if len(dataset.manifest.splits) != 1:
         raise ConfigError(
-            f"dataset '{dataset.location}' has the splits {', '.join(dataset.manifest.splits)}; compare needs one, as "
-            "`fuelrail shard ... --splits train=1.0` makes it"
+            f"dataset '{dataset.location}' has the splits {', '.join(dataset.manifest.splits)}; compare needs one: "
+            "choose it with --split"
         )
     if not dataset.manifest.cameras:
         raise ConfigError(f"dataset '{dataset.location}' has no cameras: there is nothing to decode")

@@ -27,6 +27,7 @@ import xxhash
 from fuelrail.bench.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.clock import MonotonicClock
 from fuelrail.bench.cuda import CudaAccelerator
+from fuelrail.bench.data_source import storage_bytes_read
 from fuelrail.bench.mfu import count_training_flop, peak_tflops
 from fuelrail.bench.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.elastic import end_with
@@ -102,6 +103,7 @@ def run_rank(
     trained = data_parallel(model, accelerator) if reduces else model
 
     num_steps = 0
+    read_before = storage_bytes_read()
     count = None if settings.profile is not None else partial(_flop_a_sample, model, model_settings)
     noted = _noting_input(batches, writer, count)
     if "training" in settings.leave_out:
@@ -124,12 +126,14 @@ def run_rank(
         if num_steps == settings.num_warmup_steps:
             writer.write(snapshot(num_steps, stage_clocks()))
     writer.write(snapshot(num_steps, stage_clocks()))
+    read_after = storage_bytes_read()
     writer.write(
         RankEnd(
             num_steps=num_steps,
             parameters_xxh3=parameters_digest(model),
             peak_rss_bytes=_peak_rss_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
+            read_bytes=None if read_before is None or read_after is None else read_after - read_before,
         )
     )
 

@@ -14,8 +14,9 @@ would fail. ``EpochBasedTrainLoop`` works as it is. MMEngine's ``IterBasedTrainL
 the resumed one; ``train_cfg = dict(type="FuelrailTrainLoop", max_iters=...)`` is the same loop without that. The batch
 reaches ``model.train_step`` and its data preprocessor as the dict that it is.
 
-MMEngine 0.10 reads its own checkpoints, which hold Python objects, in a way that torch refuses since 2.6: to resume,
-trust the file and set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1.
+MMEngine 0.10 stores its log (``HistoryBuffer`` objects, which hold NumPy arrays) in its checkpoints. Since 2.6, torch
+loads only types that it knows to be safe. Importing this module adds these types to torch's list, so a run resumes with
+torch's safe loading. A checkpoint with any other Python object is still refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from mmengine.hooks import Hook
+from mmengine.logging import HistoryBuffer
 from mmengine.registry import DATASETS, FUNCTIONS, HOOKS, LOOPS
 from mmengine.runner import IterBasedTrainLoop
 
@@ -39,6 +43,29 @@ if TYPE_CHECKING:
     from mmengine.runner import Runner
 
 _STATE = "fuelrail_loader"
+_STATISTICS = ("min", "max", "current", "mean")
+
+
+def _statistic(owner: object, name: str) -> object:
+    """What a checkpoint may look up by ``getattr``: the statistics of a HistoryBuffer, which it stores by name."""
+    if owner is not HistoryBuffer or name not in _STATISTICS:
+        raise AttributeError(f"a checkpoint asks for the attribute {name!r:.50}; allowed: {', '.join(_STATISTICS)}")
+    return getattr(HistoryBuffer, name)
+
+
+# The module that pickled arrays and scalars refer to is `numpy._core` in NumPy 2, `numpy.core` in NumPy 1.
+_NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr-defined, unused-ignore]
+torch.serialization.add_safe_globals(
+    [
+        HistoryBuffer,
+        (_statistic, "builtins.getattr"),
+        _NUMPY._reconstruct,  # noqa: SLF001
+        _NUMPY.scalar,
+        np.ndarray,
+        np.dtype,
+        *{type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"},
+    ]
+)
 
 
 @DATASETS.register_module()  # type: ignore[untyped-decorator, unused-ignore]

@@ -36,7 +36,7 @@ def test_phases_last_as_long_as_the_profile_says():
 def test_real_work_that_takes_longer_is_overrun_and_never_busy():
     clock = HandClock()
     times = run_step(EmulatedAccelerator(PROFILE, clock), clock, (14, 20, 1.5))
-    assert times.forward_ns == 14 * MS
+    assert (times.forward_ns, times.backward_ns, times.optimiser_ns) == (10 * MS, 20 * MS, 1 * MS)
     assert times.device_busy_ns == 31 * MS
     assert times.overrun_ns == round(4.5 * MS)
 
@@ -110,7 +110,7 @@ def test_late_gradients_are_overrun():
         accelerator.gradients_ready(1.0)
         clock.pass_ms(2)
     times = accelerator.finish_step()
-    assert (times.backward_ns, times.all_reduce_ns, times.overrun_ns) == (26 * MS, 2 * MS, 6 * MS)
+    assert (times.backward_ns, times.all_reduce_ns, times.overrun_ns) == (20 * MS, 2 * MS, 6 * MS)
     assert times.device_busy_ns == 30 * MS
 
 
@@ -125,7 +125,7 @@ def test_busy_time_is_the_profiles_whatever_the_host_does(real_ms, lateness_ns, 
     times = run_step(EmulatedAccelerator(PROFILE, clock), clock, real_ms, samples=samples)
     assert times.device_busy_ns == round(PROFILE.step_ms(samples, 2 * samples) * MS)
     phases = times.forward_ns + times.backward_ns + times.optimiser_ns
-    assert times.device_busy_ns <= phases <= clock.now - start
+    assert times.device_busy_ns == phases <= clock.now - start
 
 
 def test_what_is_copied_is_measured():

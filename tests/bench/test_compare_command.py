@@ -168,3 +168,14 @@ def test_every_peer_is_listed_once_and_ours_come_along():
     assert is_there("fuelrail") is None
     with pytest.raises(ConfigError):
         contestants(("nothing",))
+
+
+def test_compare_takes_one_split_of_several(tmp_path, capsys):
+    build_dataset(tmp_path / "two", {"train": (6, 6), "val": (5, 3)})
+    only = ("--only", "fuelrail:turbo", "--psnr", 15, "--rounds", 0)
+    assert bench(tmp_path / "two", tmp_path / "out", *only) == 2
+    assert "choose it with --split" in capsys.readouterr().err
+    assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "nope") == 2
+    assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "val") == 0
+    report = load_compare_report(tmp_path / "out" / "report.json")
+    assert (report.dataset.split, report.dataset.num_samples, report.work.num_samples) == ("val", 8, 8)

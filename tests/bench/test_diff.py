@@ -24,7 +24,7 @@ def noisy(seed, *, slower_ms=0.0, count=60, settings=SETTINGS):
 
 def test_a_report_is_no_worse_than_itself():
     changes = compare(noisy(0), noisy(0))
-    assert [change.name for change in changes] == ["step time, mean [ms]", "occupancy", "samples/s"]
+    assert [change.name for change in changes] == ["mean step time [ms]", "occupancy", "samples/s"]
     assert not any(change.is_real or change.is_worse(0) for change in changes)
     assert all(change.ratio == pytest.approx(1) for change in changes)
 
@@ -51,7 +51,7 @@ def test_a_real_loss_below_the_threshold_is_tolerated():
 
 def test_runs_with_other_batches_are_compared_by_their_steps_alone():
     other = noisy(1, settings=msgspec.structs.replace(SETTINGS, batch_size=4))
-    assert [change.name for change in compare(noisy(0), other)] == ["step time, mean [ms]"]
+    assert [change.name for change in compare(noisy(0), other)] == ["mean step time [ms]"]
     assert "option batch_size: 2 -> 4" in differences(noisy(0), other)
 
 
@@ -89,7 +89,7 @@ def reports(tmp_path):
 
 def test_the_exit_code_is_for_ci(reports, capsys):
     assert main(["bench", "diff", str(reports / "quick"), str(reports / "slow")]) == 1
-    assert "worse by more than 2.0%, beyond noise: step time" in capsys.readouterr().out
+    assert "worse by more than 2.0%, beyond noise: mean step time [ms], occupancy" in capsys.readouterr().out
     assert main(["bench", "diff", str(reports / "slow" / "report.json"), str(reports / "quick")]) == 0
     assert "nothing is worse" in capsys.readouterr().out
     assert main(["bench", "diff", str(reports / "quick"), str(reports / "slow"), "--threshold", "0.5"]) == 0
@@ -98,7 +98,7 @@ def test_the_exit_code_is_for_ci(reports, capsys):
 def test_the_comparison_as_json(reports, capsys):
     assert main(["bench", "diff", str(reports / "quick"), str(reports / "slow"), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
-    assert told["worse"] == ["step time, mean [ms]", "occupancy", "samples/s"]
+    assert told["worse"] == ["mean step time [ms]", "occupancy", "samples/s"]
     assert told["changes"][0]["ratio_low"] > 1
 
 
@@ -116,3 +116,32 @@ def test_what_cannot_be_compared_is_refused(reports, capsys, before, after, said
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def of_other_data(report, **changes):
+    return msgspec.structs.replace(report, dataset=msgspec.structs.replace(report.dataset, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"])
+def test_reports_of_different_data_are_refused_unless_told(reports, capsys, changes):
+    other = of_other_data(noisy(1, slower_ms=4.0), **changes)
+    publish_json(reports / "other" / "report.json", other)
+    words = ["bench", "diff", str(reports / "quick"), str(reports / "other")]
+    assert main(words) == 2
+    assert "different data" in capsys.readouterr().err
+    assert main([*words, "--other-dataset"]) == 1
+    assert capsys.readouterr().out.startswith("warning: the reports are of different data")
+
+
+def test_the_names_of_figures_are_printed_whole(reports, capsys):
+    main(["bench", "diff", str(reports / "quick"), str(reports / "slow")])
+    out = capsys.readouterr().out
+    assert "beyond noise: mean step time [ms], occupancy, samples/s" in out
+    assert "mean , " not in out
+
+
+def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
+    few, many = loader_report_of([loader_run(50.0)]), loader_report_of([loader_run(100.0 + n) for n in range(3)])
+    change = compare(few, many)[0]
+    assert (change.ratio_low, change.ratio_high, change.is_real) == (None, None, False)
+    assert compare(many, many)[0].ratio_low is not None

@@ -84,3 +84,31 @@ def test_without_a_device_the_waterfall_says_so():
     report = loader_report_of([loader_run()])
     for told in (render_loader_markdown(report), Page(render_loader_html(report)).text):
         assert "host to device: no GPU" in told
+
+
+def both_texts(report):
+    return render_loader_markdown(report), Page(render_loader_html(report)).text
+
+
+@pytest.mark.parametrize(("rates", "shown"), [([120.0, 121.0], False), ([120.0, 121.0, 122.0], True)])
+def test_an_interval_needs_three_runs(rates, shown):
+    report = loader_report_of([loader_run(rate) for rate in rates])
+    for text in both_texts(report):
+        assert ("240 to 244 in 3 runs" in text) is shown
+        assert ("2 runs: no interval" in text) is not shown
+
+
+def test_the_waterfall_is_refused_where_the_repeats_differ_by_more_than_its_steps():
+    figures = loader_report_of([loader_run(rate) for rate in (80.0, 120.0, 125.0)]).figures
+    assert figures.is_waterfall_noise
+    assert "the repeats of the same run differ by 38%" in figures.waterfall_doubt
+    for text in both_texts(loader_report_of([loader_run(rate) for rate in (80.0, 120.0, 125.0)])):
+        assert "not told apart from noise" in text
+        assert "whole loader: batches assembled" not in text
+
+
+def test_a_stage_above_its_limit_is_said_at_the_chart():
+    report = loader_report_of([loader_run(rate) for rate in (149.0, 150.0, 151.0)])
+    assert not report.figures.is_waterfall_noise
+    for text in both_texts(report):
+        assert "reaches 117% of the step before it, which should be its limit" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -70,6 +71,14 @@ def test_the_table_and_the_plot(quick, dataset, tmp_path, capsys):
     assert "same-clip pairs in a batch" in text
     assert str(plot) in text
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(quick, dataset, tmp_path):
+    plot = tmp_path / "order.svg"
+    assert main(["order", "describe", str(dataset), "--global-batch", "5000", "--plot", str(plot)]) == 0
+    text = plot.read_text()
+    assert "nan" not in "".join(re.findall(r"<!--(.*?)-->", text))
+    assert "not known (too few samples)" in text
 
 
 def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):

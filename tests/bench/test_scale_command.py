@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.__main__ import main
+from fuelrail.bench.scale_command import merged_warnings
 from fuelrail.bench.scale_report import load_scale_report
 from support.datasets import build_dataset
 
@@ -71,3 +72,9 @@ def test_what_cannot_be_scaled_is_refused_in_one_sentence(dataset, tmp_path, cap
     assert said in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_warnings_that_differ_in_their_figures_alone_appear_once():
+    late, alone = "The host woke late by {}% of the time.", "Nothing else."
+    merged = merged_warnings([[late.format("2.2"), alone], [late.format("3.14"), alone], []])
+    assert merged == [alone, f"{late.format('2.2')} (So in 2 of 3 runs, with other figures.)"]

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.bench.accelerator import EmulatedAccelerator
 from fuelrail.bench.files import publish_json
 from fuelrail.bench.records import InputFacts, RankLog
-from fuelrail.bench.train_report import load_report
+from fuelrail.bench.train_markdown import render_train_markdown
+from fuelrail.bench.train_page import render_train_html, verdict
+from fuelrail.bench.train_report import build_report, load_report
 from fuelrail.pipeline.errors import ConfigError
-from support.bench_runs import PROFILE, SETTINGS, log, report_of, step, steps
+from support.bench_runs import DATASET, MACHINE, MS, PROFILE, SETTINGS, HandClock, log, report_of, step, steps
+from support.html_page import Page
 
 
 def test_rates_follow_from_samples_and_wall_time():
@@ -62,7 +66,7 @@ def test_a_run_without_any_record_still_makes_a_report():
     ("logs", "said"),
     [
         ([log(0, [step(n, 5_000 + n, overrun_ns=5_000_000) for n in range(20)])], "outlasted"),
-        ([log(0, [step(n, 5_000 + n, overshoot_ns=5_000_000) for n in range(20)])], "woke late"),
+        ([log(0, [step(n, 5_000 + n, overshoot_ns=5_000_000) for n in range(20)])], "ended late"),
         ([log(0, steps(20), digest="a"), log(1, steps(20), digest="b")], "different weights"),
         ([log(0, steps(20), labelled=False)], "no boxes"),
         ([log(0, [step(n, 5_000 + n, loss=None) for n in range(20)])], "not finite"),
@@ -100,7 +104,7 @@ def test_steps_fed_from_stock_are_said():
     fed = log(0, steps(20))
     first = fed.snapshots[0].stages
     first[-1] = msgspec.structs.replace(first[-1], waiting=2)
-    assert any("lay ready" in warning for warning in report_of([fed]).warnings)
+    assert any("were prefetched" in warning for warning in report_of([fed]).warnings)
 
 
 def test_a_report_survives_its_file_and_names_no_place(tmp_path):
@@ -125,3 +129,68 @@ def test_a_run_on_cuda_names_its_device():
     cuda = msgspec.structs.replace(SETTINGS, profile=None)
     assert report_of([log(0, steps(20))], settings=cuda).accelerator == {"kind": "cuda", "device": "Test GPU"}
     assert report_of([log(0, steps(20))]).accelerator["sources"] == PROFILE.sources
+
+
+def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
+    """Ranks that took 20 steps of 2 samples of 1 MB each, for which storage read that much."""
+    dataset = msgspec.structs.replace(DATASET, num_samples=num_samples, mean_sample_bytes=1e6)
+    logs = [log(rank, steps(20)) for rank in range(ranks)]
+    for each in logs:
+        each.end = msgspec.structs.replace(each.end, read_bytes=read_bytes)
+    settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
+    return build_report(settings, logs, machine=MACHINE, dataset=dataset, cut_off=None)
+
+
+def test_n2_a_run_from_the_page_cache_says_so():
+    report = on_data(0)
+    source = report.source
+    assert (source.num_taken, source.num_distinct, source.passes, source.stored_bytes) == (80, 10, 8.0, 80_000_000)
+    (warning,) = [warning for warning in report.warnings if "page cache" in warning]
+    assert "80 samples, 10 distinct ones, 8.0 times through the split" in warning
+    for text in (render_train_markdown(report), Page(render_train_html(report)).text):
+        assert "80 samples, 10 distinct ones: 8.0 times through the split" in text
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "share", "said"),
+    [
+        (40_000_000, 1.0, "Storage read 100% of these bytes"),
+        (10_000_000, 0.25, "Storage read 25% of these bytes"),
+        (None, None, "is not known"),
+    ],
+)
+def test_n2_what_storage_read_is_told(read_bytes, share, said):
+    report = on_data(read_bytes)
+    assert report.source.from_storage == share
+    assert said in report.source.sentence()
+    assert any("page cache" in warning for warning in report.warnings) is (share == 0.25)
+
+
+def test_n2_a_run_without_loading_has_no_source():
+    assert on_data(0, leave_out=("loading",)).source is None
+
+
+def test_headline_bar_and_sentence_agree_on_a_loaded_host():
+    """NEWCOMER rank 8b: the stand-in's surplus and late waking count as other, in the bar and in the sentence."""
+    clock = HandClock(lateness_ns=2 * MS)
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    records = []
+    for number in range(20):
+        start_ns = clock.now
+        with accelerator.forward(1, 2):
+            clock.pass_ms(1)
+        with accelerator.backward():
+            clock.pass_ms(28)
+        with accelerator.optimiser():
+            clock.pass_ms(0.1)
+        device = accelerator.finish_step()
+        told = {name: getattr(device, name) for name in device.__struct_fields__}
+        other_ns = clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
+        records.append(step(number, start_ns, **told, other_ns=other_ns, end_ns=clock.now))
+    report = report_of([log(0, records)])
+    share = {phase.phase: phase.share for phase in report.figures.phases}
+    bar = share["forward"] + share["backward"] + share["optimiser"]
+    assert bar == pytest.approx(report.figures.occupancy.mean)
+    assert share["other"] == pytest.approx(1 - bar)
+    assert share["other"] > 0.2
+    assert "The largest loss is the host outside the phases (“other”)" in verdict(report)

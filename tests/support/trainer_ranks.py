@@ -30,8 +30,6 @@ def run(dataset: str, out: Path, example: str) -> None:
 
 def main(dataset: str, out: str, *examples: str) -> None:
     sys.path.insert(0, str(EXAMPLES))
-    # MMEngine 0.10 cannot read its own checkpoints otherwise, with torch 2.6 and newer.
-    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     if not BRING_THEIR_OWN_GROUP.intersection(example.partition(":")[0] for example in examples):
         dist.init_process_group("gloo")
     for example in examples:

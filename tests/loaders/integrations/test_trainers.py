@@ -7,13 +7,16 @@ megatron-core, ray[train].
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import pickle
 import re
 import subprocess
 import sys
 from itertools import islice
 
 import pytest
+import torch
 
 from fuelrail.loaders import DataLoader, World
 from support.datasets import build_dataset
@@ -82,7 +85,6 @@ def test_what_torch_brings(tiny, tmp_path):
         ("deepspeed", "deepspeed_zero:zero_stage=3", DATA_PARALLEL),
         ("megatron", "megatron_core:tensor_parallel=2", SAME_BATCHES),
         ("megatron", "megatron_core:tensor_parallel=1", DATA_PARALLEL),
-        ("mmengine", "mmengine_runner", DATA_PARALLEL),
     ],
 )
 def test_other_trainers(tiny, tmp_path, package, example, worlds):
@@ -92,8 +94,64 @@ def test_other_trainers(tiny, tmp_path, package, example, worlds):
     assert_samples(tiny, texts, worlds)
 
 
+def test_mmengine_resumes_as_its_page_says(tiny, tmp_path):
+    """torchrun twice: the second run loads the first one's checkpoint with torch's safe loading."""
+    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    first, second = (
+        # Two ranks' lines may come on one: torchrun's ranks write text and line feed one after the other.
+        re.sub(r"(?<=\d)rank (?=\d+ step)", "\nrank ", text)
+        for text in (
+            run_ranks(
+                2, EXAMPLES / "mmengine_runner.py", tiny, "--steps", steps, "--checkpoint", tmp_path, timeout_s=200
+            )
+            for steps in (3, 8)
+        )
+    )
+    for rank, world in enumerate(DATA_PARALLEL):
+        assert told(first, rank)[0] + told(second, rank)[0] == expected(tiny, world)
+
+
+class _Calls:
+    """An object whose pickle calls a function when it is loaded."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MMEngine's import compiles functions with torch.jit
+@pytest.mark.parametrize("call", [(getattr, str, "format"), (os.getcwd,)], ids=["getattr", "function"])
+def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
+    pytest.importorskip("mmengine", reason="mmengine is not installed: pip install 'fuelrail[trainers]'")
+    import fuelrail.loaders.integrations.mmengine  # noqa: F401 - adds what is allowed
+
+    file = io.BytesIO()
+    torch.save({"message_hub": _Calls(*call)}, file)
+    file.seek(0)
+    with pytest.raises((pickle.UnpicklingError, AttributeError)):
+        torch.load(file)
+
+
+def can_import(module):
+    """Whether a module can be imported: it may be there without what it needs, as ray.train without ray[train]."""
+    code = f"import {module}"
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True).returncode == 0
+
+
+def test_a_module_without_what_it_needs_is_not_installed(tmp_path, monkeypatch):
+    """The skip below: `ray.train` is there in every installation of ray, and raises without ray[train]."""
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "__init__.py").write_text("")
+    (tmp_path / "half" / "train.py").write_text("raise ModuleNotFoundError('pip install half[train]')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert can_import("half")
+    assert not can_import("half.train")
+
+
 def test_ray_train_goes_on_after_its_workers_died(tiny, tmp_path):
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.train") is None:
+    if importlib.util.find_spec("ray") is None or not can_import("ray.train"):
         pytest.skip("ray[train] is not installed")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import ray_train; "
