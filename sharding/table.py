@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
+from fuelrail.pipeline.codecs import member_cap
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
@@ -35,6 +35,9 @@ ROWS_PER_BATCH: Final = 1024
 ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
 CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
+
+_MAX_PENDING_BYTES: Final = 256 << 20
+"""Of the small members of a batch, which is made in memory; Arrow's offsets in a batch end at 2 GiB."""
 
 _MOST_PLACES: Final = 1024  # batches: 4 KiB for each
 
@@ -124,6 +127,7 @@ class ScanWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
+        self._pending_bytes = 0
         self._num_rows, self._last_frame = 0, -1
         self._ids: set[str] = set()
         self._names: set[str] = set()
@@ -159,17 +163,32 @@ class ScanWriter:
         Raises SourceError for a member over the cap.
         """
         clip = self.clips[-1]
-        assert meta.clip_id == clip.clip_id, "append belongs to the clip of the last begin_clip"
-        assert meta.frame_idx > self._last_frame, "frames count up"
+        key = frame_key(clip.clip_id, meta.frame_idx)
+        if (meta.clip_id, meta.key) != (clip.clip_id, key):
+            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' stands where the source has '{key}'")
+        if meta.frame_idx <= self._last_frame:
+            raise SourceError(
+                f"sample '{key}' comes after frame {self._last_frame} of its clip: the source has it twice, or numbers "
+                "its frames from less than 0"
+            )
         self._last_frame = meta.frame_idx
-        assert meta.key == frame_key(clip.clip_id, meta.frame_idx), "keys are made by frame_key"
-        for member in members:
-            if member.bytes > MAX_MEMBER_BYTES:
-                raise SourceError(
-                    f"'{member.ref}' ({member.name} of sample {meta.key}) has {member.bytes} bytes; a member has "
-                    f"{MAX_MEMBER_BYTES} at most"
-                )
         blob = encode_meta(meta)
+        inlined = [(name, data) for name, data in ((META, blob), (GEOMETRY, geometry), (BOXES, boxes)) if data]
+        for name, place, num_bytes in (
+            *((name, name, len(data)) for name, data in inlined),
+            *((member.name, member.ref, member.bytes) for member in members),
+        ):
+            if num_bytes > member_cap(name):
+                raise SourceError(
+                    f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has "
+                    f"{member_cap(name)} at most"
+                )
+        self._pending_bytes += sum(len(data) for _, data in inlined)
+        if self._pending_bytes > _MAX_PENDING_BYTES:
+            raise SourceError(
+                f"the metadata, geometry and boxes of {len(self._pending) + 1} samples up to '{key}' have "
+                f"{self._pending_bytes} bytes, allowed for {ROWS_PER_BATCH} are {_MAX_PENDING_BYTES}"
+            )
         inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
         size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)
         number = len(self.clips) - 1
@@ -215,7 +234,7 @@ class ScanWriter:
         columns = zip(*self._pending, strict=True)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._pending = []
+        self._pending, self._pending_bytes = [], 0
 
 
 def tar_bytes(data_bytes: int) -> int:

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_meta, lidar_channel
+from fuelrail.pipeline.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    POINTS_EXTENSION,
+    decode_sample,
+    lidar_channel,
+)
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.source import Channel, ScanInfo
 from fuelrail.sharding.sources.fuelrail_part import INLINE, DatasetPart
 from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined, joined_types
@@ -47,8 +55,8 @@ class FuelrailSource:
         self._parts = [DatasetPart(one) for one in location.split(SEPARATOR)]
         there = self._fingerprint
         if self._options.fingerprint not in (None, there):
-            shown = "', '".join(location.split(SEPARATOR))
-            raise ConfigError(f"'{shown}' has the fingerprint {there}, wanted is {self._options.fingerprint}")
+            named = "', '".join(location.split(SEPARATOR))
+            raise ConfigError(f"'{named}' has the fingerprint {there}, wanted is {self._options.fingerprint}")
         check_alike([part.dataset for part in self._parts])
 
     @property
@@ -110,7 +118,7 @@ class FuelrailSource:
         at, entry = row
         part = self._parts[number]
         small = part.small_members(entry)
-        meta = decode_meta(small[META])
+        meta = decode_sample(entry.key, small).meta
         if entry.key != frame_key(entry.clip_id, entry.frame):
             raise SourceError(
                 f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and frame {entry.frame}"
@@ -119,6 +127,7 @@ class FuelrailSource:
             out.begin_clip(begins, meta.clip_name, meta.clip_token)
         members = []
         for member in entry.members:
+            _check_channel(entry.key, member.name, part)
             is_points = lidar_channel(member.name) in part.lidars
             if member.name in INLINE or (is_points and not self._options.points):
                 continue
@@ -127,3 +136,14 @@ class FuelrailSource:
             members.append(Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size))
         boxes = small.get(BOXES)
         out.append(meta, bytes(small[GEOMETRY]), None if boxes is None else bytes(boxes), members, attributes)
+
+
+def _check_channel(key: str, name: str, part: DatasetPart) -> None:
+    """Raise SourceError for an image or a sweep of a channel that the manifest does not have."""
+    channel, _, extension = name.partition(".")
+    rig = part.cameras if extension in IMAGE_EXTENSIONS else part.lidars
+    if extension in (*IMAGE_EXTENSIONS, POINTS_EXTENSION) and channel not in rig and not name.startswith("x_"):
+        raise SourceError(
+            f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
+            f"no sensor '{shown(channel)}': `fuelrail verify` says more"
+        )

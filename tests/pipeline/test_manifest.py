@@ -115,9 +115,9 @@ def test_channels_are_cameras_then_lidars() -> None:
         (b"[]", "not a Fuelrail manifest: its format is not 'fuelrail-dataset'"),
         (b"{}", "not a Fuelrail manifest"),
         (b'{"format": "webdataset"}', "not a Fuelrail manifest"),
-        (b'{"format": "fuelrail-dataset"}', "has format version None; this reads 1"),
+        (b'{"format": "fuelrail-dataset"}', "has format version none; this reads 1"),
         (b'{"format": "fuelrail-dataset", "version": 2}', "has format version 2; this reads 1"),
-        (b'{"format": "fuelrail-dataset", "version": true}', "Expected `int`, got `bool` - at `$.version`"),
+        (b'{"format": "fuelrail-dataset", "version": true}', "has format version true; this reads 1"),
         (GOOD.replace(b'"seed": 7,', b""), "missing required field `seed`"),
         (GOOD.replace(b'"seed"', b'"sed": 1, "seed"'), "unknown field `sed`"),
         (GOOD.replace(b'"seed": 7', b'"seed": "7"'), "$.seed"),
@@ -170,7 +170,7 @@ def test_nothing_stands_twice() -> None:
 @pytest.mark.parametrize("name", ["", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n"])
 def test_channels_can_be_member_names(name) -> None:
     cameras = (msgspec.structs.replace(manifest().cameras[0], channel=name),)
-    with pytest.raises(ManifestError, match=r"channel name '.*' does not match \[a-z0-9_\]\+"):
+    with pytest.raises(ManifestError, match=r"channel name '.*' does not match \[a-z0-9_\]"):
         decode_manifest(signed(cameras=cameras), "here")
 
 
