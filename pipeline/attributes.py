@@ -32,7 +32,8 @@ _MAX_COLUMNS: Final = 4096
 _MAX_GROUP_BYTES: Final = 256 << 20
 _ROWS_AT_ONCE: Final = 1 << 12
 
-_INDEX_TEXTS: Final = ("key", "clip_id")
+TEXTS: Final = ("key", "clip_id")
+"""Columns of texts that the index has too."""
 _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 
 
@@ -52,19 +53,18 @@ class AttributesFile:
 
         Raises IndexFileError for a file that is damaged or over the limits, or has other than ``num_rows`` rows.
         """
-        with self._opened() as file:
+        with self._opened() as (file, schema):
             if num_rows not in (None, file.metadata.num_rows):
                 raise IndexFileError(
                     f"'{self._path}' has {file.metadata.num_rows} rows for {num_rows} samples of the index"
                 )
-            return file.schema_arrow.remove_metadata()
+            return schema.remove_metadata()
 
     def batches(self, names: Sequence[str], num_rows: int = _ROWS_AT_ONCE) -> Iterator[pa.RecordBatch]:
         """The columns ``names``, ``num_rows`` rows at a time; raises IndexFileError as :meth:`schema` does."""
-        with self._opened() as file:
-            known = file.schema_arrow.names
+        with self._opened() as (file, schema):
             for name in names:
-                if name not in known:
+                if name not in schema.names:
                     raise IndexFileError(f"'{self._path}' has no column '{shown(name)}'")
             for batch in file.iter_batches(num_rows, columns=list(names)):
                 yield self._expanded(batch.select(list(names)))
@@ -86,14 +86,14 @@ class AttributesFile:
         return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[pq.ParquetFile]:
+    def _opened(self) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
         try:
             with open_file(self._path, _MAX_FILE_BYTES) as stream:
                 schema = pq.read_schema(stream)
                 texts = [field.name for field in schema if pa.types.is_string(field.type)]
                 with pq.ParquetFile(stream, read_dictionary=texts) as file:
                     self._check(file.metadata, schema)
-                    yield file
+                    yield file, schema
         except OSError as error:
             raise IndexFileError(f"'{self._path}' cannot be read: {error.strerror or error}") from error
         except (pa.ArrowException, ValueError, MemoryError) as error:
@@ -135,7 +135,7 @@ class Attributes:
 
         Raises IndexFileError for a file that is damaged or has another number of rows than the index.
         """
-        indexed = (*_INDEX_TEXTS, *_INDEX_NUMBERS)
+        indexed = (*TEXTS, *_INDEX_NUMBERS)
         if not self._file.exists:
             return indexed
         return tuple(dict.fromkeys((*indexed, *self._file.schema(len(self._dataset.index)).names)))
@@ -145,7 +145,7 @@ class Attributes:
         for name in names:
             if name not in self.names:
                 raise OrderError(no_attribute(name, self.names))
-        indexed = (*_INDEX_TEXTS, *_INDEX_NUMBERS)
+        indexed = (*TEXTS, *_INDEX_NUMBERS)
         from_file = [name for name in names if name not in indexed]
         columns = {}
         if from_file:
@@ -156,7 +156,7 @@ class Attributes:
             columns = {name: table[name].slice(self._first, self._end - self._first) for name in from_file}
         index = self._dataset.index
         for name in names:
-            if name in _INDEX_TEXTS:
+            if name in TEXTS:
                 columns[name] = index.texts(name, self._first, self._end)
             elif name in _INDEX_NUMBERS:
                 columns[name] = pa.chunked_array([index.column(name, self._first, self._end)])

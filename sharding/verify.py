@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, TEXTS, AttributesFile
 from fuelrail.pipeline.command import counted
 from fuelrail.pipeline.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.dictionary import DICTIONARY_FILE
@@ -37,8 +37,6 @@ from fuelrail.sharding.url_output import UrlOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    import pyarrow as pa
 
     from fuelrail.pipeline.manifest import FileEntry, ShardEntry
 
@@ -177,14 +175,6 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     index, faults = dataset.index, list[Fault]()
     hashes = np.empty(len(index), np.uint64)
     split_of: dict[str, str] = {}
-    attributes = AttributesFile(dataset.root / ATTRIBUTES_FILE)
-    batches: Iterator[pa.RecordBatch] | None = None
-    if attributes.exists:
-        try:
-            attributes.schema(len(index))
-            batches = attributes.batches(["key", "split"], _ROWS_AT_ONCE)
-        except IndexFileError as error:
-            return [Fault(ATTRIBUTES_FILE, str(error))]
     for split, entry in dataset.manifest.splits.items():
         for clip in index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples):
             if split_of.setdefault(clip, split) != split:
@@ -192,20 +182,36 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     for first in range(0, len(index), _ROWS_AT_ONCE):
         keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
         hashes[first : first + len(keys)] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
-        try:
-            at = None if batches is None else _first_difference(next(batches), keys)
-        except IndexFileError as error:
-            return [*faults, Fault(ATTRIBUTES_FILE, str(error))]
-        if at is not None:
-            faults.append(Fault(ATTRIBUTES_FILE, f"row {first + at} is not of this sample", key=keys[at]))
-            break
     values, counts = np.unique(hashes, return_counts=True)
     for value in values[counts > 1].tolist():
         first, second = np.flatnonzero(hashes == value)[:2].tolist()
         faults.append(Fault(INDEX_FILE, f"rows {first} and {second} have one key", key=index.row(first).key))
-    return faults
+    return faults + _check_attributes(dataset)
 
 
-def _first_difference(batch: pa.RecordBatch, keys: Sequence[str]) -> int | None:
-    there = batch.column("key").to_pylist()
-    return next((at for at, (own, key) in enumerate(zip(there, keys, strict=True)) if own != key), None)
+def _check_attributes(dataset: Dataset) -> list[Fault]:
+    """``attributes.parquet``, where there is one, has the index's rows in their order."""
+    index, file, row = dataset.index, AttributesFile(dataset.root / ATTRIBUTES_FILE), 0
+    if not file.exists:
+        return []
+    entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
+    splits = [name for name, entry in entries for _ in range(entry.num_samples)]
+    try:
+        known = file.schema(len(index)).names
+        names = ["key", *(name for name in ("clip_id", "split", "frame", "timestamp_ns") if name in known)]
+        for batch in file.batches(names):
+            end = row + len(batch)
+            for name, column in zip(names, batch.columns, strict=True):
+                if name == "split":
+                    own: Sequence[object] = splits[row:end]
+                else:
+                    own = index.strings(name, row, end) if name in TEXTS else index.column(name, row, end).tolist()
+                for at, (found, wanted) in enumerate(zip(column.to_pylist(), own, strict=True)):
+                    if found != wanted:
+                        key = index.row(row + at).key
+                        text = f"row {row + at} is not of this sample: its {name} differs"
+                        return [Fault(ATTRIBUTES_FILE, text, key=key)]
+            row = end
+    except IndexFileError as error:
+        return [Fault(ATTRIBUTES_FILE, str(error))]
+    return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
