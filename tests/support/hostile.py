@@ -18,7 +18,6 @@ import io
 import json
 import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +35,7 @@ from support.datasets import build_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 
 @dataclass
@@ -62,6 +62,18 @@ class SampleParts:
     key: str | None = None
 
 
+def _same_span(_: int, span: bytes) -> bytes:
+    return span
+
+
+def _same_table(table: pa.Table) -> pa.Table:
+    return table
+
+
+def _nothing(_: Path) -> None:
+    pass
+
+
 @dataclass
 class Parts:
     """A dataset taken apart. The functions edit what is made of the parts before them."""
@@ -69,19 +81,20 @@ class Parts:
     root: Path
     manifest: dict[str, Any]
     samples: list[SampleParts]
+    edit_span: Callable[[int, bytes], bytes] = _same_span
     edit_rows: Callable[[list[IndexRow]], list[IndexRow]] = list
-    edit_table: Callable[[pa.Table], pa.Table] = staticmethod(lambda table: table)  # type: ignore[assignment]
+    edit_table: Callable[[pa.Table], pa.Table] = _same_table
     edit_files: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
-    edit_folder: Callable[[Path], object] = staticmethod(lambda _: None)  # type: ignore[assignment]
+    edit_folder: Callable[[Path], object] = _nothing
 
 
 def small_dataset(root: Path) -> Path:
-    """Four samples of one clip in two shards, with attributes."""
-    build_dataset(root, {"train": (2, 2)}, size=(64, 48))
+    """Eight samples of two clips in two shards, with attributes."""
+    build_dataset(root, {"train": (4, 4)}, size=(64, 48))
     dataset = open_dataset(root)
-    rows = [dataset.index.row(at) for at in range(4)]
+    rows = [dataset.index.row(at) for at in range(8)]
     columns = {name: [getattr(row, name) for row in rows] for name in ("key", "clip_id", "frame", "timestamp_ns")}
-    pq.write_table(pa.table({**columns, "split": ["train"] * 4, "night": [True, False] * 2}), root / ATTRIBUTES_FILE)
+    pq.write_table(pa.table({**columns, "split": ["train"] * 8, "night": [True, False] * 4}), root / ATTRIBUTES_FILE)
     with edited(root, root) as parts:
         parts.manifest["files"].append({"name": ATTRIBUTES_FILE, "bytes": 0, "sha256": ""})
     return root
@@ -145,7 +158,7 @@ def _write_shards(out: Path, parts: Parts) -> tuple[list[IndexRow], set[str]]:
     data = [bytearray() for _ in names]
     for sample in parts.samples:
         key = sample.row.key if sample.key is None else sample.key
-        span, entries = bytearray(), []
+        span, entries = b"", []
         for name, member in sample.members.items():
             stored = member.bytes_stored
             stated = member.field or name + codecs.suffix(member.codec)
@@ -154,9 +167,10 @@ def _write_shards(out: Path, parts: Parts) -> tuple[list[IndexRow], set[str]]:
             entries.append(MemberEntry(name, len(span), len(stored), raw_bytes, member.codec))
             span += stored + bytes(-len(stored) % BLOCK_BYTES)
         shard = data[sample.row.shard]
+        span = parts.edit_span(len(rows), bytes(span))
         rows.append(
             sample.row._replace(
-                key=key, offset=len(shard), length=len(span), xxh3=xxhash.xxh3_64_intdigest(bytes(span)),
+                key=key, offset=len(shard), length=len(span), xxh3=xxhash.xxh3_64_intdigest(span),
                 members=tuple(entries),
             )
         )  # fmt: skip
