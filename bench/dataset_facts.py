@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fuelrail.pipeline.text import shown
+
 if TYPE_CHECKING:
     from fuelrail.pipeline.dataset import Dataset
 
@@ -25,7 +27,7 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
     """The facts of one split; raises ConfigError where there is none of that name."""
     entry = dataset.split(split)
     return DatasetFacts(
-        name=dataset.manifest.name,
+        name=shown(dataset.manifest.name),
         fingerprint=dataset.manifest.fingerprint,
         split=split,
         num_samples=entry.num_samples,

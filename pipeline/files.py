@@ -11,7 +11,10 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from io import BufferedReader
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
@@ -36,7 +39,7 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> BinaryIO:
+def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> BufferedReader:
     """:func:`open_descriptor` as a file object; OSError too for a file of more than ``max_bytes``."""
     file = os.fdopen(open_descriptor(path), "rb")
     size = os.fstat(file.fileno()).st_size
@@ -49,7 +52,7 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> Bin
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """The whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
     with open_file(path, max_bytes) as file:
-        return file.read(max_bytes)
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def _refused(path: str | os.PathLike[str], what: str) -> OSError:

@@ -328,7 +328,7 @@ class SampleIndex:
         """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
-            name, codec, _, stored, raw = self._batch(number).row_members.columns
+            name, codec, _, stored, raw = map(np.asarray, self._batch(number).row_members.columns)
             np.add.at(totals[0], (name, codec), 1)
             np.add.at(totals[1], (name, codec), stored)
             np.add.at(totals[2], (name, codec), raw)
@@ -354,7 +354,7 @@ class SampleIndex:
     def _record_batch(self, number: int) -> pa.RecordBatch:
         """Map one record batch, unchecked but for its number of rows; raises IndexFileError."""
         try:
-            check_plain(self._map, number)
+            check_plain(memoryview(self._map), number)
             record = self._file.get_batch(number)
         except (OSError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.buffers import Buffer
-
 _END: Final = b"ARROW1"
 _CONTINUED: Final = 0xFFFFFFFF
 _BLOCK_BYTES: Final = 24
@@ -33,12 +31,11 @@ _MESSAGE_HEADER, _MESSAGE_METADATA = 2, 4
 _BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
 
 
-def check_plain(file: Buffer, number: int) -> None:
+def check_plain(view: memoryview, number: int) -> None:
     """Raise IndexFileError where record batch ``number`` has buffers that are compressed or lie outside the file.
 
     Arrow decompresses a buffer to whatever size it states as soon as the batch is read, so this looks first.
     """
-    view = memoryview(file)
     try:
         footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - 10)
         if end != _END:

@@ -29,6 +29,7 @@ _MAX_FREE_BYTES: Final = 4 << 20
 _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
+_MAX_TEXT: Final = 4096
 _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
@@ -203,6 +204,12 @@ def _check_limits(manifest: Manifest, where: str) -> None:
     ):
         if len(names) > most:
             raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
+    texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
+    rig = (camera.source_name for camera in manifest.cameras), (lidar.source_name for lidar in manifest.lidars)
+    columns = (column for lidar in manifest.lidars for column in lidar.columns)
+    longest = max(map(len, (*texts, *rig[0], *rig[1], *columns, *manifest.classes, *manifest.attributes)))
+    if longest > _MAX_TEXT:
+        raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     for name in ("recipe", "facts"):
         if not isinstance(manifest.provenance.get(name, {}), dict):
             raise ManifestError(f"'{where}': provenance.{name} is not an object; {_BRING_BACK}")

@@ -247,9 +247,8 @@ def main() -> int:
                 for name, result in results.items():
                     if isinstance(result, Outcome):
                         line = result.text.strip().rpartition("\n")[2][:300]
-                        print(
-                            f"  {case} {name}: {result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB {line}"
-                        )
+                        figures = f"{result.status} {result.seconds:.1f} s {result.memory_bytes >> 20} MiB"
+                        print(f"  {case} {name}: {figures} {line}")
     print(f"{num_cases} datasets, {num_runs} runs, {num_faults} faults")
     return 1 if num_faults else 0
 

@@ -237,3 +237,31 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
         make()
         with pytest.raises(DatasetNotReadyError, match=hint):
             load_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cameras": 100_000 * (CameraEntry(channel="c", source_name="", sizes=()),)}, "100000 cameras, at most 256"),
+        ({"provenance": {"recipe": 5}}, "provenance.recipe is not an object"),
+        ({"compression": {"codecs": 5}}, "compression.codecs does not map"),
+        ({"provenance": {"a": "x" * (5 << 20)}}, "bytes, at most 4194304 are read"),
+        ({"files": (FileEntry(name="a\x1b[2J", bytes=1, sha256=""),)}, "'a\\x1b[2J' is not a plain file name"),
+        ({"files": (FileEntry(name="a" * 300, bytes=1, sha256=""),)}, "... (300 characters)' is not a plain file name"),
+    ],
+)
+def test_l1_what_no_reader_can_use_is_refused(changes, words) -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(signed(**changes), "here")
+    assert words in str(caught.value)
+
+
+def test_l5_a_version_of_two_megabytes_is_not_printed_whole() -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(b'{"format": "fuelrail-dataset", "version": "' + b"9" * 2_000_000 + b'"}', "here")
+    assert len(str(caught.value)) < 400
+
+
+def test_l2_a_manifest_has_a_limit() -> None:
+    with pytest.raises(ManifestError, match="more than a manifest may have"):
+        decode_manifest(GOOD + b" " * (32 << 20), "here")
