@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.codecs import MAX_SAMPLE_BYTES, suffix
+from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.files import open_file
-from fuelrail.pipeline.index_checks import check_caps, check_plain, check_texts
+from fuelrail.pipeline.index_checks import check_caps, check_plain, check_spans, check_texts
 from fuelrail.pipeline.index_row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
 from fuelrail.pipeline.spill import Spill
 from fuelrail.pipeline.text import shown
@@ -397,13 +397,7 @@ class SampleIndex:
                 raise IndexFileError("no such name or codec")
         check_caps(starts, parts, self.names, self.codecs)
         columns = dict(zip(_SCALARS, batch.scalars, strict=True))
-        most = int(columns["length"].max())
-        if most > MAX_SAMPLE_BYTES or min(int(columns["length"].min()), int(columns["offset"].min())) < 0:
-            raise IndexFileError(f"a span of {most} bytes, or at less than 0; allowed are 0 to {MAX_SAMPLE_BYTES}")
-        first, last = int(columns["shard"].min()), int(columns["shard"].max())
-        if self._num_shards is not None and not 0 <= first <= last < self._num_shards:
-            wrong = first if first < 0 else last
-            raise IndexFileError(f"a sample in shard number {wrong}, but the manifest has {self._num_shards}")
+        check_spans(columns["offset"], columns["length"], columns["shard"], self._num_shards)
 
 
 def _texts(column: pa.StringArray) -> _Texts:

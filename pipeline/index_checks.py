@@ -90,9 +90,29 @@ def check_texts(column: pa.StringArray, name: str) -> None:
     if starts is None or not len(column):
         return
     ends = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4)
-    longest = int(np.diff(ends.astype(np.int64)).max())
+    longest = _most(np.diff(ends))
     if longest > MAX_KEY_BYTES:
         raise IndexFileError(f"a {name} of {longest} bytes, over the limit of {MAX_KEY_BYTES}")
+
+
+def _most(values: NDArray[Any]) -> int:
+    """The largest value, where one below 0 counts as larger than any cap: one pass is enough for both ends."""
+    return int(values.view(f"u{values.itemsize}").max(initial=0))
+
+
+def check_spans(offset: NDArray[Any], length: NDArray[Any], shard: NDArray[Any], num_shards: int | None) -> None:
+    """Raise IndexFileError for a span that is too long or begins before its shard, or for a shard that is not there."""
+    if _most(length) > MAX_SAMPLE_BYTES:
+        raise IndexFileError(f"a span of {_signed(_most(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}")
+    if _most(offset) >= 1 << 63:
+        raise IndexFileError("a span that begins before its shard")
+    if num_shards is not None and _most(shard) >= num_shards:
+        wrong = int(shard.min()) if shard.min() < 0 else int(shard.max())
+        raise IndexFileError(f"a sample in shard number {wrong}, but the manifest has {num_shards}")
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def check_caps(
@@ -105,13 +125,12 @@ def check_caps(
     name, codec, _, stored, raw = members
     if not len(stored):
         return
-    most_members, most_stored, most_raw = int(np.diff(starts).max()), int(stored.max()), int(raw.max())
-    if min(int(stored.min()), int(raw.min())) < 0:
-        raise IndexFileError("a member of less than 0 bytes")
+    most_members, most_stored, most_raw = _most(np.diff(starts)), _most(stored), _most(raw)
     if most_members > MAX_MEMBERS:
         raise IndexFileError(f"a sample of {most_members} members, over the cap of {MAX_MEMBERS}")
     if most_raw > MAX_MEMBER_BYTES or most_stored > MAX_SAMPLE_BYTES:
-        raise IndexFileError(f"a member of {max(most_raw, most_stored)} bytes, over the cap of {MAX_MEMBER_BYTES}")
+        worst = max(map(_signed, (most_raw, most_stored)), key=abs)
+        raise IndexFileError(f"a member of {worst} bytes, over the cap of {MAX_MEMBER_BYTES} or under 0")
     for number, text in enumerate(names):
         if member_cap(text) < most_raw and (found := int(raw[name == number].max(initial=0))) > member_cap(text):
             raise IndexFileError(f"a member {text} of {found} bytes, over the cap of {member_cap(text)}")

@@ -80,6 +80,7 @@ class Parts:
 
     root: Path
     manifest: dict[str, Any]
+    shards: list[str]
     samples: list[SampleParts]
     edit_span: Callable[[int, bytes], bytes] = _same_span
     edit_rows: Callable[[list[IndexRow]], list[IndexRow]] = list
@@ -110,7 +111,8 @@ def take_apart(root: Path) -> Parts:
         samples.append(
             SampleParts(row, {entry.name: Member(bytes(raw[entry.name]), entry.codec) for entry in row.members})
         )
-    return Parts(root, json.loads((root / MANIFEST_FILE).read_bytes()), samples)
+    manifest = json.loads((root / MANIFEST_FILE).read_bytes())
+    return Parts(root, manifest, [entry.name for entry in dataset.manifest.shards], samples)
 
 
 @contextlib.contextmanager
@@ -120,7 +122,7 @@ def edited(root: Path, out: Path) -> Iterator[Parts]:
     yield parts
     if out != root:
         shutil.copytree(root, out)
-    rows, shards = _write_shards(out, parts)
+    rows = _write_shards(out, parts)
     rows = parts.edit_rows(rows)
     names = list(dict.fromkeys(entry.name for row in rows for entry in row.members))
     kinds = sorted({entry.codec for row in rows for entry in row.members} | {"raw"})
@@ -128,11 +130,8 @@ def edited(root: Path, out: Path) -> Iterator[Parts]:
     _edit_index(out / INDEX_FILE, parts.edit_table)
     for name, edit in parts.edit_files.items():
         (out / name).write_bytes(edit((out / name).read_bytes()))
-    for entry in parts.manifest["shards"]:
-        if entry["name"] in shards:
-            _state(entry, out)
-    for entry in parts.manifest["files"]:
-        with contextlib.suppress(OSError, ValueError):
+    for entry in [*_listed(parts.manifest["shards"]), *_listed(parts.manifest["files"])]:
+        with contextlib.suppress(OSError, ValueError, TypeError):  # a name or a list that is none
             _state(entry, out)
     (out / MANIFEST_FILE).write_bytes(sealed(parts.manifest))
     parts.edit_folder(out)
@@ -142,9 +141,13 @@ def sealed(manifest: dict[str, Any]) -> bytes:
     """The bytes of ``dataset.json`` with the fingerprint of that content."""
     try:
         return encode_manifest(msgspec.convert(manifest, Manifest))
-    except (msgspec.ValidationError, UnicodeEncodeError):
+    except (msgspec.MsgspecError, UnicodeEncodeError, OverflowError):
         blank = json.dumps({**manifest, "fingerprint": ""}, sort_keys=True, separators=(",", ":"))
         return json.dumps({**manifest, "fingerprint": hashlib.sha256(blank.encode()).hexdigest()}).encode()
+
+
+def _listed(entries: object) -> list[Any]:
+    return entries if isinstance(entries, list) else []
 
 
 def _state(entry: dict[str, Any], out: Path) -> None:
@@ -152,9 +155,8 @@ def _state(entry: dict[str, Any], out: Path) -> None:
     entry["bytes"], entry["sha256"] = len(data), hashlib.sha256(data).hexdigest()
 
 
-def _write_shards(out: Path, parts: Parts) -> tuple[list[IndexRow], set[str]]:
-    rows, names = [], [entry["name"] for entry in parts.manifest["shards"]]
-    names = [entry.name for entry in open_dataset(parts.root).manifest.shards] if parts.root != out else names
+def _write_shards(out: Path, parts: Parts) -> list[IndexRow]:
+    rows, names = [], parts.shards
     data = [bytearray() for _ in names]
     for sample in parts.samples:
         key = sample.row.key if sample.key is None else sample.key
@@ -177,7 +179,7 @@ def _write_shards(out: Path, parts: Parts) -> tuple[list[IndexRow], set[str]]:
         shard += span
     for name, content in zip(names, data, strict=True):
         (out / name).write_bytes(bytes(content) + END_OF_ARCHIVE)
-    return rows, set(names)
+    return rows
 
 
 def _edit_index(path: Path, edit: Callable[[pa.Table], pa.Table]) -> None:
