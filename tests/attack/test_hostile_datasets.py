@@ -20,16 +20,21 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from support.forked import fork, join
 from support.hostile import edited, small_dataset
 from support.hostile_cases import cases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SECONDS = 10
 MEMORY_BYTES = 1536 << 20
@@ -113,32 +118,30 @@ def load(dataset: str) -> int:
 def run(name: str, place: Path) -> Outcome:
     """One command on the dataset ``place/DS``, in a fork whose home and current folder are ``place``."""
     output, begun = place / "output.txt", time.monotonic()
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        status = 70
-        try:
-            handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(handle, 1)
-            os.dup2(handle, 2)
-            sys.stdout, sys.stderr = (os.fdopen(number, "w", errors="strict") for number in (1, 2))
-            os.chdir(place)
-            os.environ.update(HOME=str(place), TMPDIR=str(place / "tmp"), XDG_CACHE_HOME=str(place / "tmp"))
-            tempfile.tempdir = None
-            from fuelrail.__main__ import main
 
+    def work() -> None:
+        handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
+        os.chdir(place)
+        os.environ.update(HOME=str(place), TMPDIR=str(place / "tmp"), XDG_CACHE_HOME=str(place / "tmp"))
+        tempfile.tempdir = None
+        from fuelrail.__main__ import main
+
+        try:
             status = main(COMMANDS[name]) if COMMANDS[name] else load("DS")
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 70
         except BaseException:  # noqa: BLE001 - reported by traceback and status
-            import traceback
-
             traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
+            status = 70
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    sys.stdout.flush()
+    pid = fork(work)
     done = 0
     while not done and time.monotonic() - begun < 2 * SECONDS:
         done, status, usage = os.wait4(pid, os.WNOHANG)
@@ -150,22 +153,9 @@ def run(name: str, place: Path) -> Outcome:
     return Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - begun, usage.ru_maxrss << 10, text)
 
 
-def in_fork(work) -> None:
+def in_fork(work: Callable[[], object]) -> None:
     """Run it in a fork, so that this process has neither its threads nor its memory."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:  # noqa: BLE001 - reported by traceback and status
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the dataset could not be made"
+    assert join(fork(work)) == 0, "the dataset could not be made"
 
 
 def footprint(place: Path) -> dict[str, str]:

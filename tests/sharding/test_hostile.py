@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -272,3 +275,31 @@ def test_l6_a_full_shared_memory_is_named(small, tmp_path, monkeypatch):
         engine = local.LocalEngine(2, "processes")
         shard(SourceSpec("fuelrail", str(small), {}), tmp_path / "out", make_recipe(seed=1), 2, Quiet(), engine)
     assert "output folder" not in str(caught.value)
+
+
+@pytest.fixture
+def endless():
+    """A server whose every file has no end, whatever range is asked for."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 20))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/DS"
+        server.shutdown()
+        thread.join()
+
+
+def test_l2_a_manifest_without_end_over_http(endless):
+    with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 33554432 bytes"):
+        open_dataset(endless)
