@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fuelrail.pipeline.attributes import MAX_TEXT_BYTES
 from fuelrail.pipeline.codecs import member_cap
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
@@ -233,6 +234,12 @@ class ScanWriter:
     def _flush(self) -> None:
         columns = zip(*self._pending, strict=True)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+        for array, field in zip(arrays, self._schema, strict=True):
+            if field.name.startswith(_PREFIX) and pa.types.is_string(field.type):
+                longest = pc.max(pc.binary_length(array)).as_py() or 0
+                if longest > MAX_TEXT_BYTES:
+                    name = field.name.removeprefix(_PREFIX)
+                    raise SourceError(f"attribute '{name}' of a sample has {longest} bytes, at most {MAX_TEXT_BYTES}")
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._pending, self._pending_bytes = [], 0
 

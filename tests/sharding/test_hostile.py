@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import os
 import shutil
 import subprocess
@@ -18,7 +19,9 @@ from fuelrail.pipeline.codecs import MAX_SAMPLE_BYTES
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
+from fuelrail.sharding.packing import RawMember, ShardPacker
 from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.reading import ReadBuffer
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.source import SourceSpec
@@ -139,6 +142,20 @@ class TestMemory:
         monkeypatch.setattr("fuelrail.sharding.table._MAX_PENDING_BYTES", 10_000)
         with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
             reshard(small, tmp_path / "out")
+
+    def test_m2_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.pipeline.codecs.MAX_SAMPLE_BYTES", 2000)
+        with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
+            ShardPacker(io.BytesIO(), 0, 3, None, ReadBuffer()).add(
+                "a", "a", 0, 0, [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))]
+            )
+
+    def test_m2_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.sharding.table.MAX_TEXT_BYTES", 3)
+        with edited(small, tmp_path / "DS") as parts:
+            cases()["parquet/short-text"](parts)
+        with pytest.raises(SourceError, match="attribute 'note' of a sample has 4 bytes, at most 3"):
+            reshard(tmp_path / "DS", tmp_path / "out")
 
     def test_l7_found_later_reshard_under_a_limit_of_address_space_ends_in_a_sentence(self, case, tmp_path):
         place = case(f"zstd/{BOXES}-1024")

@@ -394,6 +394,7 @@ def _parquet() -> dict[str, Any]:
         "two-keys": lambda table: table.append_column("key", table["key"]),
         "giant-key": lambda table: table.set_column(0, "key", pa.array([giant, *"bcdefgh"])),
         "giant-text": lambda table: table.append_column("note", pa.array([giant] * 2 + [""] * 6)),
+        "short-text": lambda table: table.append_column("note", pa.array(["text"] * 8)),
         "fewer": lambda table: table.slice(0, 2),
         "order": lambda table: table.take([1, 0, 2, 3, 4, 5, 6, 7]),
         "list": lambda table: table.append_column("note", pa.array([[1]] * 8)),
