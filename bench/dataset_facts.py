@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fuelrail.pipeline.text import shown
+
 if TYPE_CHECKING:
     from fuelrail.pipeline.dataset import Dataset
 
@@ -27,7 +29,7 @@ def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
     entry = dataset.split(split)
     lengths = dataset.index.column("length", entry.first_sample, entry.first_sample + entry.num_samples)
     return DatasetFacts(
-        name=dataset.manifest.name,
+        name=shown(dataset.manifest.name),
         fingerprint=dataset.manifest.fingerprint,
         split=split,
         num_samples=entry.num_samples,

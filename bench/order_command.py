@@ -25,6 +25,7 @@ from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order import Kind, Layout, OrderSpec
 from fuelrail.pipeline.settings import load_yaml
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import argparse
@@ -127,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     figures = [describe(each, clips, shards, arguments.global_batch) for each in placed]
     description = Description(
-        dataset=dataset.manifest.name,
+        dataset=shown(dataset.manifest.name),
         split=arguments.split,
         epoch=arguments.epoch,
         global_batch=arguments.global_batch,

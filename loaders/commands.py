@@ -32,6 +32,7 @@ def _run_view(args: argparse.Namespace) -> int:
     from fuelrail.pipeline.augment import ImageAugment
     from fuelrail.pipeline.dataset import open_dataset
     from fuelrail.pipeline.settings import load_yaml
+    from fuelrail.pipeline.text import shown
 
     for name in ("seed", "epoch"):
         if getattr(args, name) < 0:
@@ -63,7 +64,7 @@ def _run_view(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--output '{output}' cannot be written: {error.strerror}") from error
     num_boxes = 0 if sample.boxes is None else len(sample.boxes.boxes3d)
-    print(f"{sample.key}: {len(sample.images)} cameras, {num_boxes} boxes -> {output}")  # noqa: T201
+    print(f"{shown(sample.key)}: {len(sample.images)} cameras, {num_boxes} boxes -> {output}")  # noqa: T201
     return 0
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import zstandard
 
 from fuelrail.pipeline.errors import CodecError, ConfigError, MemberTooLargeError
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,8 +32,17 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.dictionary import Dictionary
 
-MAX_MEMBER_BYTES: Final = 1 << 30
-"""Cap on one member, stored or decoded: 1 GiB."""
+MAX_MEMBER_BYTES: Final = 128 << 20
+"""Cap on one member, stored or decoded: 128 MiB."""
+
+MAX_SAMPLE_BYTES: Final = 512 << 20
+"""Cap on what a reader holds of one sample, 512 MiB: its span, and what its compressed members decode to."""
+
+MAX_MEMBERS: Final = 4096
+"""Cap on the members of one sample."""
+
+_CAPS: Final = {META: 1 << 20, GEOMETRY: 1 << 20, BOXES: 4 << 20}
+"""Caps on members of which readers make Python objects or tables."""
 
 MAX_ZSTD_LEVEL: Final = zstandard.MAX_COMPRESSION_LEVEL
 DEFAULT_ZSTD_LEVEL: Final = 3
@@ -47,6 +57,16 @@ _PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
 _DICT_SUFFIX: Final = ".dict.zst"
 _PLANES_SUFFIX = re.compile(r"\.p([1-9][0-9]{0,3})\.zst\Z")
 _local = threading.local()
+
+
+def member_cap(name: str) -> int:
+    """The most bytes that a member of this field name (without codec suffix) may decode to."""
+    return _CAPS.get(name, MAX_MEMBER_BYTES)
+
+
+def held_bytes(stored_bytes: int, raw_bytes: int, codec: str) -> int:
+    """What a member counts for in :data:`MAX_SAMPLE_BYTES`."""
+    return stored_bytes if codec == RAW else stored_bytes + raw_bytes
 
 
 def planes(row_bytes: int) -> str:
@@ -192,9 +212,15 @@ def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         return
     # OpenCV transposes bytes 4 to 7 times as fast as numpy's strided copy, which would take longer than zstd. It is
     # imported on first use, so that reading metadata does not wait for it.
-    import cv2
+    try:
+        import cv2
 
-    cv2.transpose(source, dst=out)
+        cv2.transpose(source, dst=out)
+    except (ImportError, AttributeError) as error:  # the latter: another thread's import of it failed half-way
+        raise ConfigError(
+            f"OpenCV cannot be loaded ({error}): it needs the package opencv-python-headless and some 1 GiB of address "
+            "space (see `ulimit -v`)"
+        ) from error
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:

@@ -6,15 +6,16 @@ into checked members.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import xxhash
 
 from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dictionary import DICTIONARY_FILE, Dictionary
+from fuelrail.pipeline.dictionary import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
 from fuelrail.pipeline.errors import (
     ChecksumError,
     CodecError,
@@ -25,6 +26,7 @@ from fuelrail.pipeline.errors import (
     SchemaError,
     TruncatedShardError,
 )
+from fuelrail.pipeline.files import read_file
 from fuelrail.pipeline.frames import is_framed, open_span
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow, SampleIndex
 from fuelrail.pipeline.manifest import Manifest, SplitEntry, load_manifest
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.buffers import Buffer
     from fuelrail.pipeline.retry import RetryPolicy
+
+
+_NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
+"""Errors at opening a file that say nothing about the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ def open_dataset(
     try:
         index = _open_index(folder, manifest)
     except IndexFileError as error:
-        if url is not None:
+        if url is not None or getattr(error.__cause__, "errno", None) in _NOT_THE_FILE:
             raise
         hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
         raise IndexFileError(f"{error}; {hint}") from error
@@ -117,7 +123,7 @@ def open_dataset(
 def _open_index(folder: Path, manifest: Manifest) -> SampleIndex:
     if not (folder / INDEX_FILE).exists():
         raise IndexFileError(f"'{folder}' has no {INDEX_FILE}")
-    index = SampleIndex(folder / INDEX_FILE)
+    index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
     stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
     size = (folder / INDEX_FILE).stat().st_size
     if size != stated:
@@ -141,7 +147,7 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
         return None
     hint = "bring it back from a copy, or run `fuelrail verify` with --repair: without it some members cannot be read"
     try:
-        data = file.read_bytes()
+        data = read_file(file, MAX_DICTIONARY_BYTES)
     except OSError as error:
         raise ManifestError(f"'{file}' cannot be read: {error.strerror}; {hint}") from error
     if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:

@@ -30,9 +30,18 @@
 
 from __future__ import annotations
 
+from fuelrail.pipeline.text import message as fit_to_print
+
 
 class FuelrailError(Exception):
-    """Base of all errors raised on purpose by Fuelrail. Its text is one sentence for the user."""
+    """Base of all errors raised on purpose by Fuelrail. Its text is one sentence for the user.
+
+    The text may quote what a dataset holds, and goes to terminals and logs: control characters in it are escaped, and
+    its length is limited.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(fit_to_print(str(text)))
 
 
 class ConfigError(FuelrailError, ValueError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zstandard
 
-from fuelrail.pipeline.codecs import check_level
+from fuelrail.pipeline.codecs import MAX_SAMPLE_BYTES, check_level
 from fuelrail.pipeline.errors import FrameError, MemberTooLargeError, TruncatedShardError
 from fuelrail.pipeline.shardfile import BLOCK_BYTES
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SHARD_SUFFIX: Final = ".tar"
 FRAMED_SUFFIX: Final = ".tar.zst"
-MAX_FRAME_BYTES: Final = 1 << 30
-"""Cap on one decoded frame: 1 GiB, the seekable format's own limit."""
+MAX_FRAME_BYTES: Final = MAX_SAMPLE_BYTES
+"""Cap on one decoded frame."""
 
 _SKIPPABLE_MAGIC: Final = 0x184D2A5E
 _SEEKABLE_MAGIC: Final = 0x8F92EAB1

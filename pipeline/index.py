@@ -21,8 +21,11 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.files import open_file
+from fuelrail.pipeline.index_checks import check_caps, check_plain, check_spans, check_texts
 from fuelrail.pipeline.index_row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
 from fuelrail.pipeline.spill import Spill
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
@@ -196,10 +199,10 @@ class _MemberParts:
     """The members of a batch's rows, one after the other, in columns as they are stored."""
 
     def __init__(self, columns: tuple[memoryview, ...], kinds: _Kinds) -> None:
-        self._columns, self._kinds = columns, kinds
+        self.columns, self._kinds = columns, kinds
 
     def __call__(self, first: int, end: int) -> MemberColumns:
-        name, codec, offset, stored, raw = self._columns
+        name, codec, offset, stored, raw = self.columns
         return MemberColumns(
             self._kinds(name[first:end], codec[first:end]),
             offset[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(),
@@ -229,20 +232,26 @@ class SampleIndex:
     ``names`` and ``codecs`` are all that occur in the dataset.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Map the file; raises IndexFileError where it is not a whole index file of this version."""
-        self._path = str(path)
+    def __init__(self, path: str | os.PathLike[str], num_shards: int | None = None) -> None:
+        """Map the file; raises IndexFileError where it is not a whole index file of this version.
+
+        Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at.
+        """
+        self._path, self._num_shards = str(path), num_shards
         self._lock = threading.Lock()
         try:
-            with Path(path).open("rb") as file:
+            with open_file(path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
         except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: an empty file
-            raise IndexFileError(f"index '{self._path}' cannot be opened: {error}") from error
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise IndexFileError(f"index '{self._path}' cannot be opened: {why}") from error
         metadata = self._file.schema.metadata or {}
         version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
         if version != str(INDEX_VERSION):
-            raise IndexFileError(f"index '{self._path}' has version {version}; this Fuelrail reads {INDEX_VERSION}")
+            raise IndexFileError(
+                f"index '{self._path}' has version {shown(version)}; this Fuelrail reads {INDEX_VERSION}"
+            )
         if not self._file.schema.equals(pa.schema(_COLUMNS)):
             raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
         self.names = self._vocabulary(metadata, _NAMES_KEY)
@@ -320,6 +329,16 @@ class SampleIndex:
         """The map of the whole file."""
         return self._map
 
+    def member_totals(self) -> NDArray[np.float64]:
+        """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
+        totals = np.zeros((3, len(self.names), len(self.codecs)))
+        for number in range(len(self._batches)):
+            name, codec, _, stored, raw = map(np.asarray, self._batch(number).row_members.columns)
+            np.add.at(totals[0], (name, codec), 1)
+            np.add.at(totals[1], (name, codec), stored)
+            np.add.at(totals[2], (name, codec), raw)
+        return totals
+
     def release(self) -> None:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -340,8 +359,9 @@ class SampleIndex:
     def _record_batch(self, number: int) -> pa.RecordBatch:
         """Map one record batch, unchecked but for its number of rows; raises IndexFileError."""
         try:
+            check_plain(memoryview(self._map), number)
             record = self._file.get_batch(number)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
         wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
         if not wanted <= record.num_rows <= ROWS_PER_BATCH:
@@ -353,8 +373,11 @@ class SampleIndex:
         try:
             # Arrow trusts offsets once a batch is accepted: a damaged one would end the process, not raise. The check
             # takes about a millisecond for each batch of 65,536 samples, on first use.
-            record.validate(full=True)
+            record.validate()
             columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
+            for name in _TEXTS:
+                check_texts(columns[name], name)
+            record.validate(full=True)
             members = columns["members"]
             scalars = tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS)
             parts = [members.values.field(i).to_numpy(zero_copy_only=True) for i in range(_MEMBER_TYPE.num_fields)]
@@ -368,12 +391,18 @@ class SampleIndex:
                 memoryview(members.offsets.to_numpy(zero_copy_only=True)),
                 _MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
-        except (OSError, pa.ArrowException) as error:
+            self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
+        except (OSError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
+        return batch
+
+    def _check(self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]) -> None:
         for codes, known in zip(parts, (self.names, self.codecs), strict=False):
             if codes.size and not 0 <= codes.min() <= codes.max() < len(known):
-                raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: no such name or codec")
-        return batch
+                raise IndexFileError("no such name or codec")
+        check_caps(starts, parts, self.names, self.codecs)
+        columns = dict(zip(_SCALARS, batch.scalars, strict=True))
+        check_spans(columns["offset"], columns["length"], columns["shard"], self._num_shards)
 
 
 def _texts(column: pa.StringArray) -> _Texts:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.files import read_file
 from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
@@ -19,7 +21,17 @@ if TYPE_CHECKING:
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
 FORMAT_VERSION: Final = 1
+MAX_MANIFEST_BYTES: Final = 32 << 20
+"""Of ``dataset.json``: some 100,000 shards."""
 
+_MAX_FREE_BYTES: Final = 4 << 20
+"""Of the two objects whose keys are free: as Python objects they may take twenty times as much."""
+_MAX_FILE_NAME_BYTES: Final = 255
+_MAX_CAMERAS: Final = 256
+_MAX_LIDARS: Final = 64
+_MAX_TEXT: Final = 4096
+_MAX_NAMES: Final = 1 << 15
+"""Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
 WORK_FOLDER: Final = ".fuelrail"
 
@@ -67,6 +79,15 @@ class LidarEntry(Settings, frozen=True):
     channel: str
     source_name: str
     columns: tuple[str, ...]
+
+
+class _Head(msgspec.Struct):
+    """What is looked at before Python objects are made of the rest."""
+
+    format: msgspec.Raw = msgspec.Raw()
+    version: msgspec.Raw = msgspec.Raw()
+    compression: msgspec.Raw = msgspec.Raw()
+    provenance: msgspec.Raw = msgspec.Raw()
 
 
 class Manifest(Settings, frozen=True):
@@ -140,19 +161,29 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check ``dataset.json``; ``where`` names it in errors. Raises ManifestError."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"'{where}' has over {MAX_MANIFEST_BYTES} bytes, more than a manifest may have")
     try:
-        head = msgspec.json.decode(data)
+        msgspec.json.decode(data, type=msgspec.Raw)
+        head = msgspec.json.decode(data, type=_Head)
+    except msgspec.ValidationError:
+        head = _Head()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}' is not JSON: {error}; {_BRING_BACK}") from error
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
+    if bytes(head.format) != msgspec.json.encode(FORMAT):
         raise ManifestError(f"'{where}' is not a Fuelrail manifest: its format is not {FORMAT!r}")
-    if head.get("version") != FORMAT_VERSION:
-        raise ManifestError(f"'{where}' has format version {head.get('version')!r}; this reads {FORMAT_VERSION}")
+    if bytes(head.version) != msgspec.json.encode(FORMAT_VERSION):
+        version = shown(bytes(head.version).decode(errors="replace") or "none")
+        raise ManifestError(f"'{where}' has format version {version}; this reads {FORMAT_VERSION}")
+    for name, part in (("compression", head.compression), ("provenance", head.provenance)):
+        if len(bytes(part)) > _MAX_FREE_BYTES:
+            raise ManifestError(f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read")
     try:
-        manifest = msgspec.convert(head, Manifest)
-    except msgspec.ValidationError as error:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}': {error}") from error
     manifest = _checked(manifest, where)
+    _check_limits(manifest, where)
     _check_names(manifest, where)
     _check_runs(manifest, where)
     return manifest
@@ -181,7 +212,7 @@ def load_manifest(root: str | os.PathLike[str]) -> Manifest:
     """
     file = Path(root) / MANIFEST_FILE
     try:
-        data = file.read_bytes()
+        data = read_file(file, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DatasetNotReadyError(f"'{root}' {_why_not_ready(Path(root))}") from error
     except OSError as error:
@@ -200,22 +231,47 @@ def _why_not_ready(root: Path) -> str:
     return f"has no dataset.json: sharding has not finished there; {make}"
 
 
+def _check_limits(manifest: Manifest, where: str) -> None:
+    """Tables grow with the rig and the lists of names, so both are limited; and free objects are what readers take."""
+    for what, names, most in (
+        ("cameras", manifest.cameras, _MAX_CAMERAS),
+        ("lidars", manifest.lidars, _MAX_LIDARS),
+        ("classes", manifest.classes, _MAX_NAMES),
+        ("attributes", manifest.attributes, _MAX_NAMES),
+    ):
+        if len(names) > most:
+            raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
+    texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
+    rig = (camera.source_name for camera in manifest.cameras), (lidar.source_name for lidar in manifest.lidars)
+    columns = (column for lidar in manifest.lidars for column in lidar.columns)
+    longest = max(map(len, (*texts, *rig[0], *rig[1], *columns, *manifest.classes, *manifest.attributes)))
+    if longest > _MAX_TEXT:
+        raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
+    for name in ("recipe", "facts"):
+        if not isinstance(manifest.provenance.get(name, {}), dict):
+            raise ManifestError(f"'{where}': provenance.{name} is not an object; {_BRING_BACK}")
+    codecs = manifest.compression.get("codecs", {})
+    if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
+        raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {_BRING_BACK}")
+
+
 def _check_names(manifest: Manifest, where: str) -> None:
     """Names become paths, keys and member names: they must be plain, and none may stand twice."""
     files = [*(shard.name for shard in manifest.shards), *(file.name for file in manifest.files)]
     for name in files:
-        if name in ("", ".", "..", MANIFEST_FILE) or "/" in name or "\0" in name:
-            raise ManifestError(f"'{where}': {name!r} is not a plain file name")
+        is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
+        if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
+            raise ManifestError(f"'{where}': '{shown(name)}' is not a plain file name")
     for kind, names, pattern in (
         ("file", files, None),
-        ("channel", manifest.channels, "[a-z0-9_]+"),
-        ("split", list(manifest.splits), "[a-z][a-z0-9_]*"),
+        ("channel", manifest.channels, "[a-z0-9_]{1,100}"),
+        ("split", list(manifest.splits), "[a-z][a-z0-9_]{0,99}"),
     ):
         for name, count in Counter(list(names)).items():
             if count > 1:
-                raise ManifestError(f"'{where}': {kind} '{name}' stands twice")
+                raise ManifestError(f"'{where}': {kind} '{shown(name)}' stands twice")
             if pattern is not None and not re.fullmatch(pattern, name):
-                raise ManifestError(f"'{where}': {kind} name {name!r} does not match {pattern}")
+                raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.index import INDEX_FILE
-from fuelrail.pipeline.manifest import MANIFEST_FILE, FileEntry, decode_manifest
+from fuelrail.pipeline.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
 from fuelrail.pipeline.private import make_folder, open_file
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries, redacted
 
@@ -37,6 +37,7 @@ _EXTRAS: Final = {
 _VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a disk says that takes no more."""
+_READ_BYTES: Final = 1 << 20
 _SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
 
 
@@ -108,7 +109,7 @@ def fetch_dataset(
     """
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
-    data = source.read(MANIFEST_FILE)
+    data = source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES)
     manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}")
     digest = hashlib.sha256(data).hexdigest()
     folder = (cache_folder or default_cache_folder()) / "datasets" / digest
@@ -147,7 +148,9 @@ def read_fingerprint(url: str, storage_options: Mapping[str, Any] | None, retry:
     """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry)
-    return decode_manifest(source.read(MANIFEST_FILE), f"{source.shown}/{MANIFEST_FILE}").fingerprint
+    return decode_manifest(
+        source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), f"{source.shown}/{MANIFEST_FILE}"
+    ).fingerprint
 
 
 class _Source:
@@ -164,17 +167,37 @@ class _Source:
         self._fs, self._path, self.shown = fs, path, shown
         self._options, self._retry = storage_options, retry
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """A whole file; raises ManifestError for one of more than ``max_bytes``, of which no more is read."""
+        path = f"{self._path}/{name}"
+
         def work() -> bytes:
-            data: bytes = self._fs.cat_file(f"{self._path}/{name}")
+            if self.shown.startswith("http"):
+                return self._streamed(path, max_bytes + 1)
+            data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
             return data
 
-        return call_with_retries(work, self._retry, self._on_fault(name), self._options)
+        data = call_with_retries(work, self._retry, self._on_fault(name), self._options)
+        if len(data) > max_bytes:
+            raise ManifestError(
+                f"'{self.shown}/{name}' has more than {max_bytes} bytes, which is all that is read of it"
+            )
+        return data
+
+    def _streamed(self, path: str, num_bytes: int) -> bytes:
+        """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
+        parts, left = list[bytes](), num_bytes
+        # Without a block size it is a stream; a stated size saves the request that would ask for it.
+        with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
+            while left > 0 and (part := file.read(min(left, _READ_BYTES))):
+                parts.append(part)
+                left -= len(part)
+        return b"".join(parts)
 
     def checked(self, entry: FileEntry) -> bytes:
         """A file whose SHA-256 the manifest states; read twice before it is called wrong."""
         for _ in range(2):
-            data = self.read(entry.name)
+            data = self.read(entry.name, max(entry.bytes, 0))
             if hashlib.sha256(data).hexdigest() == entry.sha256:
                 return data
         raise ManifestError(

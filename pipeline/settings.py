@@ -6,20 +6,25 @@ are :class:`~fuelrail.pipeline.errors.ConfigError`; nothing is coerced and nothi
 
 from __future__ import annotations
 
+import errno
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import yaml
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
+
+
+_MAX_TEXT_BYTES: Final = 16 << 20
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,13 +68,22 @@ def convert(value: object, to: type[S], where: str) -> S:
         raise ConfigError(f"{where}: at '{path}': {text}{_hint(text, path, to)}") from error
 
 
+def read_text(file: Path) -> str:
+    """The text of a small file that a user named, which may be a pipe; raises OSError, and for what is too large."""
+    with file.open("rb") as stream:
+        data = stream.read(_MAX_TEXT_BYTES + 1)
+    if len(data) > _MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MAX_TEXT_BYTES} bytes, which is all that is read of it")
+    return data.decode("utf-8").replace("\r\n", "\n")
+
+
 def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     """Read a YAML file into the settings type ``to``; raises ConfigError naming file, line and path in the file."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except OSError as error:
-        raise ConfigError(f"config file '{file}' cannot be read: {error.strerror}") from error
+        raise ConfigError(f"config file '{shown(file)}' cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
     try:

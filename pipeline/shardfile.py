@@ -15,6 +15,7 @@ import tarfile
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, TarFormatError, TruncatedShardError
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ END_OF_ARCHIVE: Final = bytes(2 * BLOCK_BYTES)
 
 MAX_STORED_BYTES: Final = 0o77777777777
 """What a ustar size field holds: 8 GiB less one byte."""
+
+MAX_KEY_BYTES: Final = 512
+"""Cap on a sample's key, and on a clip's id."""
 
 _KEY = re.compile(r"(?!__)[a-z0-9_-]+\Z")  # webdataset skips files called __...__
 _FIELD = re.compile(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+\Z")
@@ -66,8 +70,11 @@ class FoundMember(NamedTuple):
 
 def check_key(key: str) -> None:
     """Raise ConfigError unless ``key`` is a legal sample key: ``[a-z0-9_-]+``, no dot, no slash (FORMAT.md)."""
-    if not _KEY.match(key):
-        raise ConfigError(f"sample key {key!r} is not allowed: use only the characters a-z 0-9 _ -, not __ in front")
+    if not _KEY.match(key) or len(key) > MAX_KEY_BYTES:
+        raise ConfigError(
+            f"sample key '{shown(key)}' is not allowed: use only the characters a-z 0-9 _ -, not __ in front, "
+            f"{MAX_KEY_BYTES} at most"
+        )
 
 
 @functools.lru_cache(maxsize=1024)

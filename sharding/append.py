@@ -21,10 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
+from fuelrail.pipeline.files import open_descriptor, open_file
 from fuelrail.pipeline.frames import shard_stem
 from fuelrail.pipeline.index import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.manifest import (
@@ -206,8 +207,9 @@ def _link(old: Path, out: FolderOutput, new: str) -> bool:
     if final.exists() and final.samefile(old):
         return True
     temporary.unlink(missing_ok=True)
+    os.close(open_descriptor(old))
     try:
-        os.link(old, temporary)
+        os.link(os.path.realpath(old), temporary)
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
             raise
@@ -220,7 +222,7 @@ def _link(old: Path, out: FolderOutput, new: str) -> bool:
 def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:
     """A copy, which gets its name if it has that digest."""
     if source.url is None:
-        opened: Any = (source.root / old).open("rb")
+        opened: Any = open_file(source.root / old)
     else:
         fs, root = filesystem(source.url)
         opened = fs.open(f"{root}/{old}", "rb", block_size=_COPY_BYTES)
@@ -263,7 +265,7 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
 def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
     """The attributes of all samples; a column that a dataset lacks is null for its samples."""
     files = [dataset.root / ATTRIBUTES_FILE for dataset in datasets]
-    schemas = [pq.read_schema(file).remove_metadata() for file in files]
+    schemas = [AttributesFile(file).schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
         schema = pa.unify_schemas(schemas)
     except pa.ArrowInvalid as error:
@@ -323,7 +325,9 @@ def _manifest(
         ),
         compression={
             **first.compression,
-            "codecs": {name: codec for m in reversed(manifests) for name, codec in m.compression["codecs"].items()},
+            "codecs": {
+                name: codec for m in reversed(manifests) for name, codec in m.compression.get("codecs", {}).items()
+            },
         },
         splits=splits,
         shards=tuple(piece.new for piece in pieces),

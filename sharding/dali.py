@@ -31,4 +31,4 @@ class IndexText:
 
     def encode(self) -> bytes:
         """The whole file."""
-        return "\n".join([f"v1.2 {len(self._lines)}", *self._lines, ""]).encode("ascii")
+        return "\n".join([f"v1.2 {len(self._lines)}", *self._lines, ""]).encode("ascii", "replace")

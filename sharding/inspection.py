@@ -6,22 +6,27 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import pyarrow as pa
 
 from fuelrail.pipeline.command import counted
 from fuelrail.pipeline.dataset import Dataset, check_span, open_dataset, read_members
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from fuelrail.pipeline.files import open_file
 from fuelrail.pipeline.frames import is_framed, span_bytes
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow
 from fuelrail.pipeline.sample_rules import Rig, check_sample
 from fuelrail.pipeline.schema import Sample, decode_sample
+from fuelrail.pipeline.text import json_text, shown
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    import numpy as np
+
+    from fuelrail.pipeline.index import IndexRow
+
 _NS_PER_MS = 1_000_000
+_MAX_CELL = 2000
+"""Characters of one cell of a table: it may list a few hundred classes."""
 
 
 def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
@@ -156,7 +161,7 @@ def _layout(dataset: Dataset) -> str:
 def _read(dataset: Dataset, row: IndexRow) -> Sample:
     path = dataset.shard_path(row)
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(row.offset)
             span = file.read(row.length)
     except OSError as error:
@@ -172,14 +177,7 @@ def _read(dataset: Dataset, row: IndexRow) -> Sample:
 def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
     """Count, stored and raw bytes of each field name and codec, from the index's columns alone."""
     names, codecs = dataset.index.names, dataset.index.codecs
-    totals = np.zeros((3, len(names), len(codecs)))
-    with pa.ipc.open_file(pa.memory_map(str(dataset.root / INDEX_FILE))) as file:
-        for number in range(file.num_record_batches):
-            values = file.get_batch(number).column("members").flatten()
-            at = (values.field("name").to_numpy(), values.field("codec").to_numpy())
-            np.add.at(totals[0], at, 1)
-            np.add.at(totals[1], at, values.field("stored_bytes").to_numpy())
-            np.add.at(totals[2], at, values.field("raw_bytes").to_numpy())
+    totals = dataset.index.member_totals()
     return [
         {
             "name": name,
@@ -208,10 +206,10 @@ def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned to the left, two spaces apart."""
-    every = [titles, *rows] if titles else rows
+    every = [[shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)]
     widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))] if every else []
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in every)
 
 
 def _json(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+    return json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n"

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.pipeline.files import open_file, read_file
 from fuelrail.pipeline.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
 from fuelrail.pipeline.remote import is_url
 from fuelrail.sharding.url_output import UrlOutput
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+_MAX_SMALL_BYTES: Final = 1 << 30
+"""Of a file that is read as a whole: a shard's record, which has its rows of the index, is the largest."""
 
 
 class Output(Protocol):
@@ -114,8 +117,8 @@ def check_out(out: Output) -> None:
 def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
     """Whether a file is there with this size and SHA-256."""
     try:
-        with path.open("rb") as file:
-            if path.stat().st_size != num_bytes:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
                 return False
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256
     except FileNotFoundError:
@@ -149,15 +152,16 @@ class FolderOutput:
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
-            file = next(path for path in (self.root, *self.root.parents) if path.is_file())
-            raise DatasetExistsError(f"output folder '{self.root}' cannot be made: '{file}' is a file") from error
+            file = next((path for path in (self.root, *self.root.parents) if path.exists()), self.root)
+            kind = "a file" if file.is_file() else "not a folder"
+            raise DatasetExistsError(f"output folder '{self.root}' cannot be made: '{file}' is {kind}") from error
         except OSError as error:
             raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
 
     def read(self, name: str) -> bytes | None:
         """A small file's bytes."""
         try:
-            return (self.root / name).read_bytes()
+            return read_file(self.root / name, _MAX_SMALL_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -66,6 +66,16 @@ class ShardPacker:
         """Encode and write the next sample; returns the length of its span [bytes]."""
         stored = [StoredMember(_stored_name(name, codec), self._encode(codec, data)) for name, codec, data in members]
         packed = pack_sample(key, stored)
+        held = [
+            codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
+            for (_, codec, raw), (_, data) in zip(members, stored, strict=True)
+        ]
+        if (most := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(held) > codecs.MAX_MEMBERS:
+            raise MemberTooLargeError(
+                f"{len(held)} members that take {most} bytes of memory, over the caps of {codecs.MAX_MEMBERS} and "
+                f"{codecs.MAX_SAMPLE_BYTES}",
+                key=key,
+            )
         pieces, length = self._stored_span(key, stored, packed)
         digest = xxhash.xxh3_64()
         for piece in pieces:

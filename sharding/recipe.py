@@ -20,7 +20,7 @@ from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL, RAW, ZSTD, ZSTD_DICT, p
 from fuelrail.pipeline.dictionary import MAX_DICTIONARY_BYTES, MIN_DICTIONARY_BYTES
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, lidar_channel
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.settings import Settings, convert, read_text
 from fuelrail.sharding.transcode import ImageRecipe  # noqa: TC001 - msgspec reads the annotation
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def parse_splits(text: str) -> Splits:
 
 def _read_splits(path: Path) -> Splits:
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+        value = yaml.safe_load(read_text(path))
         lists = msgspec.convert(value, dict[str, list[str]])
     except OSError as error:
         raise ConfigError(

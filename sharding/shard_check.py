@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.pipeline.codecs import suffix
 from fuelrail.pipeline.dataset import Dataset, check_span, read_members
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
+from fuelrail.pipeline.files import open_file, read_file
 from fuelrail.pipeline.frames import Frame, decode_frame, is_framed, read_seek_table, shard_stem, span_bytes
 from fuelrail.pipeline.index import INDEX_FILE, IndexRow
 from fuelrail.pipeline.sample_rules import Rig, broken_rules, unsafe_ending
@@ -19,6 +20,7 @@ from fuelrail.pipeline.schema import IMAGE_EXTENSIONS, decode_sample
 from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
 from fuelrail.sharding.dali import IndexText
 from fuelrail.sharding.images import check_pixels
+from fuelrail.sharding.threads import one_at_a_time
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +56,7 @@ class ShardCheck:
         """Check the file; returns itself."""
         shard = self.shard
         try:
-            with (self._folder / shard.name).open("rb") as file:
+            with open_file(self._folder / shard.name) as file:
                 view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except ValueError:  # how mmap says it
             self._fault(f"is empty, the manifest says {shard.bytes} bytes")
@@ -96,8 +98,9 @@ class ShardCheck:
         for member in found.values():
             self._fault(f"member '{member.name}' is not in the index", member.header_offset)
         name = f"{shard_stem(shard.name)}.idx"
-        with contextlib.suppress(OSError):  # told already, with the other files
-            if not self.faults and (self._folder / name).read_bytes() != listing.encode():
+        text = listing.encode()
+        with contextlib.suppress(OSError):  # reported already, with the other files
+            if not self.faults and read_file(self._folder / name, len(text)) != text:
                 self.faults.append(Fault(name, f"does not list the members of {shard.name}"))
 
     def _check_file(self, shard: ShardEntry, view: memoryview) -> None:
@@ -152,7 +155,9 @@ class ShardCheck:
 
     def _check_content(self, row: IndexRow, span: memoryview) -> None:
         if self._deep:
-            self._decode(row, span)
+            _, _, stored_bytes, raw_bytes = row.columns()
+            with one_at_a_time(sum(stored_bytes) + sum(raw_bytes)):
+                self._decode(row, span)
 
     def _decode(self, row: IndexRow, span: memoryview) -> None:
         try:
@@ -200,7 +205,8 @@ class _FramedCheck(ShardCheck):
                 said = f"{table[number]}" if number < len(table) else "no such frame"
                 self._fault(f"the index has {frame}, the seek table {said}", at, row.key)
             if self._is_intact(row, stored):
-                found = self._found(stored, frame, row.key)
+                with one_at_a_time(frame.raw_bytes):
+                    found = self._found(stored, frame, row.key)
                 if found is not None:
                     there = {row.offset + member.offset: member for member in found}
                     self._check_members(row, there, row.offset + frame.raw_bytes)

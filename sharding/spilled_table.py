@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+
+from fuelrail.pipeline.attributes import AttributesFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.spill import Spill, SpilledTexts
-
-_ROWS_AT_ONCE: Final = 1 << 12
 
 
 class SpilledTable:
@@ -34,10 +33,11 @@ class SpilledTable:
     @staticmethod
     def of_file(spill: Spill, path: Path, names: Sequence[str]) -> SpilledTable:
         """Columns of a Parquet file."""
-        with pq.ParquetFile(path) as file:
-            table = SpilledTable(spill, pa.schema([file.schema_arrow.field(name) for name in names]))
-            for part in file.iter_batches(_ROWS_AT_ONCE, columns=list(names)):
-                table.append(pa.Table.from_batches([part]))
+        file = AttributesFile(path)
+        schema = file.schema()
+        table = SpilledTable(spill, pa.schema([schema.field(name) for name in names]))
+        for part in file.batches(names):
+            table.append(pa.Table.from_batches([part]))
         return table
 
     def append(self, part: pa.Table) -> None:

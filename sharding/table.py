@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
+from fuelrail.pipeline.attributes import MAX_TEXT_BYTES
+from fuelrail.pipeline.codecs import member_cap
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.shardfile import check_key
@@ -35,6 +36,9 @@ ROWS_PER_BATCH: Final = 1024
 ROWS_PER_PART: Final = 16 * ROWS_PER_BATCH
 CLIP_NUMBER: Final = "clip number"
 """Column of :meth:`ScanTable.attribute_parts`; no attribute's name has a blank."""
+
+_MAX_PENDING_BYTES: Final = 256 << 20
+"""Of the small members of a batch, which is made in memory; Arrow's offsets in a batch end at 2 GiB."""
 
 _MOST_PLACES: Final = 1024  # batches: 4 KiB for each
 
@@ -124,6 +128,7 @@ class ScanWriter:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[tuple[Any, ...]] = []
+        self._pending_bytes = 0
         self._num_rows, self._last_frame = 0, -1
         self._ids: set[str] = set()
         self._names: set[str] = set()
@@ -159,21 +164,32 @@ class ScanWriter:
         Raises SourceError for a member over the cap, and for a frame that does not follow the one before.
         """
         clip = self.clips[-1]
-        assert meta.clip_id == clip.clip_id, "append belongs to the clip of the last begin_clip"
+        key = frame_key(clip.clip_id, meta.frame_idx)
+        if (meta.clip_id, meta.key) != (clip.clip_id, key):
+            raise SourceError(f"sample '{meta.key}' of clip '{meta.clip_id}' stands where the source has '{key}'")
         if meta.frame_idx <= self._last_frame:
             raise SourceError(
-                f"frame {meta.frame_idx} of clip '{clip.clip_id}' follows frame {self._last_frame}: the frames of a "
-                "clip must count up"
+                f"sample '{key}' comes after frame {self._last_frame} of its clip: the source has it twice, or numbers "
+                "its frames from less than 0"
             )
         self._last_frame = meta.frame_idx
-        assert meta.key == frame_key(clip.clip_id, meta.frame_idx), "keys are made by frame_key"
-        for member in members:
-            if member.bytes > MAX_MEMBER_BYTES:
-                raise SourceError(
-                    f"'{member.ref}' ({member.name} of sample {meta.key}) has {member.bytes} bytes; a member has "
-                    f"{MAX_MEMBER_BYTES} at most"
-                )
         blob = encode_meta(meta)
+        inlined = [(name, data) for name, data in ((META, blob), (GEOMETRY, geometry), (BOXES, boxes)) if data]
+        for name, place, num_bytes in (
+            *((name, name, len(data)) for name, data in inlined),
+            *((member.name, member.ref, member.bytes) for member in members),
+        ):
+            if num_bytes > member_cap(name):
+                raise SourceError(
+                    f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has "
+                    f"{member_cap(name)} at most"
+                )
+        self._pending_bytes += sum(len(data) for _, data in inlined)
+        if self._pending_bytes > _MAX_PENDING_BYTES:
+            raise SourceError(
+                f"the metadata, geometry and boxes of {len(self._pending) + 1} samples up to '{key}' have "
+                f"{self._pending_bytes} bytes, allowed for {ROWS_PER_BATCH} are {_MAX_PENDING_BYTES}"
+            )
         inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
         size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)
         number = len(self.clips) - 1
@@ -218,8 +234,14 @@ class ScanWriter:
     def _flush(self) -> None:
         columns = zip(*self._pending, strict=True)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, self._schema, strict=True)]
+        for array, field in zip(arrays, self._schema, strict=True):
+            if field.name.startswith(_PREFIX) and pa.types.is_string(field.type):
+                longest = pc.max(pc.binary_length(array)).as_py() or 0
+                if longest > MAX_TEXT_BYTES:
+                    name = field.name.removeprefix(_PREFIX)
+                    raise SourceError(f"attribute '{name}' of a sample has {longest} bytes, at most {MAX_TEXT_BYTES}")
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        self._pending = []
+        self._pending, self._pending_bytes = [], 0
 
 
 def tar_bytes(data_bytes: int) -> int:

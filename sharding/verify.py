@@ -8,27 +8,28 @@ URL, each file is fetched for its check into a temporary folder, as many at a ti
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import xxhash
 
-from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, TEXTS, AttributesFile
 from fuelrail.pipeline.command import counted
 from fuelrail.pipeline.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
+from fuelrail.pipeline.files import open_file
 from fuelrail.pipeline.frames import shard_stem
 from fuelrail.pipeline.index import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.manifest import load_manifest
 from fuelrail.pipeline.remote import fetch_dataset, is_url, shown_url
+from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.manifest_check import check_manifest
 from fuelrail.sharding.output import file_is
 from fuelrail.sharding.shard_check import Fault, ShardCheck, make_check
@@ -36,7 +37,6 @@ from fuelrail.sharding.threads import in_threads
 from fuelrail.sharding.url_output import UrlOutput
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.pipeline.manifest import FileEntry, ShardEntry
@@ -58,22 +58,22 @@ class Report:
 
     def as_json(self) -> str:
         """The report as one JSON document."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
+        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
 
     def as_text(self) -> str:
         """The report for people: a line for each fault, and one for the whole."""
         lines = []
         for fault in self.faults:
-            address = [fault.file]
+            address = [shown(fault.file)]
             if fault.offset is not None:
                 address.append(f"offset {fault.offset}")
             if fault.key is not None:
-                address.append(f"sample {fault.key}")
-            lines.append(f"{', '.join(address)}: {fault.text}")
+                address.append(f"sample {shown(fault.key)}")
+            lines.append(f"{', '.join(address)}: {message(fault.text)}")
         images = f", {counted(self.num_images, 'image')} decoded" if self.deep else ""
         verdict = counted(len(self.faults), "fault") if self.faults else "all is well"
         lines.append(
-            f"{self.dataset}: {counted(self.num_samples, 'sample')} in {counted(self.num_shards, 'shard')}, "
+            f"{escaped(self.dataset)}: {counted(self.num_samples, 'sample')} in {counted(self.num_shards, 'shard')}, "
             f"{self.num_bytes / 1e6:,.1f} MB{images}: {verdict}"
         )
         return "\n".join(lines) + "\n"
@@ -108,7 +108,7 @@ def verify(
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
     try:
-        index = SampleIndex(folder / INDEX_FILE)
+        index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
         if len(index) != manifest.num_samples:
             raise IndexFileError(f"{len(index)} rows, the manifest says {manifest.num_samples}")
         dataset = Dataset(folder, manifest, index)
@@ -165,7 +165,8 @@ def _files_here(root: str | os.PathLike[str], folder: Path, *names: str) -> Iter
 
 def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
     try:
-        size = (folder / entry.name).stat().st_size
+        with open_file(folder / entry.name) as file:
+            size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             return [Fault(entry.name, f"has {size} bytes, the manifest says {entry.bytes}")]
         if not file_is(folder / entry.name, entry.bytes, entry.sha256):
@@ -180,12 +181,6 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     index, faults = dataset.index, list[Fault]()
     hashes = np.empty(len(index), np.uint64)
     split_of: dict[str, str] = {}
-    parquet: Any = None
-    if (dataset.root / ATTRIBUTES_FILE).is_file():
-        parquet = pq.ParquetFile(dataset.root / ATTRIBUTES_FILE)
-        if parquet.metadata.num_rows != len(index):
-            return [Fault(ATTRIBUTES_FILE, f"has {parquet.metadata.num_rows} rows, the index {len(index)}")]
-    batches = None if parquet is None else parquet.iter_batches(_ROWS_AT_ONCE, columns=["key", "split"])
     for split, entry in dataset.manifest.splits.items():
         for clip in index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples):
             if split_of.setdefault(clip, split) != split:
@@ -193,16 +188,36 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     for first in range(0, len(index), _ROWS_AT_ONCE):
         keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
         hashes[first : first + len(keys)] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
-        if batches is not None and (at := _first_difference(next(batches), keys)) is not None:
-            faults.append(Fault(ATTRIBUTES_FILE, f"row {first + at} is not of this sample", key=keys[at]))
-            break
     values, counts = np.unique(hashes, return_counts=True)
     for value in values[counts > 1].tolist():
         first, second = np.flatnonzero(hashes == value)[:2].tolist()
         faults.append(Fault(INDEX_FILE, f"rows {first} and {second} have one key", key=index.row(first).key))
-    return faults
+    return faults + _check_attributes(dataset)
 
 
-def _first_difference(batch: pa.RecordBatch, keys: Sequence[str]) -> int | None:
-    there = batch.column("key").to_pylist()
-    return next((at for at, (own, key) in enumerate(zip(there, keys, strict=True)) if own != key), None)
+def _check_attributes(dataset: Dataset) -> list[Fault]:
+    """``attributes.parquet``, where there is one, has the index's rows in their order."""
+    index, file, row = dataset.index, AttributesFile(dataset.root / ATTRIBUTES_FILE), 0
+    if not file.exists:
+        return []
+    entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
+    splits = [name for name, entry in entries for _ in range(entry.num_samples)]
+    try:
+        known = file.schema(len(index)).names
+        names = ["key", *(name for name in ("clip_id", "split", "frame", "timestamp_ns") if name in known)]
+        for batch in file.batches(names):
+            end = row + len(batch)
+            for name, column in zip(names, batch.columns, strict=True):
+                if name == "split":
+                    own: Sequence[object] = splits[row:end]
+                else:
+                    own = index.strings(name, row, end) if name in TEXTS else index.column(name, row, end).tolist()
+                for at, (found, wanted) in enumerate(zip(column.to_pylist(), own, strict=True)):
+                    if found != wanted:
+                        key = index.row(row + at).key
+                        text = f"row {row + at} is not of this sample: its {name} differs"
+                        return [Fault(ATTRIBUTES_FILE, text, key=key)]
+            row = end
+    except IndexFileError as error:
+        return [Fault(ATTRIBUTES_FILE, str(error))]
+    return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]

@@ -94,10 +94,15 @@ class Workspace:
         data = self.out.read(BEGUN)
         try:
             return None if data is None else msgspec.json.decode(data, type=Begun)
-        except msgspec.DecodeError as error:
+        except msgspec.ValidationError as error:
             raise DatasetExistsError(
                 f"'{self.out.shown}/{WORK_FOLDER}' was left by another version of fuelrail ({error}); remove "
                 f"'{self.out.shown}' or choose another output folder"
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DatasetExistsError(
+                f"'{self.out.shown}/{BEGUN}' is cut or damaged ({error}): remove this one file and run the same "
+                "command again; finished shards are kept"
             ) from error
 
     def begin(self, begun: Begun) -> None:

@@ -37,6 +37,7 @@ from fuelrail.sharding.records import ShardRecord, SourceDigest, is_whole, load_
 from fuelrail.sharding.restart import with_restart_rows
 from fuelrail.sharding.source import FileSource, SourceSpec, make_source
 from fuelrail.sharding.table import ScanTable, decode_row
+from fuelrail.sharding.threads import one_at_a_time
 from fuelrail.sharding.transcode import scale_geometry, scale_meta, stored_field, stored_size, transcode
 
 if TYPE_CHECKING:
@@ -140,9 +141,13 @@ class ShardWriter:
                 digest.add(encoded)
                 scanned = decode_row(encoded)
                 self._buffer.clear()
-                members = self._members(scanned, row, shard.split, sizes, check)
                 clip_id = job.clip_ids[scanned.clip]
-                pulse(packer.add(scanned.key, clip_id, scanned.frame, scanned.timestamp_ns, members))
+                with one_at_a_time(sum(member.bytes for member in scanned.members)):
+                    length = packer.add(
+                        scanned.key, clip_id, scanned.frame, scanned.timestamp_ns,
+                        self._members(scanned, row, shard.split, sizes, check),
+                    )  # fmt: skip
+                pulse(length)
             check.close()
             packed = packer.close()
             if packed.listing:

@@ -13,6 +13,7 @@ from fuelrail.pipeline.errors import (
     ShardError,
     TruncatedShardError,
 )
+from fuelrail.pipeline.files import open_descriptor
 from fuelrail.pipeline.manifest import load_manifest
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class ShardFile:
     def __init__(self, path: Path, expected_bytes: int) -> None:
         self.path, self.name = path, path.name
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = open_descriptor(path)
         self._opened = os.fstat(self.fd)
         self._byte = [bytearray(1)]
         if self._opened.st_size != expected_bytes:

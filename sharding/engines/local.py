@@ -49,9 +49,16 @@ def _in_processes(
 ) -> Iterator[ShardDone]:
     # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must stay with this process.
     context = multiprocessing.get_context("spawn")
-    written, stop = context.Value("q", 0), context.Event()
     seen = 0
-    with ProcessPoolExecutor(num_workers, context, _start_worker, (job, written, stop)) as pool:
+    try:
+        written, stop = context.Value("q", 0), context.Event()
+        workers = ProcessPoolExecutor(num_workers, context, _start_worker, (job, written, stop))
+    except OSError as error:
+        raise FuelrailError(
+            f"worker processes cannot be prepared: {error.strerror or error}; they need some shared memory of this "
+            "machine (/dev/shm): free some, or use --engine threads"
+        ) from error
+    with workers as pool:
         pending: set[Future[ShardDone]] = set()
         try:
             while True:

@@ -15,6 +15,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.remote import filesystem, is_url, shown_url, stated_version
 from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
 from fuelrail.pipeline.spill import Spill
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -72,12 +73,12 @@ class FolderFiles:
 
     def folders_with(self, name: str) -> list[str]:
         """Folders that have a file of this name."""
-        if not Path(self._root).is_dir():
-            raise SourceError(f"source '{self._root}' is not a folder")
         try:
+            if not Path(self._root).is_dir():
+                raise SourceError(f"source '{self._root}' is not a folder")
             return sorted(path.name for path in Path(self._root).iterdir() if (path / name).is_file())
         except OSError as error:
-            raise SourceError(f"source '{self._root}' cannot be read: {error.strerror}") from error
+            raise SourceError(f"source '{shown(self._root)}' cannot be read: {error.strerror}") from error
 
     @contextlib.contextmanager
     def fetched(self, folder: str, names: Collection[str]) -> Iterator[Path]:  # noqa: ARG002 - they are here

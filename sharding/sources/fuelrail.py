@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError, SchemaError, SourceError
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_meta, lidar_channel
+from fuelrail.pipeline.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    META,
+    POINTS_EXTENSION,
+    decode_sample,
+    lidar_channel,
+)
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.source import Channel, ScanInfo
 from fuelrail.sharding.sources.fuelrail_part import INLINE, DatasetPart
 from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined, joined_types
@@ -47,8 +56,8 @@ class FuelrailSource:
         self._parts = [DatasetPart(one) for one in location.split(SEPARATOR)]
         there = self._fingerprint
         if self._options.fingerprint not in (None, there):
-            shown = "', '".join(location.split(SEPARATOR))
-            raise ConfigError(f"'{shown}' has the fingerprint {there}, wanted is {self._options.fingerprint}")
+            named = "', '".join(location.split(SEPARATOR))
+            raise ConfigError(f"'{named}' has the fingerprint {there}, wanted is {self._options.fingerprint}")
         check_alike([part.dataset for part in self._parts])
 
     @property
@@ -111,10 +120,10 @@ class FuelrailSource:
         part = self._parts[number]
         small = part.small_members(entry)
         try:
-            meta = decode_meta(small[META])
+            meta = decode_sample(entry.key, small).meta
         except SchemaError as error:
             where = f"dataset '{part.dataset.location}'"
-            raise SourceError(f"sample '{entry.key}' of {where} has a bad {META}: {error}") from error
+            raise SourceError(f"sample '{entry.key}' of {where} is bad: {error}") from error
         if entry.key != frame_key(entry.clip_id, entry.frame):
             raise SourceError(
                 f"sample '{entry.key}' is not named after its clip '{entry.clip_id}' and frame {entry.frame}"
@@ -128,6 +137,7 @@ class FuelrailSource:
             out.begin_clip(begins, meta.clip_name, meta.clip_token)
         members = []
         for member in entry.members:
+            _check_channel(entry.key, member.name, part)
             is_points = lidar_channel(member.name) in part.lidars
             if member.name in INLINE or (is_points and not self._options.points):
                 continue
@@ -136,3 +146,14 @@ class FuelrailSource:
             members.append(Reference(member.name, f"{number}/{at}/{member.name}", member.raw_bytes, *size))
         boxes = small.get(BOXES)
         out.append(meta, bytes(small[GEOMETRY]), None if boxes is None else bytes(boxes), members, attributes)
+
+
+def _check_channel(key: str, name: str, part: DatasetPart) -> None:
+    """Raise SourceError for an image or a sweep of a channel that the manifest does not have."""
+    channel, _, extension = name.partition(".")
+    rig = part.cameras if extension in IMAGE_EXTENSIONS else part.lidars
+    if extension in (*IMAGE_EXTENSIONS, POINTS_EXTENSION) and channel not in rig and not name.startswith("x_"):
+        raise SourceError(
+            f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
+            f"no sensor '{shown(channel)}': `fuelrail verify` says more"
+        )

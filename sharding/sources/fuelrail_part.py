@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fuelrail.pipeline import codecs
-from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
-from fuelrail.pipeline.errors import DatasetError, ShardError, SourceError
+from fuelrail.pipeline.errors import DatasetError, MemberError, SchemaError, ShardError, SourceError
+from fuelrail.pipeline.files import open_file
 from fuelrail.pipeline.frames import is_framed, read_head
 from fuelrail.pipeline.remote import filesystem
 from fuelrail.pipeline.retry import fault_of
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, decode_sample
 from fuelrail.sharding.spilled_table import SpilledTable
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.index import IndexRow
+    from fuelrail.pipeline.schema import Sample as DecodedSample
     from fuelrail.pipeline.spill import Spill
 
 INLINE: Final = (META, GEOMETRY, BOXES)
@@ -54,6 +55,11 @@ class DatasetPart:
         self._num_looks = 0
 
     @property
+    def cameras(self) -> frozenset[str]:
+        """Channels of its cameras."""
+        return frozenset(camera.channel for camera in self.dataset.manifest.cameras)
+
+    @property
     def lidars(self) -> frozenset[str]:
         """Channels of its lidars."""
         return frozenset(lidar.channel for lidar in self.dataset.manifest.lidars)
@@ -61,10 +67,11 @@ class DatasetPart:
     @property
     def attribute_types(self) -> dict[str, type]:
         """The columns of ``attributes.parquet`` that do not stand in the index."""
-        path = self.dataset.root / ATTRIBUTES_FILE
-        if not path.is_file():
+        file = AttributesFile(self.dataset.root / ATTRIBUTES_FILE)
+        if not file.exists:
             return {}
-        return {field.name: _python_type(field) for field in pq.read_schema(path) if field.name not in _OF_INDEX}
+        schema = file.schema(len(self.dataset.index))
+        return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
 
     def clip_ids(self) -> list[str]:
         """Ids of its clips, sorted."""
@@ -87,16 +94,17 @@ class DatasetPart:
         """Metadata, geometry and boxes, decoded, without reading the rest of the span."""
         entries = [entry for entry in row.members if entry.name in INLINE]
         end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
+        if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'")
         head = self._read_head(row, end)
-        found = {
-            entry.name: codecs.decode(
-                entry.codec,
-                head[entry.offset : entry.offset + entry.stored_bytes],
-                entry.raw_bytes,
-                dictionary=self.dataset.dictionary,
-            )
-            for entry in entries
-        }
+        found: dict[str, Any] = {}
+        for name, offset, stored_bytes, raw_bytes, codec in entries:
+            stored = head[offset : offset + stored_bytes]
+            try:
+                found[name] = codecs.decode(codec, stored, raw_bytes, dictionary=self.dataset.dictionary)
+            except MemberError as error:
+                place = f"{row.key}.{name} of dataset '{self.dataset.location}'"
+                raise SourceError(f"{place} cannot be decoded: {error.message}") from error
         for needed in (META, GEOMETRY):
             if needed not in found:
                 raise SourceError(f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}")
@@ -104,16 +112,27 @@ class DatasetPart:
 
     def read(self, at: int, field: str) -> memoryview:
         """A member of row number ``at``, decoded; those of one row are decoded together."""
-        if self._read[0] != at:
+        if self._read[0] != at or field not in self._read[1]:
             row = self._row(at)
             span = self._read_bytes(row, row.length)
             shard = self.dataset.shard_path(row).name
             try:
                 check_span(row, span, shard)
-                self._read = (at, read_members(row, span, shard, dictionary=self.dataset.dictionary))
-            except ShardError as error:
+                members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
+                self._check(decode_sample(row.key, members))
+            except (ShardError, MemberError) as error:
                 raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
-        return self._read[1][field]
+            self._read = (at, {name: members[name] for name in members if name not in INLINE})
+        return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
+
+    def _check(self, sample: DecodedSample) -> None:
+        for lidar in self.dataset.manifest.lidars:
+            points, wanted = sample.points.get(lidar.channel), len(lidar.columns)
+            if points is not None and points.shape[1] != wanted:
+                raise SchemaError(
+                    f"points of {points.shape[1]} columns, the manifest has {wanted}",
+                    key=sample.key, member=f"{lidar.channel}.{POINTS_EXTENSION}",
+                )  # fmt: skip
 
     def _row(self, at: int) -> IndexRow:
         """A row of the index, all of which would else stand in this process's memory in the end."""
@@ -146,7 +165,7 @@ class DatasetPart:
             if self._remote is not None:
                 file = io.BytesIO(self._read_bytes(row, row.length))
                 return read_head(file, num_bytes, shard=name, offset=row.offset, key=row.key)
-            with self.dataset.shard_path(row).open("rb", buffering=0) as shard:
+            with open_file(self.dataset.shard_path(row)) as shard:
                 shard.seek(row.offset)
                 return read_head(shard, num_bytes, shard=name, offset=row.offset, key=row.key)
         except ShardError as error:
@@ -162,7 +181,7 @@ class DatasetPart:
                 fs, root = self._remote
                 data: bytes = fs.cat_file(f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes)
                 return data
-            with path.open("rb", buffering=0) as file:
+            with open_file(path) as file:
                 file.seek(row.offset)
                 return file.read(num_bytes)
         except Exception as error:

@@ -332,7 +332,7 @@ def test_attributes_that_do_not_fit_the_index_are_refused(tmp_path):
     with pytest.raises(IndexFileError, match="has 99 rows for 100 samples"):
         compile_order(OrderSpec(filter="night"), dataset)
     file.write_bytes(b"PAR1 not really")
-    with pytest.raises(IndexFileError, match="cannot be read"):
+    with pytest.raises(IndexFileError, match="is damaged"):
         compile_order(OrderSpec(filter="night"), dataset)
     assert compile_order(OrderSpec(), dataset).epoch_length == NUM  # needs no attributes
     file.unlink()

@@ -99,8 +99,17 @@ class TestTables:
         text = section("5. Codecs")
         assert first_column(text) == ["raw", "zstd", "zstd-dict", "zstd-pR"]
         assert f"R is 1 to {codecs._MAX_ROW_BYTES}" in text
-        assert codecs.MAX_MEMBER_BYTES == 1 << 30
-        assert "(this implementation: 1 GiB)" in section("3. `index.arrow`")
+        caps = section("3. `index.arrow`")
+        for cap, said in (
+            (shardfile.MAX_KEY_BYTES, "`clip_id` | 512 bytes |"),
+            (codecs.MAX_MEMBERS, "| members of a sample | 4,096 |"),
+            (codecs.MAX_MEMBER_BYTES >> 20, "| size of a member, `raw_bytes` | 128 MiB |"),
+            (codecs.member_cap("meta.json") >> 20, "`geometry.safetensors` | 1 MiB each |"),
+            (codecs.member_cap("boxes.safetensors") >> 20, "`boxes.safetensors` | 4 MiB |"),
+            (codecs.MAX_SAMPLE_BYTES >> 20, "that are not of codec `raw` | 512 MiB |"),
+        ):
+            assert said in caps
+            assert f"{cap:,}" in said
         assert shardfile.MAX_STORED_BYTES == (8 << 30) - 1
         assert "at most 8 GiB less one byte" in section("4. Shards")
 

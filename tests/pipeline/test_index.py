@@ -26,8 +26,9 @@ SCALARS = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 
 INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=6)
-MEMBERS = st.builds(MemberEntry, st.sampled_from(NAMES), INT64, INT64, INT64, st.sampled_from(CODECS))
-ROWS = st.builds(IndexRow, WORDS, WORDS, INT32, INT64, INT32, INT64, INT64, st.integers(0, 2**64 - 1),
+OFFSETS, SIZES = st.integers(0, 2**63 - 1), st.integers(0, 1 << 20)
+MEMBERS = st.builds(MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS))
+ROWS = st.builds(IndexRow, WORDS, WORDS, INT32, INT64, INT32, OFFSETS, SIZES, st.integers(0, 2**64 - 1),
                  st.lists(MEMBERS, max_size=3).map(tuple))  # fmt: skip
 
 

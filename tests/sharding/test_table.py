@@ -86,7 +86,7 @@ def test_rows_come_back(tmp_path):
 
 small = st.binary(max_size=300)
 references = st.builds(
-    Reference, st.text("abc._", max_size=9), st.text(max_size=9), *3 * [st.integers(0, 2**30)]
+    Reference, st.text("abc._", max_size=9), st.text(max_size=9), *3 * [st.integers(0, 2**27)]
 )  # fmt: skip
 
 

@@ -160,17 +160,20 @@ def test_a_key_twice_and_a_clip_in_two_splits(out):
     rows[5] = rows[5]._replace(clip_id=rows[0].clip_id)
     replace_index(out, dataset, rows)
     reseal(out)
-    assert [fault.text for fault in faults(out)] == [f"clip '{rows[0].clip_id}' is in the splits train and val"]
+    assert [fault.text for fault in faults(out)] == [
+        f"clip '{rows[0].clip_id}' is in the splits train and val",
+        "row 5 is not of this sample: its clip_id differs",
+    ]
 
 
 def test_attributes_in_another_order(out):
     table = pq.read_table(out / "attributes.parquet")
     pq.write_table(table.take(np.array([1, 0, 2, 3, 4, 5])), out / "attributes.parquet")
     reseal(out)
-    assert [fault.text for fault in faults(out)] == ["row 0 is not of this sample"]
+    assert [fault.text for fault in faults(out)] == ["row 0 is not of this sample: its key differs"]
     pq.write_table(table.slice(0, 4), out / "attributes.parquet")
     reseal(out)
-    assert [fault.text for fault in faults(out)] == ["has 4 rows, the index 6"]
+    assert [fault.text.partition("' ")[2] for fault in faults(out)] == ["has 4 rows for 6 samples of the index"]
 
 
 def change_meta(name, value):

@@ -1,0 +1,60 @@
+"""Files of a dataset, opened with the care that a folder of a stranger's takes.
+
+Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link is followed within
+the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
+Errors are OSErrors, whose ``strerror`` is a clause for the message: ``it is not a regular file``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from io import BufferedReader
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise _refused(path, "it is not a regular file") from error
+        if error.errno != errno.ELOOP:
+            raise
+        place = Path(path)
+        target, folder = Path(os.path.realpath(place)), Path(os.path.realpath(place.parent))
+        if folder not in target.parents:
+            what = "it is a link that leads out of the dataset's folder; put the file itself there"
+            raise _refused(path, what) from error
+        descriptor = os.open(target, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _refused(path, "it is not a regular file")
+    return descriptor
+
+
+def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> BufferedReader:
+    """:func:`open_descriptor` as a file object; OSError too for a file of more than ``max_bytes``."""
+    file = os.fdopen(open_descriptor(path), "rb")
+    size = os.fstat(file.fileno()).st_size
+    if max_bytes is not None and size > max_bytes:
+        file.close()
+        raise OSError(errno.EFBIG, f"has {size} bytes, at most {max_bytes} are read", str(path))
+    return file
+
+
+def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """The whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
+    with open_file(path, max_bytes) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def _refused(path: str | os.PathLike[str], what: str) -> OSError:
+    # Of this class, so that nobody tries it again (pipeline.retry).
+    return PermissionError(errno.EPERM, what, str(path))

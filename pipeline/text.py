@@ -1,0 +1,56 @@
+"""Text of strangers, made fit to print: names, keys and messages that come out of a dataset.
+
+A terminal obeys escape sequences, and a reader believes a line that begins like one of ours. So whatever a file may
+have put into a text is printed with control characters escaped, and never at full length where that is without bound.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_VALUE: Final = 200
+"""Characters of one value (a key, a name) that are printed."""
+MAX_MESSAGE: Final = 2000
+"""Characters of one message that are printed; its end, which says what to do, among them."""
+
+_MESSAGE_END: Final = 400
+
+
+def escaped(text: str) -> str:
+    """The text with every character that does not print as itself as ``\\x1b`` or ``\\u202e``.
+
+    That is control characters (line feeds, ESC, BEL, C1), direction marks and lone surrogates.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _code(char) for char in text)
+
+
+def shown(value: object, limit: int = MAX_VALUE) -> str:
+    """One value as text to print: escaped, and cut beyond ``limit`` characters with their number said."""
+    text = str(value)
+    return escaped(text) if len(text) <= limit else f"{escaped(text[:limit])}... ({len(text)} characters)"
+
+
+def message(text: str) -> str:
+    """A whole message, escaped; of one that is too long the middle is left out. A message so made stays as it is."""
+    text = escaped(text)
+    if len(text) <= MAX_MESSAGE:
+        return text
+    begin, end = text[: MAX_MESSAGE - 2 * _MESSAGE_END], text[-_MESSAGE_END:]
+    return f"{begin}... ({len(text)} characters) ...{end}"
+
+
+def json_text(document: str) -> str:
+    """A JSON document that prints as itself: what does not is written as JSON's own escapes, line feeds stay."""
+    lines = document.split("\n")
+    return "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
+
+
+def _code(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _json_code(char: str) -> str:
+    units = char.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

@@ -1,0 +1,322 @@
+"""Findings on hostile datasets: memory, kinds of files, words. The broad attack is in tests/attack."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.pipeline.codecs import MAX_SAMPLE_BYTES
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
+from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
+from fuelrail.sharding.packing import RawMember, ShardPacker
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.reading import ReadBuffer
+from fuelrail.sharding.recipe import make_recipe
+from fuelrail.sharding.run import shard
+from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.verify import verify
+from support.hostile import Member, edited, small_dataset
+from support.hostile_cases import cases, zeros
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GIB = 1 << 30
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    return small_dataset(tmp_path_factory.mktemp("hostile") / "small")
+
+
+@pytest.fixture
+def case(small, tmp_path):
+    """Makes the dataset of a case."""
+
+    def make(name: str) -> Path:
+        with edited(small, tmp_path / "DS") as parts:
+            cases()[name](parts)
+        return tmp_path / "DS"
+
+    return make
+
+
+def reshard(place: Path, out: Path, num_workers: int = 1) -> None:
+    shard(SourceSpec("fuelrail", str(place), {}), out, make_recipe(seed=1), num_workers, Quiet())
+
+
+def command(*words: str, prefix: str = "", timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from fuelrail.__main__ import main; sys.exit(main())"
+    line = f'{prefix}exec "$0" -c "{program}" "$@"'
+    return subprocess.run(
+        ["bash", "-c", line, sys.executable, *words], capture_output=True, text=True, timeout=timeout, check=False
+    )  # fmt: skip
+
+
+def peak_bytes(*words: str) -> tuple[int, str]:
+    """The peak memory of a command, beyond what its modules take [bytes], and what it printed."""
+    program = """
+import sys
+from fuelrail.__main__ import main
+import cv2, pyarrow.parquet
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+began = peak()
+main(sys.argv[1:])
+print(peak() - began, file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return int(done.stderr.strip().splitlines()[-1]) << 10, done.stdout + done.stderr
+
+
+class TestMemory:
+    """M2."""
+
+    @pytest.mark.parametrize("name", [META, GEOMETRY, BOXES, "lidar_top.npy", "cam_front.jpg", "x_user.bin"])
+    def test_m2_a_bomb_is_refused_by_the_index_alone(self, case, tmp_path, name):
+        place = case(f"zstd/{name}-1024")
+        assert "over the cap" in verify(place, deep=True, num_threads=1).as_text()
+        dataset = open_dataset(place)
+        with pytest.raises(IndexFileError, match="over the cap of"):
+            dataset.index.row(0)
+        with pytest.raises(FuelrailError, match="over the cap of"):
+            reshard(place, tmp_path / "out")
+
+    def test_m2_the_members_of_a_sample_are_added_up(self, small, tmp_path):
+        with edited(small, tmp_path / "DS") as parts:
+            for number in range(5):
+                parts.samples[0].members[f"x_{number}.bin"] = Member(b"", "zstd", zeros(120 << 20), 120 << 20)
+        with pytest.raises(
+            IndexFileError, match=rf"would take \d+ bytes of memory, over the cap of {MAX_SAMPLE_BYTES}"
+        ):
+            open_dataset(tmp_path / "DS").index.row(0)
+
+    @pytest.mark.parametrize(
+        "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS -o s.png", "reshard DS OUT"]
+    )
+    def test_m2_four_members_of_480_mib_stay_within_a_gibibyte(self, case, tmp_path, words):
+        place = case("zstd/four-allowed")
+        names = {"DS": str(place), "OUT": str(tmp_path / "out"), "s.png": str(tmp_path / "s.png")}
+        taken, _ = peak_bytes(*(names.get(word, word) for word in words.split()))
+        assert 100 << 20 < taken < GIB
+
+    @pytest.mark.parametrize("codec", ["zstd", "lz4"])
+    def test_m2_a_compressed_index_is_refused_before_it_is_decoded(self, case, codec):
+        place = case(f"arrow/{codec}")
+        taken, said = peak_bytes("inspect", str(place))
+        assert "its buffers are compressed" in said
+        assert taken < GIB // 4
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("giant-key", "is read|over the limit"),
+            ("giant-text", "is read|over the limit"),
+            ("columns", "at most 4096"),
+        ],
+    )
+    def test_m2_giant_texts_and_columns_of_attributes(self, case, tmp_path, name, says):
+        place = case(f"parquet/{name}")
+        text = verify(place, deep=False, num_threads=1).as_text()
+        assert "attributes.parquet" in text
+        assert "all is well" not in text or name == "giant-text"
+        with pytest.raises(FuelrailError, match=says.replace("is read", "are read")):
+            reshard(place, tmp_path / "out")
+
+    def test_m2_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.sharding.table._MAX_PENDING_BYTES", 10_000)
+        with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
+            reshard(small, tmp_path / "out")
+
+    def test_m2_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.pipeline.codecs.MAX_SAMPLE_BYTES", 2000)
+        with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
+            ShardPacker(io.BytesIO(), 0, 3, None, ReadBuffer()).add(
+                "a", "a", 0, 0, [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))]
+            )
+
+    def test_m2_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.sharding.table.MAX_TEXT_BYTES", 3)
+        with edited(small, tmp_path / "DS") as parts:
+            cases()["parquet/short-text"](parts)
+        with pytest.raises(SourceError, match="attribute 'note' of a sample has 4 bytes, at most 3"):
+            reshard(tmp_path / "DS", tmp_path / "out")
+
+    def test_l7_found_later_reshard_under_a_limit_of_address_space_ends_in_a_sentence(self, case, tmp_path):
+        place = case(f"zstd/{BOXES}-1024")
+        done = command("reshard", str(place), str(tmp_path / "out"), prefix="ulimit -v 4000000; ")
+        assert done.returncode == 2
+        assert "over the cap" in done.stderr
+
+
+def test_l7_reshard_does_not_pass_on_points_that_are_none(small, tmp_path):
+    with edited(small, tmp_path / "DS") as parts:
+        parts.samples[0].members["lidar_top.npy"] = Member(bytes(1000))
+    with pytest.raises(SourceError, match=r"not a \.npy file"):
+        reshard(tmp_path / "DS", tmp_path / "out")
+
+
+def test_l1_a_shard_number_that_is_not_there(case):
+    place = case("rows/shard=99")
+    with pytest.raises(IndexFileError, match="a sample in shard number 99, but the manifest has 2"):
+        list(DataLoader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
+
+
+@pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])
+def test_l1_inspect_refuses_names_and_codecs_that_are_not_there(case, name):
+    done = command("inspect", str(case(f"rows/member-{name}")))
+    assert done.returncode == 2
+    assert "no such name or codec" in done.stderr
+
+
+def test_l1_a_key_twice_is_a_sentence(case, tmp_path):
+    with pytest.raises(FuelrailError, match=r"the source has it twice|it says that the sample is"):
+        reshard(case("names/same-key"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["empty", "noise", "cut", "no-key", "two-keys", "numbers", "list", "fewer"])
+def test_l1_attributes_that_are_none(case, tmp_path, name):
+    place = case(f"parquet/{name}")
+    report = verify(place, deep=True, num_threads=1)
+    assert name == "list" or [fault.file for fault in report.faults] == ["attributes.parquet"]
+    if name not in ("no-key", "numbers"):
+        with pytest.raises(FuelrailError, match=r"attributes\.parquet"):
+            reshard(place, tmp_path / "out")
+
+
+def test_l1_a_rig_without_cameras(case, tmp_path):
+    with pytest.raises(SourceError, match="the manifest has no sensor 'cam_front'"):
+        reshard(case("manifest/cameras=[]"), tmp_path / "out")
+
+
+def test_l1_an_output_that_is_a_device(tmp_path):
+    done = command("shard", f"nuscenes:{tmp_path}", "/dev/null")
+    assert done.stderr == "fuelrail: error: output folder '/dev/null' cannot be made: '/dev/null' is not a folder\n"
+
+
+def test_l1_a_path_of_5000_characters(tmp_path):
+    done = command("shard", f"nuscenes:{'a' * 5000}", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "cannot be read: File name too long" in done.stderr
+    assert len(done.stderr) < 400
+
+
+def test_l1_splits_from_a_device_without_end(tmp_path):
+    done = command("shard", f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero")
+    assert done.returncode == 2
+    assert "more than 16777216 bytes" in done.stderr
+
+
+def test_l1_shard_without_the_address_space_for_opencv(small, tmp_path):
+    done = command("reshard", str(small), str(tmp_path / "out"), "--workers", "2", prefix="ulimit -v 1500000; ")
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr
+
+
+def test_l4_l5_reports_print_no_escapes(case):
+    for name in ("names/key4", "manifest/name=escape", "parquet/escape"):
+        place = case(name)
+        for words in (["verify", "--deep"], ["inspect"], ["verify", "--json"], ["inspect", "--json"]):
+            done = command(*words, str(place))
+            assert (done.stdout + done.stderr).replace("\n", "").isprintable(), (name, words)
+            assert "\nfuelrail: all is well" not in done.stdout + done.stderr
+        shutil.rmtree(place)
+
+
+def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
+    shutil.copytree(small, tmp_path / "DS")
+    os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
+    program = """
+import resource, sys
+from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.errors import IndexFileError
+taken = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20),) * 2)
+try:
+    open_dataset(sys.argv[1])
+except IndexFileError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "DS")], capture_output=True, text=True, check=False
+    )
+    assert "index.arrow' cannot be opened: Cannot allocate memory" in done.stdout
+    assert "--repair" not in done.stdout
+
+
+def test_l6_a_cut_begun_json_costs_no_shards(small, tmp_path):
+    out = tmp_path / "out"
+    reshard(small, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    shutil.rmtree(out)
+
+    class Stop(Quiet):
+        def shard_done(self, _):
+            raise KeyboardInterrupt
+
+    spec, recipe = SourceSpec("fuelrail", str(small), {}), make_recipe(seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        shard(spec, out, recipe, 1, Stop())
+    begun = out / ".fuelrail" / "begun.json"
+    os.truncate(begun, 20)
+    with pytest.raises(FuelrailError, match=r"begun\.json' is cut or damaged .*: remove this one file"):
+        shard(spec, out, recipe, 1, Quiet())
+    begun.unlink()
+    shard(spec, out, recipe, 1, Quiet())
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_l6_a_full_shared_memory_is_named(small, tmp_path, monkeypatch):
+    from fuelrail.sharding.engines import local
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local, "ProcessPoolExecutor", full)
+    with pytest.raises(FuelrailError, match="No space left on device; they need some shared memory") as caught:
+        engine = local.LocalEngine(2, "processes")
+        shard(SourceSpec("fuelrail", str(small), {}), tmp_path / "out", make_recipe(seed=1), 2, Quiet(), engine)
+    assert "output folder" not in str(caught.value)
+
+
+@pytest.fixture
+def endless():
+    """A server whose every file has no end, whatever range is asked for."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(bytes(1 << 20))
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/DS"
+        server.shutdown()
+        thread.join()
+
+
+def test_l2_a_manifest_without_end_over_http(endless):
+    with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 33554432 bytes"):
+        open_dataset(endless)
