@@ -215,7 +215,7 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
                 for at, (found, wanted) in enumerate(zip(column.to_pylist(), own, strict=True)):
                     if found != wanted:
                         key = index.row(row + at).key
-                        text = f"row {row + at} is not of this sample: its {name} differs"
+                        text = f"row {row + at} has the {name} {shown(found)}, the index has {shown(wanted)}"
                         return [Fault(ATTRIBUTES_FILE, text, key=key)]
             row = end
     except IndexFileError as error:

@@ -311,7 +311,7 @@ def test_m3_a_wrong_manifest_is_reported(out, field, says):
 
 @pytest.mark.parametrize(
     ("column", "value", "says"),
-    [("clip_id", "zz", "row 2 has the clip_id 'zz', the index has"), ("frame", 77, "the frame 77, the index has")],
+    [("clip_id", "zz", "row 2 has the clip_id zz, the index has"), ("frame", 77, "the frame 77, the index has")],
 )
 def test_m3_wrong_attributes_are_reported(out, column, value, says):
     edit_attributes(out, column, 2, value)
@@ -339,7 +339,7 @@ def test_l1_reshard_of_a_key_that_occurs_twice(out, tmp_path, capsys):
     reseal(out)
     assert main(["reshard", str(out), str(tmp_path / "again"), "--workers", "1"]) == 2
     captured = capsys.readouterr().err
-    assert f"frame {first.frame} of clip '{first.clip_id}' follows frame {first.frame}" in captured
+    assert f"comes after frame {first.frame} of its clip: the source has it twice" in captured
 
 
 def test_l1_reshard_of_metadata_of_another_frame(out, tmp_path, capsys):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CHANNELS = ("cam_front", "cam_front_right", "cam_front_left", "cam_back", "cam_back_left", "cam_back_right")
+_INTRINSICS = [[1266.0, 0.0, 816.0], [0.0, 1266.0, 491.0], [0.0, 0.0, 1.0]]
 NUM_BOXES = 34  # nuScenes' mean
 NUM_POINTS = 34_720  # of one sweep there
 KEY = "scene-0061-000012"
@@ -72,17 +73,19 @@ def sample_members() -> dict[str, bytes]:
     )  # fmt: skip
     geometry = Geometry(
         cam_valid=np.ones(count, np.uint8), cam_timestamp_ns=time_ns + np.arange(count),
-        img_wh=np.full((count, 2), 900, np.int32),
-        intrinsics=rng.random((count, 3, 3)), dist=np.full((count, NUM_DIST), np.nan), cam2ego=poses(count),
+        img_wh=np.tile(np.array([1600, 900], np.int32), (count, 1)),
+        intrinsics=np.tile(_INTRINSICS, (count, 1, 1)), dist=np.full((count, NUM_DIST), np.nan), cam2ego=poses(count),
         cam_ego2global=poses(count), ego2global=poses(1)[0], lidar2ego=poses(1), lidar_ego2global=poses(1),
         lidar_timestamp_ns=np.array([time_ns]), ego_velocity=unknown, ego_accel=unknown, ego_rates=unknown,
     )  # fmt: skip
+    rotation = np.zeros((NUM_BOXES, 4), np.float32)
+    rotation[:, 0] = 1
     boxes = Boxes(
-        boxes3d=rng.random((NUM_BOXES, 7), np.float32), rotation_wxyz=rng.random((NUM_BOXES, 4), np.float32),
-        velocity=rng.random((NUM_BOXES, 3), np.float32), label=np.zeros(NUM_BOXES, np.int16),
+        boxes3d=rng.uniform(0.5, 4.0, (NUM_BOXES, 7)).astype(np.float32), rotation_wxyz=rotation,
+        velocity=rng.random((NUM_BOXES, 3), np.float32), label=np.full(NUM_BOXES, -1, np.int16),
         instance_id=np.arange(NUM_BOXES), num_lidar_pts=np.ones(NUM_BOXES, np.int32),
         num_radar_pts=np.ones(NUM_BOXES, np.int32), visibility=np.ones(NUM_BOXES, np.int8),
-        attribute=np.zeros(NUM_BOXES, np.int16), valid=np.ones(NUM_BOXES, np.uint8),
+        attribute=np.full(NUM_BOXES, -1, np.int16), valid=np.ones(NUM_BOXES, np.uint8),
     )  # fmt: skip
     return {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry), BOXES: encode_arrays(boxes)}
 

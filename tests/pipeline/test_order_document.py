@@ -326,7 +326,7 @@ def compared(left, kind, right, row):
     if isinstance(kind, (ast.Is, ast.IsNot)):
         return (a is None) == isinstance(kind, ast.Is)
     if isinstance(kind, (ast.In, ast.NotIn)):
-        return a is not None and (a in [item.value for item in right.elts]) == isinstance(kind, ast.In)
+        return a is not None and (a in [ast.literal_eval(item) for item in right.elts]) == isinstance(kind, ast.In)
     b = truth(right, row)
     kinds = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
              ast.Gt: operator.gt, ast.GtE: operator.ge}  # fmt: skip

@@ -16,6 +16,7 @@ from fuelrail.bench.micro.s3_server import s3_server
 from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.pipeline.manifest import WORK_FOLDER
+from fuelrail.pipeline.sample_rules import Rig
 from fuelrail.sharding import object_lock, url_output
 from fuelrail.sharding.append import append
 from fuelrail.sharding.engines.inputs import forget_inputs, inputs_here, share_inputs
@@ -263,6 +264,7 @@ def test_a_node_with_another_file_system_fetches_the_inputs_of_its_tasks(source,
     job = WriteJob(
         out=url, scan_table=work / "scan.arrow", plan_rows=work / "plan.npy", selection=work / "selection.npy",
         shards=(), stamps=(), source=SourceSpec("nuscenes", str(source.root), {}), recipe=make_recipe(), dataset="d",
+        rig=Rig.make((), (), (), ()),
         license=None, lidars=(), clip_ids=(), dictionary=None,
     )  # fmt: skip
     share_inputs(job, "run1")

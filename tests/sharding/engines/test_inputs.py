@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError
+from fuelrail.pipeline.sample_rules import Rig
 from fuelrail.sharding.engines.inputs import inputs_here, share_inputs
 from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.source import SourceSpec
@@ -32,6 +33,7 @@ def job(tmp_path):
         source=SourceSpec("nuscenes", str(tmp_path / "source"), {}),
         recipe=make_recipe(),
         dataset="d",
+        rig=Rig.make((), (), (), ()),
         license=None,
         lidars=(),
         dictionary=None,
