@@ -63,7 +63,7 @@ bench: setup
 	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
 
 gpu-check: setup
-	$(BIN)/python -m fuelrail.bench.gpu_check
+	$(BIN)/python -m fuelrail.bench.gpu.check
 
 clean:
 	rm -rf "$(DEMO)" .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench import compare_command, diagnose_command, diff_command, loader_command, scale_command, train_command
-from fuelrail.bench.interrupts import sigterm_interrupts
-from fuelrail.pipeline.command import Command
+from fuelrail.bench.studies.compare import command as compare_command
+from fuelrail.bench.studies.diagnose import command as diagnose_command
+from fuelrail.bench.studies.diff import command as diff_command
+from fuelrail.bench.studies.loader import command as loader_command
+from fuelrail.bench.studies.scale import command as scale_command
+from fuelrail.bench.studies.train import command as train_command
+from fuelrail.pipeline.cli import Command
+from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
 if TYPE_CHECKING:
     import argparse

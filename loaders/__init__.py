@@ -1,22 +1,21 @@
 """Online: shards to batches on a device. Imports fuelrail.pipeline only."""
 
-from fuelrail.loaders.budget import Budget
-from fuelrail.loaders.iterable import IterableView
+from fuelrail.loaders.batch.stages import LoaderStats
+from fuelrail.loaders.commands import serve_metrics
+from fuelrail.loaders.config import Budget, Normalize
+from fuelrail.loaders.decode.lens import Undistort
+from fuelrail.loaders.distributed import mesh_world
+from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader
-from fuelrail.loaders.mesh import mesh_world
-from fuelrail.loaders.normalize import Normalize
-from fuelrail.loaders.observe import serve_metrics
-from fuelrail.loaders.stats import LoaderStats
-from fuelrail.loaders.undistort import Undistort
-from fuelrail.pipeline.augment import ImageAugment
-from fuelrail.pipeline.bev_augment import BevAugment
-from fuelrail.pipeline.mix import Mix
-from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.pixel_augment import PixelAugment
-from fuelrail.pipeline.sweeps import PointSweeps
-from fuelrail.pipeline.trace import TraceRecorder
-from fuelrail.pipeline.weights import AttributeWeights, ClassBalance, FileWeights
-from fuelrail.pipeline.world import World
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.mix import Mix
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
+from fuelrail.pipeline.runtime.trace import TraceRecorder
+from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.pixels import PixelAugment
+from fuelrail.pipeline.transforms.points import PointSweeps
 
 __all__ = [
     "AttributeWeights",

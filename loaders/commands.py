@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import shutil
+import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.pipeline.command import Command
+from fuelrail.loaders.config import default_num_workers
+from fuelrail.loaders.decode.dali_install import installed_dali
+from fuelrail.loaders.decode.native import load as load_native
+from fuelrail.pipeline.cli import Command
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer, loader_metrics
 
 if TYPE_CHECKING:
     import argparse
+
+    from fuelrail.loaders.loader import DataLoader
 
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +36,13 @@ def _run_view(args: argparse.Namespace) -> int:
     import cv2
     import msgspec
 
+    from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
     from fuelrail.loaders.loader import DEFAULT_IMAGE
-    from fuelrail.loaders.reader import SampleReader
-    from fuelrail.loaders.view import contact_sheet, decode_single
-    from fuelrail.pipeline.augment import ImageAugment
-    from fuelrail.pipeline.dataset import open_dataset
+    from fuelrail.loaders.storage.reader import SampleReader
+    from fuelrail.pipeline.format.dataset import open_dataset
     from fuelrail.pipeline.settings import load_yaml
     from fuelrail.pipeline.text import shown
+    from fuelrail.pipeline.transforms.image import ImageAugment
 
     for name in ("seed", "epoch"):
         if getattr(args, name) < 0:
@@ -69,7 +79,6 @@ def _run_view(args: argparse.Namespace) -> int:
 
 
 def _run_doctor(args: argparse.Namespace) -> int:  # noqa: ARG001
-    from fuelrail.loaders.doctor import examine, render
 
     print(render(examine()))  # noqa: T201
     return 0
@@ -81,3 +90,132 @@ COMMANDS = {
     ),
     "doctor": Command("say what is installed to decode with, and what would be better", lambda _: None, _run_doctor),
 }
+
+
+class Finding(NamedTuple):
+    """One line of the report. ``advice`` is what to do for more, empty where nothing is to be done."""
+
+    subject: str
+    state: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at the decode backends and what they depend on; nothing is decoded, and DALI is not loaded."""
+    return [
+        Finding("decoder=auto", "takes turbo: the fastest on the CPU, and always installed"),
+        _turbo(),
+        _native(),
+        _pillow(),
+        _dali(),
+        _gpu(),
+        _jpegtran(),
+        Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),
+    ]
+
+
+def _version(*packages: str) -> str | None:
+    """The first of these packages that is installed, with its version."""
+    for package in packages:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _turbo() -> Finding:
+    opencv = _version("opencv-python-headless", "opencv-python", "opencv-contrib-python-headless") or "OpenCV"
+    return Finding("decoder=turbo", f"ready: {_version('simplejpeg')}, {opencv}")
+
+
+def _native() -> Finding:
+    loaded = load_native()
+    if isinstance(loaded, str):
+        return Finding("native JPEG", "not used by turbo: camera JPEGs take about 1.5 times as long", loaded)
+    return Finding("native JPEG", "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it")
+
+
+def _pillow() -> Finding:
+    simd = _version("pillow-simd")
+    if simd is not None:
+        return Finding("decoder=pillow", f"ready, with SIMD: {simd}")
+    plain = _version("pillow")
+    if plain is None:
+        return Finding("decoder=pillow", "Pillow is not installed", "pip install pillow (or 'fuelrail[simd]')")
+    return Finding(
+        "decoder=pillow",
+        f"ready, without SIMD: {plain}",
+        "pillow-simd in its place halves the time: pip uninstall pillow, then pip install 'fuelrail[simd]'",
+    )
+
+
+def _dali() -> Finding:
+    found = installed_dali()
+    if found is None:
+        return Finding(
+            "decoder=dali", "NVIDIA DALI is not installed", "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12)"
+        )
+    package = f"{found.package} {found.version}"
+    if found.missing:
+        return Finding(
+            "decoder=dali", f"not ready: {package} is installed without {', '.join(found.missing)}", found.advice
+        )
+    return Finding(
+        "decoder=dali",
+        f"ready: {package}; on the CPU it decodes in full size and is slower than turbo",
+        "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it",
+    )
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+        return Finding("GPU", f"{torch.cuda.device_count()} for torch: {', '.join(names)}")
+    built = torch.version.cuda
+    return Finding("GPU", "none that torch can use" + ("; this torch is built without CUDA" if built is None else ""))
+
+
+def _jpegtran() -> Finding:
+    if shutil.which("jpegtran") is None:
+        return Finding(
+            "jpegtran",
+            "not installed",
+            "it writes restart markers, with which crops decode faster: Debian package libjpeg-turbo-progs",
+        )
+    return Finding("jpegtran", "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster")
+
+
+def render(findings: list[Finding]) -> str:
+    """The findings as text, an advice below what it is about."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.subject:<{width}}  {finding.state}")
+        if finding.advice:
+            lines.append(f"{'':<{width}}    -> {finding.advice}")
+    return "\n".join(lines)
+
+
+def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
+    """Serve a loader's :meth:`~fuelrail.loaders.DataLoader.stats` at ``http://HOST:PORT/metrics``.
+
+    ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 + local_rank``. The
+    answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it. Metrics and labels:
+    :mod:`fuelrail.pipeline.runtime.metrics`; the labels here are ``dataset``, ``rank`` and ``world_size``. The server
+    does not keep the loader alive. Raises ConfigError where the port cannot be had.
+    """
+    labels = {
+        "dataset": loader.dataset.manifest.name,
+        "rank": str(loader.world.rank),
+        "world_size": str(loader.world.size),
+    }
+    alive = weakref.ref(loader)
+
+    def collect() -> list[Metric]:
+        there = alive()
+        return [] if there is None else loader_metrics(there.stats(), labels)
+
+    return MetricsServer(collect, port=port, host=host)

@@ -9,36 +9,30 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from fuelrail.loaders import hooks, tasks
-from fuelrail.loaders.agreement import check_ranks_agree
-from fuelrail.loaders.arguments import check_arguments, choose_window
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
-from fuelrail.loaders.batch_decode import check_pixels
-from fuelrail.loaders.budget import DEFAULT_BUDGET, Budget, default_num_workers
+from fuelrail.loaders.batch import buffer_pool, user
+from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.points import choose_points
+from fuelrail.loaders.batch.samples import Augments
+from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
+from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
+from fuelrail.loaders.config import DEFAULT_BUDGET, Budget, check_arguments, choose_window, default_num_workers
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.image_facts import image_facts
-from fuelrail.loaders.lookahead import look_ahead
-from fuelrail.loaders.mesh import detect_world, resolve_world
-from fuelrail.loaders.points import choose_points
-from fuelrail.loaders.production import Production
-from fuelrail.loaders.quarantine import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
-from fuelrail.loaders.runner import Runner
-from fuelrail.loaders.slots import BufferPool
-from fuelrail.loaders.sources import add_stats, open_all, require_lidar
-from fuelrail.loaders.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
-from fuelrail.loaders.stats import LoaderStats
+from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
+from fuelrail.loaders.schedule import tasks
+from fuelrail.loaders.schedule.bad_samples import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
+from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
+from fuelrail.loaders.schedule.prefetch import look_ahead
+from fuelrail.loaders.schedule.schedule import Choice, make_supply
+from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
-from fuelrail.loaders.supply import Choice, make_supply
-from fuelrail.loaders.tasks import Share
-from fuelrail.loaders.transfer import make_transfer, require_cuda
-from fuelrail.loaders.work import Augments
-from fuelrail.pipeline.augment import ImageAugment
-from fuelrail.pipeline.bev_augment import BevAugment
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import FuelrailError, WorldError
-from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.pixel_augment import PixelAugment
-from fuelrail.pipeline.world import Batching, Cursor
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import Batching, Cursor, Share
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 if TYPE_CHECKING:
     import os
@@ -48,17 +42,16 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.assemble import BoxFrame
-    from fuelrail.loaders.normalize import Normalize
-    from fuelrail.loaders.quarantine import OnError
-    from fuelrail.loaders.sources import DatasetLike
-    from fuelrail.loaders.undistort import Undistort
-    from fuelrail.pipeline.dataset import Dataset
-    from fuelrail.pipeline.retry import RetryPolicy
-    from fuelrail.pipeline.stages import Observer, Pipeline, Stage
-    from fuelrail.pipeline.sweeps import PointSweeps
-    from fuelrail.pipeline.windows import Padding
-    from fuelrail.pipeline.world import World
+    from fuelrail.loaders.config import BoxFrame, Normalize
+    from fuelrail.loaders.decode.lens import Undistort
+    from fuelrail.loaders.schedule.bad_samples import OnError
+    from fuelrail.loaders.schedule.datasets import DatasetLike
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.order.batching import World
+    from fuelrail.pipeline.order.windows import Padding
+    from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
+    from fuelrail.pipeline.storage.retry import RetryPolicy
+    from fuelrail.pipeline.transforms.points import PointSweeps
 
 DEFAULT_IMAGE = ImageAugment(height=256, width=704)
 """704 x 256 from the bottom of each image, as BEVDet and its family evaluate."""
@@ -78,7 +71,8 @@ class DataLoader:
             for batch in loader:
                 loss = model(batch["img"], batch["ego2img"], ...)
 
-    A batch is a dict; :mod:`fuelrail.loaders.assemble` lists names, shapes, dtypes and frames of reference. What the
+    A batch is a dict; :mod:`fuelrail.loaders.batch.assemble` lists names, shapes, dtypes and frames of reference.
+    What the
     batch of a step holds depends on the dataset, ``order`` (or ``shuffle`` and ``seed``), the epoch, the global batch
     size and the step: not on ranks, threads or timing.
 
@@ -86,10 +80,10 @@ class DataLoader:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
         batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
         mix: how many samples of each dataset stand in every block of the order, such as ``{"city": 3, "highway": 1}``
-            (:mod:`fuelrail.pipeline.mix`); with a global batch that is a multiple of their sum, in every batch.
+            (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
         split: name of the split.
         frames: temporal windows: offsets in frames, 0 among them, such as ``[-2, -1, 0]``. A T axis follows B in what
-            belongs to a frame (:mod:`fuelrail.loaders.temporal`). None: each sample is one frame.
+            belongs to a frame (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         stride: frames between neighbouring offsets.
         padding: what stands in for frames that the clip has not got: "repeat_edge" its first or last one,
             "repeat_current" the sample's own, "mask" nothing, "drop" leaves such samples out of the epoch.
@@ -137,11 +131,11 @@ class DataLoader:
         quarantine: file that lists them, a JSON line each; None: they are only logged.
         transform: called with each sample, a dict like a batch but for the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: keep it to numpy and torch
-            (:mod:`fuelrail.loaders.hooks`).
+            (:mod:`fuelrail.loaders.batch.user`).
         collate_fn: called with the list of a batch's samples instead of stacking them; what it returns is the batch.
         check_ranks: at each iteration's start compare settings and first batch over all processes, in one small
             collective that every process must take part in; for debugging.
-        trace: told of every piece of work, such as a `fuelrail.pipeline.trace.TraceRecorder`.
+        trace: told of every piece of work, such as a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
 
     Raises:
         ConfigError: an argument out of range; WorldError: ranks and batch do not fit together;
@@ -282,7 +276,7 @@ class DataLoader:
                 f"this loader was made as {self.world}, but the process is {world} by now: make it after "
                 "torch.distributed is initialised (in Lightning: in `train_dataloader`), or pass world="
             )
-        self._share.warn_of_workers()
+        warn_of_workers(self._share)
         if not self._epoch_is_set:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
@@ -292,7 +286,7 @@ class DataLoader:
             shelves = self._supply.shelves(self._start, self._batching, self._share)
             coming = tasks.coming(self._supply.where, self._start, self._batching, self._share)
             asked_for = look_ahead(coming, shelves, self._look_ahead_bytes)
-            made = tasks.tasks(asked_for, self._supply.sources, self._buffers, self._window)
+            made = buffer_pool.tasks(asked_for, self._supply.sources, self._buffers, self._window)
             self._runner.start(made, self.stages(), shelves)
         return self._drain(self._runner.take(), self._start)
 
@@ -407,7 +401,7 @@ class DataLoader:
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
-            hooks.warn_if_slow(pipeline.clocks())
+            user.warn_if_slow(pipeline.clocks())
             if self._runner.runs(pipeline) and handed_out < num_batches:
                 self.close()
 

@@ -21,14 +21,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fuelrail.pipeline.attributes import ATTRIBUTES_FILE, AttributesFile
-from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
-from fuelrail.pipeline.files import open_descriptor, open_file
-from fuelrail.pipeline.frames import shard_stem
-from fuelrail.pipeline.index import INDEX_FILE, IndexWriter
-from fuelrail.pipeline.manifest import (
+from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileEntry,
     Manifest,
@@ -37,25 +35,27 @@ from fuelrail.pipeline.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from fuelrail.pipeline.remote import filesystem
-from fuelrail.pipeline.spill import Spill
-from fuelrail.sharding.finish import ROWS_PER_GROUP
-from fuelrail.sharding.output import FolderOutput, check_out, manifest_in, open_output, sync_folder
-from fuelrail.sharding.plan import PlannedShard
+from fuelrail.pipeline.format.zstd_frames import shard_stem
+from fuelrail.pipeline.storage.files import open_descriptor, open_file
+from fuelrail.pipeline.storage.filesystem import filesystem
+from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.sharding.output.folder import FolderOutput, check_out, manifest_in, open_output, sync_folder
+from fuelrail.sharding.output.resume import recipe_of, refuse_other_recipe
+from fuelrail.sharding.output.url import UrlOutput
+from fuelrail.sharding.output.workspace import Begun, Workspace
+from fuelrail.sharding.planning.plan import PlannedShard
+from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import Recipe
-from fuelrail.sharding.resume import recipe_of, refuse_other_recipe
-from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined
-from fuelrail.sharding.spilled_table import SpilledTable
-from fuelrail.sharding.url_output import UrlOutput
-from fuelrail.sharding.workspace import Begun, Workspace
-from fuelrail.sharding.writer import ShardDone
+from fuelrail.sharding.run import ROWS_PER_GROUP
+from fuelrail.sharding.sources.fuelrail import check_alike, check_disjoint, joined
+from fuelrail.sharding.sources.spilled_table import SpilledTable
+from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from fuelrail.sharding.output import Output
+    from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.run import Progress
 
 _COPY_BYTES: Final = 8 << 20

@@ -8,16 +8,16 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from fuelrail.pipeline.command import counted
-from fuelrail.pipeline.frames import shard_stem
+from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.format.zstd_frames import shard_stem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from fuelrail.pipeline.manifest import ShardEntry
-    from fuelrail.sharding.source import ScanInfo
-    from fuelrail.sharding.writer import ShardDone
+    from fuelrail.pipeline.format.manifest import ShardEntry
+    from fuelrail.sharding.sources.source import ScanInfo
+    from fuelrail.sharding.write.shard_writer import ShardDone
 
 _TICK_S = 1.0
 

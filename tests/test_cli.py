@@ -15,7 +15,7 @@ import pytest
 
 import fuelrail
 from fuelrail import __main__ as cli
-from fuelrail.pipeline.command import Command
+from fuelrail.pipeline.cli import Command
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
 from support.datasets import build_dataset
 
@@ -176,7 +176,7 @@ def test_an_interrupt_is_130_without_a_traceback(invoke, word) -> None:
 
 def test_a_real_interrupt_is_130_too() -> None:
     script = (
-        "import sys, time\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.command import Command\n"
+        "import sys, time\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.cli import Command\n"
         "def work(options):\n    print('running', flush=True)\n    time.sleep(60)\n"
         "cli._load = lambda word: Command('', lambda parser: None, work)\nsys.exit(cli.main(['verify']))"
     )
@@ -193,7 +193,7 @@ def test_a_real_interrupt_is_130_too() -> None:
 
 def test_a_reader_that_goes_away_is_no_fault() -> None:
     script = (
-        "import sys\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.command import Command\n"
+        "import sys\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.cli import Command\n"
         "def work(options):\n    print('line ' * 100_000)\n    return 0\n"
         "cli._load = lambda word: Command('', lambda parser: None, work)\nsys.exit(cli.main(['verify']))"
     )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from fuelrail.bench.accelerator import load_profile
-from fuelrail.pipeline.augment import ImageAugment
-from fuelrail.pipeline.bev_augment import BevAugment
-from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.pixel_augment import PixelAugment
+from fuelrail.bench.measure.accelerator import load_profile
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import load_yaml
+from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LOADERS = {

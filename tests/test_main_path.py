@@ -13,7 +13,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 
 SHARD = ["--version", "v1.0-mini", "--seed", "7", "--shard-size", "100KB"]
 

@@ -291,5 +291,5 @@ class TestBuild:
             archive.extractall(tmp_path / "site")
         out = run_python("-m", "fuelrail", "--version", cwd=tmp_path, path=tmp_path / "site")
         assert out == f"fuelrail {fuelrail.__version__}\n"
-        code = "import fuelrail.pipeline.dataset as d; print(d.__file__)"
+        code = "import fuelrail.pipeline.format.dataset as d; print(d.__file__)"
         assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path))

@@ -14,11 +14,12 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.assemble import BatchSlot, DecodedSample, assemble
-from fuelrail.loaders.reader import SampleReader
-from fuelrail.loaders.view import contact_sheet, decode_single
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.schema import Boxes
+from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
+from fuelrail.loaders.records import BatchSlot, DecodedSample
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import Boxes
 from support.restricted_pickle import load_restricted
 from support.shared_data import shared_data
 

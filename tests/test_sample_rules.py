@@ -15,10 +15,10 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import SchemaError, SourceError
-from fuelrail.pipeline.sample_rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
-from fuelrail.pipeline.schema import (
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
+from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
     META,
@@ -28,7 +28,7 @@ from fuelrail.pipeline.schema import (
     encode_arrays,
     encode_points,
 )
-from fuelrail.sharding.verify import verify
+from fuelrail.sharding.verify.dataset import verify
 from support.datasets import make_boxes, make_geometry
 from support.edits import edit_attributes, replace_index, reseal, rewrite
 from support.nuscenes_tables import build_nuscenes

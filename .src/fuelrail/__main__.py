@@ -14,7 +14,7 @@ from fuelrail.pipeline.errors import FuelrailError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.pipeline.command import Command
+    from fuelrail.pipeline.cli import Command
 
 
 class _Entry(NamedTuple):
@@ -31,8 +31,10 @@ _COMMANDS: dict[str, _Entry] = {
     "inspect": _Entry("fuelrail.sharding.commands", "show a dataset's manifest or one sample's members"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
     "doctor": _Entry("fuelrail.loaders.commands", "say what is installed to decode with, and what would be better"),
-    "order": _Entry("fuelrail.bench.order_command", "show what an order does to a dataset, and how well it shuffles"),
-    "top": _Entry("fuelrail.pipeline.commands", "watch loaders while they run: stages, queues, how well they feed"),
+    "order": _Entry(
+        "fuelrail.bench.studies.order.command", "show what an order does to a dataset, and how well it shuffles"
+    ),
+    "top": _Entry("fuelrail.pipeline.cli", "watch loaders while they run: stages, queues, how well they feed"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fuelrail.bench.micro.made_dataset import MadeSample, even_lengths, write_made_dataset
-from fuelrail.pipeline.codecs import RAW
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.sharding.packing import RawMember
+from fuelrail.pipeline.format.codecs import RAW
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 MEMBER_BYTES = {"meta.json": 2500, "geometry.safetensors": 3500, "boxes.safetensors": 6000} | {
     f"cam_{number}.jpg": 145_000 for number in range(6)

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.diagnose_command import configure, examine, told
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
-from fuelrail.bench.markdown import table
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.fault_server import FaultServerProcess
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import arguments_for, made_profile
-from fuelrail.bench.remedies import Tried, best
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.report.markdown import table
+from fuelrail.bench.studies.diagnose.command import configure, examine, told
+from fuelrail.bench.studies.diagnose.report import Tried, best
 from fuelrail.bench.trainer.injection import compute_in_python
 from fuelrail.bench.trainer.settings import Injection
 from fuelrail.pipeline.errors import FuelrailError

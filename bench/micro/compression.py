@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Effort, compare
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dataset import Dataset, open_dataset, read_members
-from fuelrail.pipeline.dictionary import train_dictionary
+from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.frames import encode_frame
-from fuelrail.pipeline.index import IndexRow, MemberEntry
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, decode_points
-from fuelrail.pipeline.shardfile import StoredMember, pack_sample
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.codecs import train_dictionary
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset, read_members
+from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.tar import StoredMember, pack_sample
+from fuelrail.pipeline.format.zstd_frames import encode_frame
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, decode_points
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.sample.arrays import Buffer
 
 Ways: TypeAlias = "dict[str, tuple[Callable[..., Buffer], Callable[..., Buffer]]]"
 """Name to encoder (raw) and decoder (stored, raw size)."""

@@ -26,18 +26,18 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
+from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
     Decode = Callable[[bytes, NDArray[np.uint8]], object]
 

@@ -34,15 +34,15 @@ import cv2
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.loaders.decode.jpeg import Scratch, decode_jpeg
 from fuelrail.loaders.decode.native import CameraJpeg, open_library
 from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME, build
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode import ImageDecoder, Interpolation
-    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.sample.arrays import Buffer
 
 OUT_WH = (704, 256)
 _SANITIZERS = ("-march=x86-64-v3", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

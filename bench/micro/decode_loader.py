@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import NUM_THREADS, OUT_WH, SOURCE_WH, bare, pillow_box
+from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, ImageAugment
-from fuelrail.loaders.reader import SampleReader
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.format.dataset import open_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from fuelrail.bench.accelerator import EmulatedAccelerator
-from fuelrail.bench.clock import MonotonicClock
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.records import RankWriter
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import arguments_for, made_profile
-from fuelrail.bench.records import RankWriter
-from fuelrail.bench.train_run import TrainRun, measure_all
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
 from fuelrail.bench.trainer.settings import MODELS, Injection
@@ -42,7 +42,7 @@ from fuelrail.pipeline.errors import FuelrailError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.train_report import Figures, Report
+    from fuelrail.bench.studies.train.report import Figures, Report
 
 _NUM_RANKS = 2
 _FROM_MEMORY = ("loading",)

@@ -13,13 +13,13 @@ import pyarrow as pa
 from fuelrail.bench.micro.decode import SOURCE_WH, made_image
 from fuelrail.bench.micro.made_dataset import MadeSample, write_made_dataset
 from fuelrail.bench.micro.metadata import CHANNELS, sample_members
-from fuelrail.bench.synthetic_index import file_entry
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dataset import Dataset, open_dataset
-from fuelrail.pipeline.index import INDEX_FILE, ROWS_PER_BATCH, write_index
-from fuelrail.pipeline.manifest import MANIFEST_FILE, CameraEntry, encode_manifest
-from fuelrail.pipeline.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
-from fuelrail.sharding.packing import RawMember
+from fuelrail.bench.micro.synthetic_index import file_entry
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE, ROWS_PER_BATCH, write_index
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, CameraEntry, encode_manifest
+from fuelrail.pipeline.sample.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
+from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

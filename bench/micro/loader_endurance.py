@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
+from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, ImageAugment
-from fuelrail.loaders.agreement import batch_digest
+from fuelrail.loaders.distributed import batch_digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras, write_large
+from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
+from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, TraceRecorder
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 BATCH_SIZE = 8
 NUM_WORKERS = 2

@@ -5,19 +5,19 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.bench.synthetic_index import file_entry, write_manifest
-from fuelrail.pipeline.codecs import DEFAULT_ZSTD_LEVEL
-from fuelrail.pipeline.index import INDEX_FILE, write_index
-from fuelrail.sharding.packing import ShardPacker
-from fuelrail.sharding.reading import ReadBuffer
+from fuelrail.bench.micro.synthetic_index import file_entry, write_manifest
+from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
+from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.sharding.write.blocks import ReadBuffer
+from fuelrail.sharding.write.packer import ShardPacker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from fuelrail.pipeline.index import IndexRow
-    from fuelrail.pipeline.manifest import Manifest
-    from fuelrail.sharding.packing import RawMember
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.sharding.write.packer import RawMember
 
 
 class MadeSample(NamedTuple):

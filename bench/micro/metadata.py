@@ -20,9 +20,10 @@ import pyarrow as pa
 import safetensors.numpy
 
 from fuelrail.bench.micro.timing import Comparison, Effort, compare, main
-from fuelrail.pipeline.index import ROWS_PER_BATCH, IndexRow, MemberEntry, SampleIndex, write_index
+from fuelrail.pipeline.format.index import ROWS_PER_BATCH, SampleIndex, write_index
+from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
 from fuelrail.pipeline.rigid import rigid
-from fuelrail.pipeline.schema import (
+from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
     META,

@@ -32,19 +32,19 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.rates import Interval, ratio_interval
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import arguments_for, made_profile
-from fuelrail.bench.steady import Interval, ratio_interval
-from fuelrail.bench.train_run import TrainRun, measure_all
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.bench.cpu_watch import CpuUse
-    from fuelrail.bench.train_report import Report
+    from fuelrail.bench.measure.machine import CpuUse
+    from fuelrail.bench.studies.train.report import Report
 
 DEMANDS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 FED_UP_TO, FED = 0.9, 0.99

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
-from fuelrail.pipeline.clips import ClipTable
-from fuelrail.pipeline.compiled_order import CompiledOrder
-from fuelrail.pipeline.lanes import Lanes
-from fuelrail.pipeline.mix import MixedOrder
-from fuelrail.pipeline.order import Layout, Order, OrderSpec
-from fuelrail.pipeline.permutation import KeyedPermutation
-from fuelrail.pipeline.weights import SystematicSampling
+from fuelrail.bench.report.files import publish_json
+from fuelrail.pipeline.format.attributes import ClipTable
+from fuelrail.pipeline.order.compile import CompiledOrder
+from fuelrail.pipeline.order.lanes import Lanes
+from fuelrail.pipeline.order.mix import MixedOrder
+from fuelrail.pipeline.order.permutation import KeyedPermutation
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from fuelrail.pipeline.order.weights import SystematicSampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.restore_loaders import KINDS, remove
+from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:

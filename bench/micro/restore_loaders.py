@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import msgspec
 
 from fuelrail.bench.micro.made_dataset import MadeSample, even_lengths, write_made_dataset
-from fuelrail.bench.synthetic_index import file_entry
-from fuelrail.pipeline.codecs import RAW
-from fuelrail.pipeline.compiled_order import CompiledOrder, compile_order
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.bench.micro.synthetic_index import file_entry
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.index import INDEX_FILE, write_index
-from fuelrail.pipeline.manifest import MANIFEST_FILE, encode_manifest
-from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.world import Batching, Cursor, World
-from fuelrail.sharding.packing import RawMember
+from fuelrail.pipeline.format.codecs import RAW
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest
+from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 BATCH = 64
 _IMAGE_BATCH = 4
@@ -70,7 +70,7 @@ class FuelrailSpans(LoaderKind):
     """Order, batches, index and checked spans from mapped shards, as `DataLoader` uses them; nothing is decoded."""
 
     packages: ClassVar[tuple[str, ...]] = ("numpy", "pyarrow")
-    modules: ClassVar[tuple[str, ...]] = ("fuelrail.loaders.reader",)
+    modules: ClassVar[tuple[str, ...]] = ("fuelrail.loaders.storage.reader",)
 
     def write(self, folder: Path, num_samples: int, _source: str | None, /) -> None:
         """Tar shards of one small member a sample, with their index."""
@@ -91,7 +91,7 @@ def _number_member(number: int) -> RawMember:
 
 class _Spans:
     def __init__(self, dataset: Dataset, state: dict[str, Any] | None) -> None:
-        from fuelrail.loaders.reader import SampleReader
+        from fuelrail.loaders.storage.reader import SampleReader
 
         order = compile_order(OrderSpec(seed=0), dataset)
         assert isinstance(order, CompiledOrder)

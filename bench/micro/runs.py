@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
-from fuelrail.bench.train_command import configure
+from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.bench.studies.train.command import configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.sharding_source import list_files, make_dataroot
 from fuelrail.bench.micro.sharding_writers import FLOORS, candidates, fuelrail_with
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
-from fuelrail.sharding.restart import with_restart_rows
-from fuelrail.sharding.threads import in_threads
+from fuelrail.bench.report.files import publish_json
+from fuelrail.pipeline.runtime.workers import in_threads
+from fuelrail.sharding.write.images import with_restart_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from fuelrail.bench.micro.sharding_source import SWEEP_CODEC
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.shardfile import BLOCK_BYTES
-from fuelrail.sharding.blocks import BlockWriter
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
+from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
     from collections.abc import Collection

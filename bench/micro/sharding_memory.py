@@ -29,20 +29,19 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
 from fuelrail.bench.micro.sharding_source import CAMERAS, make_dataroot
-from fuelrail.pipeline.schema import SCHEMA, Meta
+from fuelrail.bench.report.files import publish_json
+from fuelrail.pipeline.sample.schema import SCHEMA, Meta
 from fuelrail.sharding.append import append
 from fuelrail.sharding.commands import ARROW_POOL
-from fuelrail.sharding.plan import deal_clips, make_plan, select_rows, selection
+from fuelrail.sharding.planning.plan import deal_clips, make_plan, select_rows, selection
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.source import SourceSpec
 from fuelrail.sharding.sources.files import source_files
-from fuelrail.sharding.table import (
+from fuelrail.sharding.sources.scan_table import (
     ROWS_PER_BATCH,
     ClipInfo,
     Reference,
@@ -51,6 +50,7 @@ from fuelrail.sharding.table import (
     frame_key,
     frame_keys,
 )
+from fuelrail.sharding.sources.source import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

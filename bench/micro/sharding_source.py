@@ -9,7 +9,7 @@ import numpy as np
 import simplejpeg
 
 from fuelrail.bench.micro.sharding_tables import file_name, write_tables
-from fuelrail.pipeline import codecs
+from fuelrail.pipeline.format import codecs
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 NUM_POINTS = 34_720

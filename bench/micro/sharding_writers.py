@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from fuelrail.bench.micro.sharding_floor import copy_files
 from fuelrail.bench.micro.sharding_joined import write_joined
 from fuelrail.bench.micro.sharding_source import packed
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.sources.source import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import machine_facts
+from fuelrail.bench.measure.machine import machine_facts
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.storage_cache import HitRates, measure_cache
 from fuelrail.bench.micro.storage_raw import measure_raw
 from fuelrail.bench.micro.storage_remote import Cost, Requests, measure_http, measure_s3
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, render
+from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
-from fuelrail.loaders.foresight import NEVER, FarthestFirst, Foresight
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, Foresight
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 
 class HitRate(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,21 +26,21 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import made_image
 from fuelrail.bench.micro.fault_server import FaultServer, FaultServerProcess
 from fuelrail.bench.micro.loader_data import write_cameras, write_large
 from fuelrail.bench.micro.metadata import CHANNELS
+from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, ImageAugment
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import StorageError
-from fuelrail.pipeline.retry import RetryPolicy
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.storage.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 PARTS = ("outage", "memory")
 OUTAGE_S = 30.0

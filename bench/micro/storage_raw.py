@@ -14,14 +14,14 @@ import xxhash
 from fuelrail.bench.micro.timing import Effort, compare
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.mapped import MappedShards
-from fuelrail.pipeline.dataset import read_members
+from fuelrail.pipeline.format.dataset import read_members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fuelrail.bench.micro.timing import Comparison
     from fuelrail.loaders.storage import Storage
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 PAGE_BYTES = 4096
 _AHEAD = 64

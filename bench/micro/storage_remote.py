@@ -22,13 +22,13 @@ from fuelrail.bench.micro.fault_server import FaultServerProcess
 from fuelrail.bench.micro.s3_server import nginx_server, s3_server, upload
 from fuelrail.bench.micro.timing import Comparison, Effort, compare
 from fuelrail.loaders.storage import StorageStats, open_storage
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 LOOK_AHEAD = 256
 """Samples, of 0.22 MB each: a quarter of the bytes that a loader looks ahead by itself."""

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.files import publish_json
-from fuelrail.bench.machine import MachineFacts, machine_facts
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.interface import Batch
-from fuelrail.bench.peers.recipes import seen_box
+from fuelrail.bench.peers.peer import Batch, seen_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from fuelrail.bench.peers.interface import Sample, Work
+    from fuelrail.bench.peers.peer import Sample, Work
 
 _SHUFFLE_BUFFER = 100
 

@@ -9,8 +9,7 @@ import cv2
 import numpy as np
 import torch
 
-from fuelrail.bench.peers.interface import Batch
-from fuelrail.bench.peers.recipes import seen_box
+from fuelrail.bench.peers.peer import Batch, seen_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.bench.peers.interface import Sample, Work
+    from fuelrail.bench.peers.peer import Sample, Work
 
 _FILE = "train.beton"
 _QUALITY = 80  # about the bytes of the original

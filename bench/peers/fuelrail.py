@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.bench.peers.interface import Batch
+from fuelrail.bench.peers.peer import Batch
 from fuelrail.loaders import DataLoader, World
-from fuelrail.pipeline.augment import ImageAugment
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from fuelrail.bench.peers.interface import Sample, Work
+    from fuelrail.bench.peers.peer import Sample, Work
 
 
 class Fuelrail:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.peers.interface import Batch
-from fuelrail.bench.peers.recipes import decode_sample, prepare_worker
+from fuelrail.bench.peers.peer import Batch, decode_sample, prepare_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from fuelrail.bench.peers.interface import Sample, Work
+    from fuelrail.bench.peers.peer import Sample, Work
 
 
 _DECODER = msgspec.msgpack.Decoder(tuple[int, list[memoryview]])

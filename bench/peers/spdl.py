@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.interface import Batch, unpack_number
-from fuelrail.bench.peers.recipes import decode_sample, prepare_worker
+from fuelrail.bench.peers.peer import Batch, decode_sample, prepare_worker, unpack_number
 from fuelrail.bench.peers.tar_samples import RawSample, shuffled_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from fuelrail.bench.peers.interface import Sample, Work
+    from fuelrail.bench.peers.peer import Sample, Work
 
 
 class Spdl:

@@ -10,8 +10,7 @@ import cv2
 import numpy as np
 
 from fuelrail.bench.peers import wds
-from fuelrail.bench.peers.interface import Batch, unpack_number
-from fuelrail.bench.peers.recipes import prepare_worker
+from fuelrail.bench.peers.peer import Batch, prepare_worker, unpack_number
 from fuelrail.bench.peers.spdl import run_pipeline
 from fuelrail.bench.peers.tar_samples import RawSample, shuffled_batches
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from fuelrail.bench.peers.interface import Sample, Work
+    from fuelrail.bench.peers.peer import Sample, Work
 
 
 class SpdlIo:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from fuelrail.bench.peers.interface import Work
+    from fuelrail.bench.peers.peer import Work
 
 _SHUFFLE_BUFFER = 100
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fuelrail.bench.peers.interface import Batch
-from fuelrail.bench.peers.recipes import prepare_worker
+from fuelrail.bench.peers.peer import Batch, prepare_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

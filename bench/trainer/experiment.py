@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from fuelrail.bench.trainer.injection import delayed_stages
 from fuelrail.loaders import DataLoader
-from fuelrail.loaders.work import Fetched
+from fuelrail.loaders.records import Fetched
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.order import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fuelrail.bench.trainer.settings import TrainSettings
-    from fuelrail.loaders.assemble import DecodedSample
-    from fuelrail.loaders.foresight import Foresight
-    from fuelrail.loaders.reader import FetchedSpan
+    from fuelrail.loaders.records import DecodedSample, Parsed, Task
+    from fuelrail.loaders.storage.cache.future_uses import Foresight
     from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.loaders.tasks import Task
-    from fuelrail.loaders.work import Parsed
-    from fuelrail.pipeline.index import IndexRow
-    from fuelrail.pipeline.stages import Observer, Stage
+    from fuelrail.loaders.storage.reader import FetchedSpan
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.runtime.stages import Observer, Stage
 
 # Samples whose bytes or parsed members stand in for all others; enough that their sizes average out.
 _NUM_KEPT = 8

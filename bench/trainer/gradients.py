@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from fuelrail.bench.accelerator import Accelerator
+    from fuelrail.bench.measure.accelerator import Accelerator
 
 # Gradients are reduced in about this many buckets when the model is smaller than DDP's usual 25 MB bucket, so that
 # the all-reduce of a small model, too, overlaps its backward pass.

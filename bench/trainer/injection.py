@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fuelrail.bench.clock import NS_PER_MS, MonotonicClock
+from fuelrail.bench.measure.clock import NS_PER_MS, MonotonicClock
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from fuelrail.bench.accelerator import Accelerator, DeviceTimes
-    from fuelrail.bench.clock import Clock
+    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.settings import Injection
-    from fuelrail.pipeline.stages import Stage
+    from fuelrail.pipeline.runtime.stages import Stage
 
 _BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
 _PAGE = 4096

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import fuelrail
-from fuelrail.bench.interrupts import sigterm_interrupts
+from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

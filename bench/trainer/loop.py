@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.records import StepRecord
+from fuelrail.bench.measure.records import StepRecord
 from fuelrail.bench.trainer.model import model_inputs
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fuelrail.bench.accelerator import Accelerator
-    from fuelrail.bench.clock import Clock
+    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.settings import ModelSettings
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fuelrail.bench.accelerator import AcceleratorProfile  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.measure.accelerator import AcceleratorProfile  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.pipeline.settings import Settings
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]

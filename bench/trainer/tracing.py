@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fuelrail.pipeline.trace import Span, TraceRecorder
+from fuelrail.pipeline.runtime.trace import Span, TraceRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fuelrail.bench.accelerator import Accelerator, DeviceTimes
-    from fuelrail.bench.records import StepRecord
+    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
+    from fuelrail.bench.measure.records import StepRecord
 
 # Steps that torch's profiler watches, behind those in which everything is still being set up.
 _PROFILED_FROM, _PROFILED_TO = 4, 8

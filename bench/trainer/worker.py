@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from fuelrail.bench.accelerator import Accelerator, EmulatedAccelerator, without_costs
-from fuelrail.bench.clock import MonotonicClock
-from fuelrail.bench.cuda import CudaAccelerator
-from fuelrail.bench.data_source import storage_bytes_read
-from fuelrail.bench.mfu import count_training_flop, peak_tflops
-from fuelrail.bench.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
+from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, peak_tflops
+from fuelrail.bench.measure.processes import storage_bytes_read
+from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.elastic import end_with
 from fuelrail.bench.trainer.experiment import make_loader
 from fuelrail.bench.trainer.gradients import data_parallel
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.trainer.settings import ModelSettings
     from fuelrail.loaders import DataLoader
-    from fuelrail.pipeline.stages import StageClock
+    from fuelrail.pipeline.runtime.stages import StageClock
 
 
 # A rank that is alive but stuck must not hold the others for ever.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, cast
 
 from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.image_header import ImageInfo, probe
+from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from fuelrail.loaders.image_facts import ImageFacts
+    from fuelrail.loaders.decode.protocol import ImageFacts
 
 __all__ = [
     "BACKENDS",

@@ -21,11 +21,17 @@ import torch
 
 from fuelrail.loaders.decode.dali_install import installed_dali
 from fuelrail.loaders.decode.dali_jobs import Job, make_job
-from fuelrail.loaders.decode.protocol import INTERPOLATIONS, Interpolation, check_output, check_source
+from fuelrail.loaders.decode.protocol import (
+    INTERPOLATIONS,
+    UNKNOWN,
+    ImageFacts,
+    Interpolation,
+    check_output,
+    check_source,
+)
 from fuelrail.loaders.decode.turbo import TurboDecoder
-from fuelrail.loaders.image_facts import UNKNOWN, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.image_header import probe
+from fuelrail.pipeline.sample.image_header import probe
 
 try:
     from nvidia.dali import Pipeline, fn, types
@@ -45,8 +51,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 _LOG = logging.getLogger(__name__)
 

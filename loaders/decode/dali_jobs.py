@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import splice_rows
-from fuelrail.loaders.decode.two_step import two_steps
-from fuelrail.pipeline.image_header import ImageInfo, check_jpeg_end, unpack_png
+from fuelrail.pipeline.sample.image_header import ImageInfo, check_jpeg_end, unpack_png
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 _REACH_PX = 3.0
 """Output pixels about the region of a transform: more than the filters read."""

@@ -13,13 +13,13 @@ import numpy as np
 import simplejpeg
 
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.geometry import scaled_size
+from fuelrail.pipeline.transforms.image_map import scaled_size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.image_header import ImageInfo
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.image_header import ImageInfo
 
 Picture: TypeAlias = "NDArray[Any]"
 """uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning. OpenCV's stubs know no dtype."""

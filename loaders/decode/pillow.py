@@ -16,10 +16,10 @@ import numpy as np
 from fuelrail.loaders.decode.jpeg import Scratch, UnusualSamplingError, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.protocol import Interpolation, black_out_unseen, check_output, check_source
+from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import splice_rows
-from fuelrail.loaders.decode.two_step import two_steps
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.image_header import probe, unpack_png
+from fuelrail.pipeline.sample.image_header import probe, unpack_png
 
 try:
     from PIL import Image, JpegImagePlugin, PngImagePlugin
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from PIL import ImageFile
 
     from fuelrail.loaders.decode.jpeg import Picture
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.geometry import ImageMap
-    from fuelrail.pipeline.image_header import ImageInfo
-    from fuelrail.pipeline.lens import Lens
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.image_header import ImageInfo
+    from fuelrail.pipeline.transforms.image_map import ImageMap
+    from fuelrail.pipeline.transforms.lens import Lens
 
 _FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _REACH = {"bilinear": 1.0, "bicubic": 2.0}

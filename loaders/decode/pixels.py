@@ -8,13 +8,13 @@ import cv2
 import numpy as np
 
 from fuelrail.loaders.decode.jpeg import Scratch
-from fuelrail.pipeline.pixel_augment import NO_CHANGE
+from fuelrail.pipeline.transforms.pixels import NO_CHANGE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.jpeg import Picture
-    from fuelrail.pipeline.pixel_augment import GridHoles, PixelChange
+    from fuelrail.pipeline.transforms.pixels import GridHoles, PixelChange
 
 _scratch = Scratch()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.geometry import ImageMap
-    from fuelrail.pipeline.image_header import ImageInfo
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.image_header import ImageInfo
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 Interpolation: TypeAlias = Literal["bilinear", "bicubic"]
+
+
 INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
 
 
@@ -124,3 +126,18 @@ def check_source(info: ImageInfo, image_map: ImageMap) -> None:
             f"image is {info.width}x{info.height} pixels, but its sample's geometry says "
             f"{image_map.source_wh[0]}x{image_map.source_wh[1]}: intrinsics would not fit"
         )
+
+
+class ImageFacts(NamedTuple):
+    """Facts of a dataset's images.
+
+    Attributes:
+        largest_wh: width and height in pixels that no stored image exceeds.
+        baseline_share: part of the images that is baseline JPEG, which is all that hardware decoders take; 0 to 1.
+    """
+
+    largest_wh: tuple[int, int]
+    baseline_share: float
+
+
+UNKNOWN = ImageFacts((0, 0), 1.0)

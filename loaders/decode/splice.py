@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.jpeg import Scratch
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.image_header import ImageInfo
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.image_header import ImageInfo
 
 _MCU_WH = {
     "gray": (8, 8),

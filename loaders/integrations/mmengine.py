@@ -31,11 +31,11 @@ from mmengine.logging import HistoryBuffer
 from mmengine.registry import DATASETS, FUNCTIONS, HOOKS, LOOPS
 from mmengine.runner import IterBasedTrainLoop
 
-from fuelrail.loaders.iterable import IterableView
+from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DEFAULT_IMAGE, DataLoader
-from fuelrail.pipeline.augment import ImageAugment
-from fuelrail.pipeline.order import OrderSpec
+from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import convert
+from fuelrail.pipeline.transforms.image import ImageAugment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -32,13 +32,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import webdataset
 
-from fuelrail.pipeline.codecs import decode, split_name
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.tensors import read_tensors
+from fuelrail.pipeline.format.codecs import decode, split_name
+from fuelrail.pipeline.sample.arrays import read_tensors
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.buffers import Buffer
-    from fuelrail.pipeline.dictionary import Dictionary
+    from fuelrail.pipeline.format.codecs import Dictionary
+    from fuelrail.pipeline.sample.arrays import Buffer
 
 
 _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}

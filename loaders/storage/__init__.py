@@ -16,17 +16,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.storage.guard import is_guarding
-from fuelrail.loaders.storage.mapped import MappedShards
+from fuelrail.loaders.storage.mapped import MappedShards, Residency
 from fuelrail.loaders.storage.protocol import Session, Storage, StorageStats
-from fuelrail.loaders.storage.residency import Residency
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from fuelrail.pipeline.dataset import Dataset
-    from fuelrail.pipeline.retry import RetryPolicy
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.storage.retry import RetryPolicy
 
 __all__ = ["BACKENDS", "Session", "Storage", "StorageStats", "open_storage"]
 
@@ -86,7 +85,7 @@ def _remote(
     cache_size: int | str | None,
     retry: RetryPolicy | None,
 ) -> Storage:
-    from fuelrail.loaders.cache import SpanCache
+    from fuelrail.loaders.storage.cache.span_cache import SpanCache
     from fuelrail.loaders.storage.clients import make_client
     from fuelrail.loaders.storage.remote import RemoteShards
 

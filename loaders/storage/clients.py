@@ -2,7 +2,7 @@
 
 fsspec reaches every protocol and knows all ways to credentials. obstore (the Rust crate ``object_store``) speaks S3 at
 a fraction of the CPU time: it is taken for ``s3://`` where it is installed and can be given the same credentials,
-see :func:`make_client`. Neither retries here: that is :mod:`fuelrail.loaders.hedging`'s matter.
+see :func:`make_client`. Neither retries here: that is :mod:`fuelrail.loaders.storage.requests`'s matter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.remote import filesystem, shown_url
+from fuelrail.pipeline.storage.filesystem import filesystem, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fuelrail.pipeline.buffers import Buffer
+    from fuelrail.pipeline.sample.arrays import Buffer
 
 _LOG = logging.getLogger(__name__)
 

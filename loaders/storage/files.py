@@ -8,20 +8,16 @@ import resource
 import threading
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from fuelrail.pipeline.errors import (
-    DatasetError,
-    ShardError,
-    TruncatedShardError,
-)
-from fuelrail.pipeline.files import open_descriptor
-from fuelrail.pipeline.manifest import load_manifest
+from fuelrail.pipeline.errors import DatasetError, ShardError, TruncatedShardError
+from fuelrail.pipeline.format.manifest import load_manifest
+from fuelrail.pipeline.storage.files import open_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from fuelrail.pipeline.dataset import Dataset
-    from fuelrail.pipeline.index import IndexRow
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index_row import IndexRow
 
 T = TypeVar("T")
 

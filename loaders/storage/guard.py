@@ -19,7 +19,7 @@ from fuelrail.loaders.decode.native import load
 from fuelrail.loaders.decode.native.build import FOLDER, LIBRARY_NAME
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.dataset import Dataset
+    from fuelrail.pipeline.format.dataset import Dataset
 
 _INDEX_CUT: Final = (
     "fuelrail: '{path}' was cut or cannot be read while it is in use, and the process ends by SIGBUS. Files of a "

@@ -33,36 +33,47 @@ import mmap
 import os
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained, middle, open_files_limit
 from fuelrail.loaders.storage.guard import Faults, GuardedMap, IndexGuard, is_guarding
 from fuelrail.loaders.storage.protocol import StorageStats
-from fuelrail.loaders.storage.residency import Residency
-from fuelrail.pipeline.dataset import check_span
 from fuelrail.pipeline.errors import ShardError, StorageError, TruncatedShardError
+from fuelrail.pipeline.format.dataset import check_span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from fuelrail.loaders.foresight import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import Foresight
     from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.dataset import Dataset
-    from fuelrail.pipeline.index import IndexRow
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index_row import IndexRow
 
 _MADV_POPULATE_READ: Final = 22
+
+
 _SURE_AFTER: Final = 32
+
+
 _PROBE_EVERY: Final = 8
 """After so many spans in a row that were in memory only each eighth is looked up ahead, until one is not. Looking up
 costs a twentieth of checking a span, and is done again when it is taken.
 """
+
+
 _NUM_READERS: Final = 4
 """Threads that read huge pages ahead: one waits for one page at a time, and disks like several requests at once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL during a call, as mmap.madvise does not
+
+
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
 _mincore = ctypes.PyDLL(None).mincore  # does not release the GIL: takes less than that would
+
+
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
 
 
@@ -291,3 +302,39 @@ class _MappedSession:
         with contextlib.suppress(OSError, ShardError):
             self._files[row.shard].populate(row.offset, row.length)
         return self._storage.span(index, row)
+
+
+_KEEP_OF_MEMORY: Final = 0.6
+"""Part of the page cache's room that a dataset larger than it may hold."""
+
+
+class Residency:
+    """Which samples' pages stay: all, or a part by their digests, the same in every process.
+
+    ``memory_bytes`` is what the page cache may take; None: what the machine and the control group have now.
+    """
+
+    def __init__(self, dataset: Dataset, memory_bytes: int | None = None) -> None:
+        room = page_cache_room_bytes() if memory_bytes is None else memory_bytes
+        total = sum(shard.bytes for shard in dataset.manifest.shards)
+        self.is_whole = total <= room
+        self._digests_below = 1 << 64 if self.is_whole else int(_KEEP_OF_MEMORY * room / total * 2**64)
+
+    def keeps(self, row: IndexRow) -> bool:
+        """Whether a sample's pages stay."""
+        return row.xxh3 < self._digests_below
+
+
+def page_cache_room_bytes() -> int:
+    """Memory that the page cache may take: what the kernel calls available, or the control group's limit."""
+    available = sys.maxsize
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            available = min(available, int(limit))
+    except (OSError, ValueError):
+        pass  # not Linux, or no control groups of version 2
+    return available

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fuelrail.loaders.foresight import Foresight
-    from fuelrail.pipeline.index import IndexRow
+    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.pipeline.format.index_row import IndexRow
 
     PendingSpan: TypeAlias = Callable[[], memoryview]
     """Waits for one span's bytes. Raises ShardError; called once."""

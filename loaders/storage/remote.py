@@ -1,11 +1,11 @@
 """Shards at a URL: coalesced ranges, fetched ahead and concurrently on an event loop, checked, tried again.
 
-What a session was asked for is planned (:mod:`fuelrail.loaders.fetch_plan`) and requested at once
-(:mod:`fuelrail.loaders.hedging`); the loader's fetch stage waits for each sample in order. A range lives until the
-last of its samples was taken and let go, so memory is bounded by the look-ahead of who asks.
+What a session was asked for is planned (:mod:`fuelrail.loaders.storage.ranges`) and requested at once
+(:mod:`fuelrail.loaders.storage.requests`); the loader's fetch stage waits for each sample in order. A range lives
+until the last of its samples was taken and let go, so memory is bounded by the look-ahead of who asks.
 
-With a cache (:mod:`fuelrail.loaders.cache`) a span is looked for there first and put there afterwards. Local paths can
-be read this way too (``file://``), to cache a slow file system on a fast disk.
+With a cache (:mod:`fuelrail.loaders.storage.cache.span_cache`) a span is looked for there first and put there
+afterwards. Local paths can be read this way too (``file://``), to cache a slow file system on a fast disk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fuelrail.loaders.fetch_plan import WantedSpan, plan_ranges
-from fuelrail.loaders.hedging import Concurrency, FetchFailedError, HedgePolicy, Requester
 from fuelrail.loaders.storage.files import replaced
 from fuelrail.loaders.storage.protocol import StorageStats
-from fuelrail.pipeline.dataset import check_span
+from fuelrail.loaders.storage.ranges import WantedSpan, plan_ranges
+from fuelrail.loaders.storage.requests import Concurrency, FetchFailedError, HedgePolicy, Requester
 from fuelrail.pipeline.errors import (
     ChecksumError,
     DatasetError,
@@ -32,19 +31,21 @@ from fuelrail.pipeline.errors import (
     StorageError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.remote import read_fingerprint, shown_url
-from fuelrail.pipeline.retry import RetryPolicy
+from fuelrail.pipeline.format.dataset import check_span
+from fuelrail.pipeline.format.fetch import read_fingerprint
+from fuelrail.pipeline.storage.filesystem import shown_url
+from fuelrail.pipeline.storage.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fuelrail.loaders.cache import CachedSpan, SpanCache
-    from fuelrail.loaders.foresight import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.span_cache import CachedSpan, SpanCache
     from fuelrail.loaders.storage.clients import RangeClient
     from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.dataset import Dataset
-    from fuelrail.pipeline.index import IndexRow
-    from fuelrail.pipeline.retry import Fault
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.storage.retry import Fault
 
 _LOG = logging.getLogger(__name__)
 _EXPLAIN = RetryPolicy(deadline_s=5.0, attempt_timeout_s=5.0)

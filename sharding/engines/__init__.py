@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fuelrail.sharding.writer import ShardDone, WriteJob
+    from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
 
 LOCAL_ENGINES: Final = ("threads", "processes")
 ENGINES: Final = (*LOCAL_ENGINES, "ray")
@@ -33,7 +33,7 @@ def make_engine(name: str | None, num_workers: int, ray_address: str | None) -> 
     machine belongs to), None for one of this run's own. Raises ConfigError where Ray is not installed.
     """
     if name == "ray":
-        from fuelrail.sharding.engines.on_ray import RayEngine
+        from fuelrail.sharding.engines.ray import RayEngine
 
         return RayEngine(ray_address, num_workers)
     from fuelrail.sharding.engines.local import LocalEngine

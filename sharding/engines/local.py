@@ -5,20 +5,23 @@ The bytes are the same; so is what is on disk after any of them is killed.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
-from fuelrail.sharding.engines import threads
-from fuelrail.sharding.processes import ctrl_c_waits, set_up_worker
-from fuelrail.sharding.writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
+from fuelrail.pipeline.runtime.workers import ctrl_c_waits, set_up_worker
+from fuelrail.sharding.write.shard_writer import RunStoppedError, ShardDone, ShardWriter, WriteJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 _POLL_S: Final = 0.1
+
+
 _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
 
 
@@ -29,7 +32,7 @@ class LocalEngine:
         self._num_workers = num_workers
         if num_workers < 1:
             raise ConfigError(f"{num_workers} workers are too few: 1 at least")
-        self._kind = kind or ("threads" if self._num_workers <= threads.MAX_THREADS else "processes")
+        self._kind = kind or ("threads" if self._num_workers <= MAX_THREADS else "processes")
 
     def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
         """Make these shards of the plan."""
@@ -37,7 +40,7 @@ class LocalEngine:
         if self._kind == "processes" and num_workers:
             yield from _in_processes(job, iter(numbers), num_workers, advance)
         elif num_workers > 1:
-            yield from threads.make_shards(job, numbers, num_workers, advance)
+            yield from make_shards(job, numbers, num_workers, advance)
         elif num_workers == 1:
             writer = ShardWriter(job)
             for number in numbers:
@@ -86,6 +89,8 @@ def _in_processes(
 
 
 _writer: ShardWriter
+
+
 _pulse: Callable[[int], None]
 
 
@@ -106,3 +111,53 @@ def _start_worker(job: WriteJob, written: Any, stop: Any) -> None:  # noqa: ANN4
 
 def _make(number: int) -> ShardDone:
     return _writer.make(number, _pulse)
+
+
+MAX_THREADS: Final = 4
+
+
+_THREADS_POLL_S: Final = 0.1
+
+
+def make_shards(
+    job: WriteJob, numbers: Sequence[int], num_threads: int, advance: Callable[[int], None]
+) -> Iterator[ShardDone]:
+    """Make these shards of the plan; yields them as they are done, in any order.
+
+    ``advance`` gets the bytes written since it was last called, in the calling thread. Raises what a worker raised
+    first; the others are stopped between two samples.
+    """
+    stop, lock = threading.Event(), threading.Lock()
+    written = seen = 0
+    own = threading.local()
+
+    def pulse(num_bytes: int) -> None:
+        nonlocal written
+        with lock:
+            written += num_bytes
+        if stop.is_set():
+            raise RunStoppedError("stopped")
+
+    def make(number: int) -> ShardDone:
+        if not hasattr(own, "writer"):
+            own.writer = ShardWriter(job)  # readers of the scan table must not be shared
+        done: ShardDone = own.writer.make(number, pulse)
+        return done
+
+    waiting = iter(numbers)
+    with ThreadPoolExecutor(num_threads, "shard") as pool:
+        pending: set[Future[ShardDone]] = set()
+        try:
+            while True:
+                pending |= {pool.submit(make, n) for n in itertools.islice(waiting, num_threads - len(pending))}
+                if not pending:
+                    return
+                done, pending = wait(pending, _THREADS_POLL_S, FIRST_COMPLETED)
+                advance(written - seen)
+                seen = written
+                for future in done:
+                    yield future.result()
+        finally:
+            stop.set()
+            for future in pending:
+                future.cancel()

@@ -7,21 +7,21 @@ import functools
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.remote import filesystem, is_url, shown_url, stated_version
-from fuelrail.pipeline.retry import RetryPolicy, call_with_retries
-from fuelrail.pipeline.spill import Spill
+from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url, stated_version
+from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
+from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.tokens import Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from fuelrail.pipeline.retry import Fault
+    from fuelrail.pipeline.storage.retry import Fault
 
 T = TypeVar("T")
 
@@ -235,3 +235,6 @@ class _Listing:
         """Of one of them; None where it is not there."""
         row = int(self._names.find([name])[0])
         return None if row < 0 else FileFacts(int(self._num_bytes.values[row]), self._stamps[row])
+
+
+LFS_MAGIC: Final = b"version https://git-lfs"

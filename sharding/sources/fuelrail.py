@@ -6,12 +6,20 @@ which order the datasets are named.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import io
+import itertools
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
-from fuelrail.pipeline.errors import ConfigError, SchemaError, SourceError
-from fuelrail.pipeline.schema import (
+from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
+from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
     IMAGE_EXTENSIONS,
@@ -21,15 +29,24 @@ from fuelrail.pipeline.schema import (
     lidar_channel,
 )
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.filesystem import filesystem
+from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.source import Channel, ScanInfo
-from fuelrail.sharding.sources.fuelrail_part import INLINE, DatasetPart
-from fuelrail.sharding.sources.merged import check_alike, check_disjoint, joined, joined_types
-from fuelrail.sharding.table import Reference, frame_key
+from fuelrail.sharding.sources.scan_table import Reference, frame_key
+from fuelrail.sharding.sources.source import Channel, ScanInfo
+from fuelrail.sharding.sources.spilled_table import SpilledTable
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.index import IndexRow
-    from fuelrail.sharding.table import ScanWriter
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.sample.schema import Sample as DecodedSample
+    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.scan_table import ScanWriter
 
 SEPARATOR = "\n"
 """Between the locations of several datasets: no path or URL has it."""
@@ -157,3 +174,235 @@ def _check_channel(key: str, name: str, part: DatasetPart) -> None:
             f"sample '{key}' of dataset '{part.dataset.location}' has the member '{shown(name)}', but the manifest has "
             f"no sensor '{shown(channel)}': `fuelrail verify` says more"
         )
+
+
+INLINE: Final = (META, GEOMETRY, BOXES)
+
+
+_OF_INDEX: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
+
+
+_ROWS_AT_ONCE: Final = 1 << 9
+
+
+_LOOKS_BETWEEN: Final = 8
+
+Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
+"""A row's number and the row, and its attributes."""
+
+
+class DatasetPart:
+    """A dataset that is read from."""
+
+    def __init__(self, location: str) -> None:
+        """Open it; raises SourceError where it cannot be."""
+        try:
+            self.dataset = open_dataset(location)
+        except DatasetError as error:
+            raise SourceError(str(error)) from error
+        self._remote = filesystem(self.dataset.url) if self.dataset.url is not None else None
+        self._read: tuple[int, dict[str, memoryview]] = (-1, {})
+        self._num_looks = 0
+
+    @property
+    def cameras(self) -> frozenset[str]:
+        """Channels of its cameras."""
+        return frozenset(camera.channel for camera in self.dataset.manifest.cameras)
+
+    @property
+    def lidars(self) -> frozenset[str]:
+        """Channels of its lidars."""
+        return frozenset(lidar.channel for lidar in self.dataset.manifest.lidars)
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """The columns of ``attributes.parquet`` that do not stand in the index."""
+        file = AttributesFile(self.dataset.root / ATTRIBUTES_FILE)
+        if not file.exists:
+            return {}
+        schema = file.schema(len(self.dataset.index))
+        return {field.name: _python_type(field) for field in schema if field.name not in _OF_INDEX}
+
+    def clip_ids(self) -> list[str]:
+        """Ids of its clips, sorted."""
+        return self.dataset.index.clip_ids()
+
+    def splits(self) -> dict[str, list[str]]:
+        """Ids of the clips of each split, sorted."""
+        return {
+            name: self.dataset.index.clip_ids(s.first_sample, s.first_sample + s.num_samples)
+            for name, s in self.dataset.manifest.splits.items()
+        }
+
+    def samples(self, spill: Spill) -> Iterator[Iterator[Sample]]:
+        """For each clip, in the order of the ids, its samples by frame. Their attributes are brought into ``spill``."""
+        numbered = ((at, self._row(at), attributes) for at, attributes in self._attributes(spill))
+        for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
+            yield (((at, row), attributes) for at, row, attributes in clip)
+
+    def small_members(self, row: IndexRow) -> dict[str, Any]:
+        """Metadata, geometry and boxes, decoded, without reading the rest of the span."""
+        entries = [entry for entry in row.members if entry.name in INLINE]
+        end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
+        if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'")
+        head = self._read_head(row, end)
+        found: dict[str, Any] = {}
+        for name, offset, stored_bytes, raw_bytes, codec in entries:
+            stored = head[offset : offset + stored_bytes]
+            try:
+                found[name] = codecs.decode(codec, stored, raw_bytes, dictionary=self.dataset.dictionary)
+            except MemberError as error:
+                place = f"{row.key}.{name} of dataset '{self.dataset.location}'"
+                raise SourceError(f"{place} cannot be decoded: {error.message}") from error
+        for needed in (META, GEOMETRY):
+            if needed not in found:
+                raise SourceError(f"sample '{row.key}' of dataset '{self.dataset.location}' has no {needed}")
+        return found
+
+    def read(self, at: int, field: str) -> memoryview:
+        """A member of row number ``at``, decoded; those of one row are decoded together."""
+        if self._read[0] != at or field not in self._read[1]:
+            row = self._row(at)
+            span = self._read_bytes(row, row.length)
+            shard = self.dataset.shard_path(row).name
+            try:
+                check_span(row, span, shard)
+                members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
+                self._check(decode_sample(row.key, members))
+            except (ShardError, MemberError) as error:
+                raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+            self._read = (at, {name: members[name] for name in members if name not in INLINE})
+        return self._read[1].pop(field)  # each is asked for once, and a large one is not to stay
+
+    def _check(self, sample: DecodedSample) -> None:
+        for lidar in self.dataset.manifest.lidars:
+            points, wanted = sample.points.get(lidar.channel), len(lidar.columns)
+            if points is not None and points.shape[1] != wanted:
+                raise SchemaError(
+                    f"points of {points.shape[1]} columns, the manifest has {wanted}",
+                    key=sample.key, member=f"{lidar.channel}.{POINTS_EXTENSION}",
+                )  # fmt: skip
+
+    def _row(self, at: int) -> IndexRow:
+        """A row of the index, all of which would else stand in this process's memory in the end."""
+        self._num_looks += 1
+        if self._num_looks % _LOOKS_BETWEEN == 0:
+            self.dataset.index.release()
+        return self.dataset.index.row(at)
+
+    def _attributes(self, spill: Spill) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
+        rows, names = self._rows_by_clip(), list(self.attribute_types)
+        table = SpilledTable.of_file(spill, self.dataset.root / ATTRIBUTES_FILE, names) if names else None
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            part = rows[first : first + _ROWS_AT_ONCE]
+            values = [{} for _ in part] if table is None else table.take(part).to_pylist()
+            yield from zip(part.tolist(), values, strict=True)
+
+    def _rows_by_clip(self) -> NDArray[np.int64]:
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        rank = np.argsort(np.argsort(np.array(clips.dictionary.to_pylist(), dtype=object), kind="stable"))
+        return np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
+
+    def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
+        """The first bytes of a span, decoded if it is a frame."""
+        name = self.dataset.shard_path(row).name
+        if not is_framed(name):
+            return self._read_bytes(row, num_bytes)
+        try:
+            if self._remote is not None:
+                file = io.BytesIO(self._read_bytes(row, row.length))
+                return read_head(file, num_bytes, shard=name, offset=row.offset, key=row.key)
+            with open_file(self.dataset.shard_path(row)) as shard:
+                shard.seek(row.offset)
+                return read_head(shard, num_bytes, shard=name, offset=row.offset, key=row.key)
+        except ShardError as error:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+        except OSError as error:
+            raise SourceError(f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}") from error
+
+    def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
+        """The first bytes of a span as they are stored."""
+        path = self.dataset.shard_path(row)
+        try:
+            if self._remote is not None:
+                fs, root = self._remote
+                data: bytes = fs.cat_file(f"{root}/{path.name}", start=row.offset, end=row.offset + num_bytes)
+                return data
+            with open_file(path) as file:
+                file.seek(row.offset)
+                return file.read(num_bytes)
+        except Exception as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else fault_of(error).text
+            raise SourceError(f"shard '{self.dataset.location}/{path.name}' cannot be read: {why}") from error
+
+
+def _python_type(field: pa.Field) -> type:
+    for arrow, python in ((pa.bool_(), bool), (pa.int64(), int), (pa.float64(), float), (pa.string(), str)):
+        if field.type == arrow:
+            return python
+    raise SourceError(f"{ATTRIBUTES_FILE}: column '{field.name}' is of type {field.type}")
+
+
+_ALIKE: Final = {
+    "cameras": "cameras", "lidars": "lidars", "classes": "classes", "attributes": "attributes of boxes",
+    "time_base": "time base", "ego_origin": "origin of ego",
+}  # fmt: skip
+
+
+def check_alike(datasets: Sequence[Dataset]) -> None:
+    """Raise SourceError, showing both sides, unless rig, classes and conventions of all datasets are the same."""
+    first = datasets[0]
+    for other in datasets[1:]:
+        for name, what in _ALIKE.items():
+            ours, theirs = (_shown(getattr(dataset.manifest, name)) for dataset in (first, other))
+            if ours != theirs:
+                raise SourceError(
+                    f"'{first.location}' and '{other.location}' cannot become one dataset: the {what} of the first are "
+                    f"{ours}, of the second {theirs}"
+                )
+
+
+def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raise SourceError for a clip that is in two datasets; ``clips`` are the location and the clip ids of each."""
+    seen: dict[str, str] = {}
+    for location, ids in clips:
+        for clip in ids:
+            if seen.get(clip) == location:
+                raise SourceError(f"the dataset '{location}' is named twice: name each once")
+            if clip in seen:
+                raise SourceError(
+                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so its keys would stand twice; leave it "
+                    "out of one of them (`fuelrail reshard --select`)"
+                )
+            seen[clip] = location
+
+
+def joined(values: Sequence[str | None]) -> str | None:
+    """Names or licenses of several datasets as one: each once, in order; None where none is stated."""
+    return " + ".join(dict.fromkeys(value for value in values if value)) or None
+
+
+def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
+    """All attribute columns of several datasets; raises SourceError for one that is of two types."""
+    types: dict[str, type] = {}
+    for table in tables:
+        for name, kind in table.items():
+            if types.setdefault(name, kind) is not kind:
+                raise SourceError(
+                    f"attribute '{name}' is {types[name].__name__} in one dataset and {kind.__name__} in another"
+                )
+    return types
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
+    if isinstance(value, tuple) and value and not isinstance(value[0], str):
+        parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
+        return ", ".join(parts)
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ
+    return f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""

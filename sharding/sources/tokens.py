@@ -2,7 +2,7 @@
 
 A token is looked up by its 128-bit xxh3 digest: a table's digests lie in a file, and a sorted column of as many 64-bit
 words, each the upper part of a digest and the row's number, leads to them. So a join takes no memory for its rows
-(:mod:`fuelrail.pipeline.spill`); only the texts of the rows at hand are Python objects.
+(:mod:`fuelrail.pipeline.storage.spill`); only the texts of the rows at hand are Python objects.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import numpy as np
 import xxhash
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.spill import ROWS_AT_ONCE
+from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.spill import Spill
+    from fuelrail.pipeline.storage.spill import Spill
 
 
 class Owners(Protocol):

@@ -86,15 +86,13 @@ def preload() -> None:
     import torch
 
     import fuelrail.__main__
-    import fuelrail.bench.order_command
+    import fuelrail.bench.studies.order.command
     import fuelrail.loaders.commands
+    import fuelrail.loaders.contact_sheet
     import fuelrail.loaders.loader
-    import fuelrail.loaders.reader
-    import fuelrail.loaders.view
+    import fuelrail.loaders.storage.reader
     import fuelrail.sharding.commands
-    import fuelrail.sharding.inspection
-    import fuelrail.sharding.shard_command
-    import fuelrail.sharding.verify  # noqa: F401
+    import fuelrail.sharding.verify.dataset  # noqa: F401
 
     torch.set_num_threads(1)
     cv2.setNumThreads(1)

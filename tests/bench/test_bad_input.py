@@ -7,12 +7,12 @@ import time
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.loader_run import run_loader
-from fuelrail.bench.scale_report import load_scale_report
-from fuelrail.bench.stages import LoaderChoice
-from fuelrail.bench.train_report import load_report
+from fuelrail.bench.studies.loader.run import run_loader
+from fuelrail.bench.studies.loader.stages import LoaderChoice
+from fuelrail.bench.studies.scale.report import load_scale_report
+from fuelrail.bench.studies.train.report import load_report
 from fuelrail.loaders import ImageAugment
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
 QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100", "--no-html")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fuelrail.bench.records import read_rank
+from fuelrail.bench.measure.records import read_rank
 from support.datasets import build_dataset
 from support.ranks import environment
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.arguments import _RULES, check_arguments
+from fuelrail.loaders.config import _RULES, check_arguments
 from fuelrail.pipeline.errors import ConfigError
 from support.datasets import build_dataset
 

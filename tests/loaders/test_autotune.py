@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders.autotune import Autotuner, Tuning
-from fuelrail.pipeline.stages import StageClock
+from fuelrail.pipeline.runtime.stages import StageClock
 
 
 class Machine:

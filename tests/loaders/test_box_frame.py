@@ -15,11 +15,11 @@ from pyquaternion import Quaternion
 
 from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.reader import SampleReader
-from fuelrail.pipeline.bev_augment import BevAugment
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.transforms.ego import BevAugment
 from support.datasets import build_dataset
 from support.edits import reseal
 from support.nuscenes_tables import build_nuscenes

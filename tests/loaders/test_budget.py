@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from fuelrail.loaders import budget
+from fuelrail.loaders import config
 
 
 @pytest.fixture
@@ -36,26 +36,26 @@ def files(root, **contents):
     ],
 )
 def test_a_containers_quota_bounds_the_cpus(eight, tmp_path, contents, cpus):
-    assert budget.available_cpus(files(tmp_path, **contents)) == cpus
+    assert config.available_cpus(files(tmp_path, **contents)) == cpus
 
 
 @pytest.mark.parametrize(("local", "workers"), [("", 8), ("1", 8), ("3", 2), ("16", 1), ("x", 8), ("0", 8)])
 def test_ranks_share_the_host(eight, monkeypatch, local, workers):
-    monkeypatch.setattr(budget, "available_cpus", lambda: 8)
+    monkeypatch.setattr(config, "available_cpus", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert budget.default_num_workers() == workers
+    assert config.default_num_workers() == workers
 
 
 def test_memory_is_what_host_and_container_leave(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    4000 kB\n")
-    assert budget.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
+    assert config.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
     files(tmp_path, memory_dot_max="max")
-    assert budget.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
+    assert config.available_memory_bytes(tmp_path, meminfo) == 4000 * 1024
     files(tmp_path, memory_dot_max="1000000", memory_dot_current="400000")
-    assert budget.available_memory_bytes(tmp_path, meminfo) == 600000
+    assert config.available_memory_bytes(tmp_path, meminfo) == 600000
 
 
 def test_this_host_has_some():
-    assert budget.available_cpus() >= 1
-    assert budget.default_memory_bytes() > 0
+    assert config.available_cpus() >= 1
+    assert config.default_memory_bytes() > 0

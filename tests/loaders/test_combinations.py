@@ -14,10 +14,10 @@ from numpy.testing import assert_allclose
 from fuelrail.bench.micro.decode_fuzz import mutate
 from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Undistort
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.reader import SampleReader
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.sharding.restart import with_restart_rows
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.sharding.write.images import with_restart_rows
 from support.backends import BACKENDS
 from support.datasets import CAMERAS, build_dataset
 from support.pictures import open_with_pillow, psnr_db

@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, Mix, OrderSpec, World
-from fuelrail.loaders.foresight import Foresight
-from fuelrail.loaders.lookahead import RequestNumbers
-from fuelrail.loaders.tasks import Share
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.schedule.prefetch import RequestNumbers
+from fuelrail.loaders.storage.cache.future_uses import Foresight
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
-from fuelrail.pipeline.manifest import MANIFEST_FILE, encode_manifest, load_manifest
-from fuelrail.pipeline.world import Cursor
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
+from fuelrail.pipeline.order.batching import Cursor, Share
 from support.datasets import build_dataset
 
 SMALL = ImageAugment(height=32, width=48, resize=0.5)

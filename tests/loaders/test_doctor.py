@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import doctor
+from fuelrail.loaders import commands
 from fuelrail.loaders.decode import BACKENDS
 
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda package: [])
 
 
-def about(subject: str) -> doctor.Finding:
-    return next(finding for finding in doctor.examine() if finding.subject == subject)
+def about(subject: str) -> commands.Finding:
+    return next(finding for finding in commands.examine() if finding.subject == subject)
 
 
 def test_every_backend_is_spoken_of() -> None:
-    subjects = [finding.subject for finding in doctor.examine()]
+    subjects = [finding.subject for finding in commands.examine()]
     assert {f"decoder={name}" for name in (*BACKENDS, "auto")} <= set(subjects)
     assert about("decoder=turbo").state.startswith("ready: simplejpeg ")
 
@@ -49,8 +49,8 @@ def test_what_is_missing_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     assert "fuelrail[simd]" in about("decoder=pillow").advice
     assert "nvidia-dali-cuda120 2.4.0" in about("decoder=dali").state
     pretend(monkeypatch, simplejpeg="1.9.0", pillow_simd="9.5")
-    assert about("decoder=pillow") == doctor.Finding("decoder=pillow", "ready, with SIMD: pillow-simd 9.5")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert about("decoder=pillow") == commands.Finding("decoder=pillow", "ready, with SIMD: pillow-simd 9.5")
+    monkeypatch.setattr(commands.shutil, "which", lambda name: None)
     assert "libjpeg-turbo-progs" in about("jpegtran").advice
 
 
@@ -102,6 +102,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "decoder=auto" in printed
-    for finding in doctor.examine():
+    for finding in commands.examine():
         assert finding.state in printed
         assert finding.advice in printed

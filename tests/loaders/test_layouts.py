@@ -9,11 +9,11 @@ import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.reader import SampleReader
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.dictionary import train_dictionary
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ChecksumError, FrameError, ShardError
+from fuelrail.pipeline.format.codecs import train_dictionary
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 from support.storage_suite import spoil
 

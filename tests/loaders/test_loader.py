@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders import DataLoader, ImageAugment, IterableView, OrderSpec, World
-from fuelrail.loaders.normalize import Normalize
-from fuelrail.loaders.undistort import Undistort
-from fuelrail.pipeline.bev_augment import BevAugment
+from fuelrail.loaders.config import Normalize
+from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -28,8 +27,9 @@ from fuelrail.pipeline.errors import (
     TruncatedShardError,
     WorldError,
 )
-from fuelrail.pipeline.pixel_augment import PixelAugment
-from fuelrail.pipeline.schema import decode_sample
+from fuelrail.pipeline.sample.schema import decode_sample
+from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.pipeline.transforms.pixels import PixelAugment
 from support.datasets import CAMERAS, build_dataset
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)

@@ -11,7 +11,7 @@ import pytest
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour
 from fuelrail.loaders import DataLoader, ImageAugment
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, FuelrailError, StorageError
-from fuelrail.pipeline.retry import RetryPolicy
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import build_dataset
 
 pytest.importorskip("aiohttp")

@@ -16,17 +16,11 @@ import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.lookahead import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, Due, Shelf, look_ahead
+from fuelrail.loaders.records import Due
+from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, Shelf, look_ahead
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.errors import (
-    BadSamplesError,
-    ChecksumError,
-    ConfigError,
-    ImageError,
-    OrderError,
-    StorageError,
-)
+from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, ConfigError, ImageError, OrderError, StorageError
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 from support.storage_suite import spoil
 

@@ -13,10 +13,10 @@ import torch
 
 from fuelrail.loaders import Budget, DataLoader, ImageAugment, TraceRecorder, World, serve_metrics
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
-from fuelrail.loaders.nvtx import with_ranges
+from fuelrail.loaders.batch.stages import with_ranges
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.metrics import parse
-from fuelrail.pipeline.stages import Stage
+from fuelrail.pipeline.runtime.metrics import parse
+from fuelrail.pipeline.runtime.stages import Stage
 from support.datasets import build_dataset
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)

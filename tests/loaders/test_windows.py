@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fuelrail.loaders.temporal as temporal_module
+import fuelrail.loaders.batch.temporal as temporal_module
 from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, OrderSpec, PixelAugment, World
-from fuelrail.loaders.foresight import coming_rows
-from fuelrail.loaders.reader import SampleReader
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.storage.cache.future_uses import coming_rows
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
-from fuelrail.pipeline.world import Cursor
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import Cursor
 from support.datasets import CAMERAS, build_dataset
 
 SMALL = ImageAugment(height=32, width=48, resize=0.5)

@@ -16,13 +16,14 @@ import pytest
 import xxhash
 import zstandard
 
-from fuelrail.pipeline import codecs, index, manifest, schema, shardfile
+from fuelrail.pipeline.format import codecs, index, manifest, tar
+from fuelrail.pipeline.sample import schema
 from support.datasets import build_dataset
 
 if TYPE_CHECKING:
     import msgspec
 
-DOCUMENT = (Path(__file__).resolve().parents[2] / "pipeline" / "FORMAT.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).resolve().parents[2] / "pipeline" / "format" / "FORMAT.md").read_text(encoding="utf-8")
 
 
 def section(title: str) -> str:
@@ -101,7 +102,7 @@ class TestTables:
         assert f"R is 1 to {codecs._MAX_ROW_BYTES}" in text
         caps = section("3. `index.arrow`")
         for cap, said in (
-            (shardfile.MAX_KEY_BYTES, "`clip_id` | 512 bytes |"),
+            (tar.MAX_KEY_BYTES, "`clip_id` | 512 bytes |"),
             (codecs.MAX_MEMBERS, "| members of a sample | 4,096 |"),
             (codecs.MAX_MEMBER_BYTES >> 20, "| size of a member, `raw_bytes` | 128 MiB |"),
             (codecs.member_cap("meta.json") >> 20, "`geometry.safetensors` | 1 MiB each |"),
@@ -110,7 +111,7 @@ class TestTables:
         ):
             assert said in caps
             assert f"{cap:,}" in said
-        assert shardfile.MAX_STORED_BYTES == (8 << 30) - 1
+        assert tar.MAX_STORED_BYTES == (8 << 30) - 1
         assert "at most 8 GiB less one byte" in section("4. Shards")
 
 

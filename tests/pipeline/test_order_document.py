@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.synthetic_index import write_synthetic_index
-from fuelrail.pipeline.clips import ClipTable
-from fuelrail.pipeline.compiled_order import CompiledOrder, compile_order
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.filters import Filter
-from fuelrail.pipeline.lanes import Lanes
-from fuelrail.pipeline.mix import Mix, MixedOrder
-from fuelrail.pipeline.order import OrderSpec
-from fuelrail.pipeline.weights import (
+from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.pipeline.format.attributes import ClipTable
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
+from fuelrail.pipeline.order.lanes import Lanes
+from fuelrail.pipeline.order.mix import Mix, MixedOrder
+from fuelrail.pipeline.order.select import Filter
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.weights import (
     AttributeWeights,
     ClassBalance,
     SystematicSampling,

@@ -13,14 +13,14 @@ import pytest
 import webdataset
 
 from fuelrail.loaders import DataLoader
-from fuelrail.pipeline.codecs import MAX_MEMBER_BYTES
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard as shard_again
-from fuelrail.sharding.source import SourceSpec
-from fuelrail.sharding.verify import verify
+from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
 

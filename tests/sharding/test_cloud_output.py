@@ -8,8 +8,8 @@ import fsspec
 import pytest
 
 from fuelrail.loaders import DataLoader
-from fuelrail.pipeline.manifest import MANIFEST_FILE
-from fuelrail.sharding.verify import verify
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE
+from fuelrail.sharding.verify.dataset import verify
 from support.cloud_emulators import emulated
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import Interrupt, digests, shard_nuscenes
@@ -84,7 +84,7 @@ def test_a_whole_run(source, expected, store, tmp_path):
 @pytest.mark.parametrize("store", ["gs", "az"], indirect=True)  # memory:// shows a file from when it is opened
 def test_what_fails_leaves_no_object(store):
     """A file that is half-written when something fails never gets its name."""
-    from fuelrail.sharding.output import open_output
+    from fuelrail.sharding.output.folder import open_output
 
     out = open_output(f"{store}/out")
     with pytest.raises(RuntimeError, match="something fails"), out.publish("half.tar") as file:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.pipeline.manifest import WORK_FOLDER
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests
 from support.shared_data import shared_data
@@ -128,7 +128,7 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
 
 
 def test_ctrl_c_says_how_to_go_on(run, source, tmp_path, monkeypatch):
-    from fuelrail.sharding.writer import ShardWriter
+    from fuelrail.sharding.write.shard_writer import ShardWriter
 
     def interrupted(self, number, pulse):
         raise KeyboardInterrupt

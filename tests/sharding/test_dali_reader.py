@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 

@@ -12,8 +12,8 @@ import pytest
 import xxhash
 import zstandard
 
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.schema import Boxes, Geometry, decode_arrays, decode_points
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_points
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fuelrail.loaders import DataLoader, ImageAugment
-from fuelrail.pipeline.codecs import MAX_SAMPLE_BYTES
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META
-from fuelrail.sharding.packing import RawMember, ShardPacker
+from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.reading import ReadBuffer
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.source import SourceSpec
-from fuelrail.sharding.verify import verify
+from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.verify.dataset import verify
+from fuelrail.sharding.write.blocks import ReadBuffer
+from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from support.hostile import Member, edited, small_dataset
 from support.hostile_cases import cases, zeros
 
@@ -139,19 +139,19 @@ class TestMemory:
             reshard(place, tmp_path / "out")
 
     def test_m2_metadata_of_many_samples_is_limited_while_scanning(self, small, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.sharding.table._MAX_PENDING_BYTES", 10_000)
+        monkeypatch.setattr("fuelrail.sharding.sources.scan_table._MAX_PENDING_BYTES", 10_000)
         with pytest.raises(SourceError, match="the metadata, geometry and boxes of"):
             reshard(small, tmp_path / "out")
 
     def test_m2_the_writer_keeps_to_the_caps(self, small, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.pipeline.codecs.MAX_SAMPLE_BYTES", 2000)
+        monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_SAMPLE_BYTES", 2000)
         with pytest.raises(FuelrailError, match=r"bytes of memory, over the caps of 4096 and 2000"):
             ShardPacker(io.BytesIO(), 0, 3, None, ReadBuffer()).add(
                 "a", "a", 0, 0, [RawMember("x_a.bin", "raw", bytes(1500)), RawMember("x_b.bin", "raw", bytes(600))]
             )
 
     def test_m2_the_writer_keeps_to_the_limit_of_texts(self, small, tmp_path, monkeypatch):
-        monkeypatch.setattr("fuelrail.sharding.table.MAX_TEXT_BYTES", 3)
+        monkeypatch.setattr("fuelrail.sharding.sources.scan_table.MAX_TEXT_BYTES", 3)
         with edited(small, tmp_path / "DS") as parts:
             cases()["parquet/short-text"](parts)
         with pytest.raises(SourceError, match="attribute 'note' of a sample has 4 bytes, at most 3"):
@@ -243,7 +243,7 @@ def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path)
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
     program = """
 import resource, sys
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.errors import IndexFileError
 taken = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20),) * 2)

@@ -7,17 +7,17 @@ import subprocess
 
 import pytest
 
-from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
-from fuelrail.pipeline.dictionary import DICTIONARY_FILE
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
-from fuelrail.pipeline.schema import META, decode_meta
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.sample.schema import META, decode_meta
 from fuelrail.sharding.append import append
-from fuelrail.sharding.inspection import describe_dataset, describe_sample
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import repair, shard
-from fuelrail.sharding.source import SourceSpec
-from fuelrail.sharding.verify import verify
+from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.verify.dataset import verify
+from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
 
@@ -136,7 +136,7 @@ def test_a_dictionary_that_cannot_be_made_again_is_said(source, outs, tmp_path, 
     out = tmp_path / "out"
     shutil.copytree(outs / "dictionary", out)
     (out / DICTIONARY_FILE).unlink()
-    monkeypatch.setattr("fuelrail.sharding.dictionaries._TIMES_ITS_SIZE", 30)
+    monkeypatch.setattr("fuelrail.sharding.write.dictionary._TIMES_ITS_SIZE", 30)
     with pytest.raises(DatasetExistsError, match=r"zstd\.dict of .* is damaged and cannot be made again"):
         repair(out, f"nuscenes:{source}", 1, Quiet())
 
@@ -161,13 +161,13 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    for name in ("fuelrail.sharding.workspace.Workspace.begin", "fuelrail.sharding.run.settle_dictionary"):
+    for name in ("fuelrail.sharding.output.workspace.Workspace.begin", "fuelrail.sharding.run.settle_dictionary"):
         with monkeypatch.context() as patch:
             patch.setattr(name, killed)
             with pytest.raises(KeyboardInterrupt):
                 shard_nuscenes(source, tmp_path / name, seed=1, **options)
         assert not (tmp_path / name / DICTIONARY_FILE).exists()
-    out = tmp_path / "fuelrail.sharding.workspace.Workspace.begin"
+    out = tmp_path / "fuelrail.sharding.output.workspace.Workspace.begin"
     shard_nuscenes(source, out, **options)
     assert digests(out) == digests(outs / "dictionary")
 

@@ -7,7 +7,7 @@ import json
 from fuelrail.sharding import progress as module
 from fuelrail.sharding.append import append
 from fuelrail.sharding.progress import JsonLines
-from fuelrail.sharding.writer import ShardDone
+from fuelrail.sharding.write.shard_writer import ShardDone
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 

@@ -9,9 +9,9 @@ import tarfile
 import numpy as np
 import pytest
 
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
-from fuelrail.pipeline.schema import Geometry, decode_arrays, decode_sample
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_sample
 from support.sharding import shard_nuscenes
 from support.shared_data import shared_data
 

@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.pipeline.dataset import open_dataset, read_members
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.sharding.append import append
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import repair, shard
-from fuelrail.sharding.source import SourceSpec
-from fuelrail.sharding.verify import verify
+from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
 

@@ -13,7 +13,6 @@ import time
 import numpy as np
 import pytest
 
-from fuelrail.pipeline.dataset import check_span, open_dataset, read_members
 from fuelrail.pipeline.errors import (
     ConfigError,
     DatasetError,
@@ -22,12 +21,13 @@ from fuelrail.pipeline.errors import (
     OrderError,
     SourceError,
 )
-from fuelrail.pipeline.manifest import WORK_FOLDER
-from fuelrail.pipeline.schema import decode_meta
-from fuelrail.sharding.engines.threads import MAX_THREADS
-from fuelrail.sharding.output import FolderOutput
-from fuelrail.sharding.sources.nuscenes import NuScenesSource
-from fuelrail.sharding.workspace import Workspace
+from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.sample.schema import decode_meta
+from fuelrail.sharding.engines.local import MAX_THREADS
+from fuelrail.sharding.output.folder import FolderOutput
+from fuelrail.sharding.output.workspace import Workspace
+from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
 from support.nuscenes_tables import build_nuscenes, encode_image
 from support.sharding import Interrupt, digests, shard_nuscenes
 

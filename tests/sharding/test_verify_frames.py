@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.dictionary import DICTIONARY_FILE, train_dictionary
-from fuelrail.pipeline.frames import encode_frame, encode_seek_table, read_seek_table
-from fuelrail.pipeline.index import INDEX_FILE
-from fuelrail.pipeline.manifest import encode_manifest, load_manifest
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE
-from fuelrail.sharding.verify import verify
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, train_dictionary
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.manifest import encode_manifest, load_manifest
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
+from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, read_seek_table
+from fuelrail.sharding.verify.dataset import verify
 from support.datasets import build_dataset
 
 SHARD = "train-000000.tar.zst"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.accelerator import AcceleratorProfile, ReferenceInput
-from fuelrail.bench.dataset_facts import DatasetFacts
-from fuelrail.bench.machine import Gpu, MachineFacts
-from fuelrail.bench.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
-from fuelrail.bench.train_report import Report, build_report
+from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
+from fuelrail.bench.measure.records import InputFacts, RankEnd, RankHeader, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.trainer.settings import TrainSettings
 
 MS = 1_000_000

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.compare_laps import Timed
-from fuelrail.bench.compare_report import CompareReport, Contestant, build_compare_report, make_run
-from fuelrail.bench.peers.interface import Work
+from fuelrail.bench.peers.peer import Work
 from fuelrail.bench.peers.process import Check
+from fuelrail.bench.studies.compare.laps import Timed
+from fuelrail.bench.studies.compare.report import CompareReport, Contestant, build_compare_report, make_run
 from support.bench_runs import DATASET, MACHINE
 
 WORK = Work(

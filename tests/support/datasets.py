@@ -9,11 +9,11 @@ import numpy as np
 import simplejpeg
 import xxhash
 
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dictionary import DICTIONARY_FILE, Dictionary
-from fuelrail.pipeline.frames import FRAMED_SUFFIX, SHARD_SUFFIX, encode_frame, encode_seek_table
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
-from fuelrail.pipeline.manifest import (
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary
+from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -25,8 +25,10 @@ from fuelrail.pipeline.manifest import (
     SplitEntry,
     encode_manifest,
 )
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX, encode_frame, encode_seek_table
 from fuelrail.pipeline.rigid import rigid
-from fuelrail.pipeline.schema import (
+from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
     META,
@@ -39,7 +41,6 @@ from fuelrail.pipeline.schema import (
     encode_meta,
     encode_points,
 )
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, pack_sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

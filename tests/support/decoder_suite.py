@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fuelrail.loaders.decode import make_decoder, probe
-from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.geometry import ImageMap, apply_to_projection
 from fuelrail.pipeline.settings import load_yaml
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_projection
 from support.pictures import (
     blob_place,
     blobs,

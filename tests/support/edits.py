@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
-from fuelrail.pipeline.manifest import Manifest, encode_manifest, load_manifest
-from fuelrail.pipeline.shardfile import END_OF_ARCHIVE, StoredMember, member_header
-from fuelrail.sharding.dali import IndexText
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.manifest import Manifest, encode_manifest, load_manifest
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, member_header
+from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,12 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from fuelrail.pipeline import codecs
-from fuelrail.pipeline.attributes import ATTRIBUTES_FILE
-from fuelrail.pipeline.dataset import open_dataset, read_members
-from fuelrail.pipeline.index import INDEX_FILE, IndexRow, MemberEntry, write_index
-from fuelrail.pipeline.manifest import MANIFEST_FILE, Manifest, encode_manifest
-from fuelrail.pipeline.shardfile import BLOCK_BYTES, END_OF_ARCHIVE, member_header
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.dataset import open_dataset, read_members
+from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, encode_manifest
+from fuelrail.pipeline.format.tar import BLOCK_BYTES, END_OF_ARCHIVE, member_header
 from support.datasets import build_dataset
 
 if TYPE_CHECKING:

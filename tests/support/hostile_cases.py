@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from fuelrail.pipeline.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
-from fuelrail.pipeline.tensors import write_tensors
+from fuelrail.pipeline.sample.arrays import write_tensors
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
 from support.hostile import Member, Parts
 
 if TYPE_CHECKING:

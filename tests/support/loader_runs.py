@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.cpu_watch import CpuUse
-from fuelrail.bench.limits import SampleSizes
-from fuelrail.bench.loader_report import LoaderReport, build_loader_report
-from fuelrail.bench.loader_run import LoaderRun, QueueDepths
-from fuelrail.bench.rates import Rate
-from fuelrail.bench.records import Stage
+from fuelrail.bench.measure.limits import SampleSizes
+from fuelrail.bench.measure.machine import CpuUse
+from fuelrail.bench.measure.rates import Rate
+from fuelrail.bench.measure.records import Stage
+from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
+from fuelrail.bench.studies.loader.run import LoaderRun, QueueDepths
 from support.bench_runs import DATASET, MACHINE
 
 STAGES = [

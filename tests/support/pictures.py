@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.geometry import ImageMap
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 BACKGROUND = 40
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.scale_model import Fit, Overhead
-from fuelrail.bench.scale_report import Conditions, Measured, ScaleReport, build_scale_report, make_curves
+from fuelrail.bench.planner.scale_model import Fit, Overhead
+from fuelrail.bench.studies.scale.report import Conditions, Measured, ScaleReport, build_scale_report, make_curves
 from support.bench_runs import DATASET, MACHINE
 
 CONDITIONS = Conditions(max_ranks=64, ranks_per_host=1, slow_share=0.05, slow_by=0.5, storage_gb_per_s=0.5, seed=3)

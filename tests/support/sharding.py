@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import Outcome, shard
-from fuelrail.sharding.source import SourceSpec
+from fuelrail.sharding.sources.source import SourceSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

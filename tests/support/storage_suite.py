@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fuelrail.pipeline.dataset import Dataset, open_dataset
 from fuelrail.pipeline.errors import ChecksumError, ShardError, StorageError, TruncatedShardError
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from support.datasets import build_dataset
 
 LENGTHS = {"train": (5, 7, 9), "val": (4,)}

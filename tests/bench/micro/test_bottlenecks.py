@@ -8,9 +8,9 @@ from typing import get_args
 import msgspec
 import pytest
 
-from fuelrail.bench.diagnosis import Bound
 from fuelrail.bench.micro import bottlenecks
 from fuelrail.bench.micro.bottlenecks import CASES, Bottlenecks
+from fuelrail.bench.studies.diagnose.judge import Bound
 from fuelrail.pipeline.settings import convert
 
 RESULT = Path(__file__).parents[3] / "bench" / "results" / "bottlenecks.json"

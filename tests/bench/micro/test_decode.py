@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fuelrail.bench.micro import decode
-from fuelrail.pipeline.augment import ImageAugment
+from fuelrail.pipeline.transforms.image import ImageAugment
 from support.pictures import psnr_db
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import pyarrow as pa
 import safetensors.numpy
 
 from fuelrail.bench.micro import metadata, timing
-from fuelrail.pipeline.index import SampleIndex, write_index
-from fuelrail.pipeline.schema import GEOMETRY, META, decode_sample
+from fuelrail.pipeline.format.index import SampleIndex, write_index
+from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
 
 
 def test_it_runs_and_reports(tmp_path, capsys, monkeypatch) -> None:

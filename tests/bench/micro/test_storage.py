@@ -11,7 +11,7 @@ from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.storage import PARTS, main
 from fuelrail.bench.micro.storage_remote import stream
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline.shardfile import iter_members
+from fuelrail.pipeline.format.tar import iter_members
 
 
 def test_its_dataset_is_one(tmp_path):

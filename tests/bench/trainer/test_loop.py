@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fuelrail.bench.accelerator import EmulatedAccelerator
-from fuelrail.bench.occupancy import occupancy_of, window_of
-from fuelrail.bench.records import PHASES
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+from fuelrail.bench.measure.occupancy import occupancy_of, window_of
+from fuelrail.bench.measure.records import PHASES
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.settings import ModelSettings
 from support.bench_runs import MS, PROFILE, HandClock

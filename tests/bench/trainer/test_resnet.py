@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fuelrail.bench.mfu import count_training_flop
+from fuelrail.bench.measure.cuda import count_training_flop
 from fuelrail.bench.trainer.resnet import ResNet50
 
 

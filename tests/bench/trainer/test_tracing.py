@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from fuelrail.bench.accelerator import EmulatedAccelerator
-from fuelrail.bench.files import merge_traces
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+from fuelrail.bench.report.files import merge_traces
 from fuelrail.bench.trainer.tracing import RankTrace
 from support.bench_runs import PROFILE, HandClock, steps
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from fuelrail.bench.records import RankWriter, rank_path, read_rank
+from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
 from fuelrail.bench.trainer.model import BevOccupancy
 from fuelrail.bench.trainer.settings import MODELS
 from fuelrail.bench.trainer.worker import batches, from_memory, parameters_digest, run_rank

@@ -13,7 +13,7 @@ from PIL import Image
 from fuelrail.bench.micro.decode_fuzz import fuzz
 from fuelrail.loaders.decode import make_decoder, probe
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.backends import BACKENDS
 from support.pictures import encode, natural, psnr_db
 from support.shared_data import shared_data

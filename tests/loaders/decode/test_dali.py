@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.backends import HAS_DALI
 from support.decoder_suite import ALL_MAPS, NUSCENES_WH, DecoderSuite
 from support.pictures import encode, natural, psnr_db, seen, shift_px

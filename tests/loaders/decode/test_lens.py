@@ -14,8 +14,8 @@ from fuelrail.loaders.decode import make_decoder, turbo
 from fuelrail.loaders.decode.lens import rectified_camera, sampling, source_rows
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.geometry import ImageMap
-from fuelrail.pipeline.lens import Lens, read_lens
+from fuelrail.pipeline.transforms.image_map import ImageMap
+from fuelrail.pipeline.transforms.lens import Lens, read_lens
 from support.backends import BACKENDS, needs_dali
 from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, preset_map
 from support.pictures import encode, natural, psnr_db, seen, shift_px

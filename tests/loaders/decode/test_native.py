@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from fuelrail.loaders import doctor
+from fuelrail.loaders import commands
 from fuelrail.loaders.decode import native, probe
 from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.native import CameraJpeg, build, open_library
 from fuelrail.loaders.decode.turbo import TurboDecoder
-from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.geometry import ImageMap, scaled_size
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 from support.decoder_suite import ALL_MAPS
 from support.pictures import encode, natural, psnr_db, shift_px
 from support.shared_data import shared_data
@@ -269,8 +269,8 @@ class TestLibrary:
         assert "install a C compiler" in open_library(tmp_path / build.LIBRARY_NAME)
         (tmp_path / build.LIBRARY_NAME).write_bytes(b"no library")
         assert "cannot be loaded" in open_library(tmp_path / build.LIBRARY_NAME)
-        monkeypatch.setattr(doctor, "load_native", lambda: "it was not built: install a C compiler")
-        finding = next(f for f in doctor.examine() if f.subject == "native JPEG")
+        monkeypatch.setattr(commands, "load_native", lambda: "it was not built: install a C compiler")
+        finding = next(f for f in commands.examine() if f.subject == "native JPEG")
         assert finding.advice == "it was not built: install a C compiler"
         monkeypatch.setenv("CC", "false")
         with pytest.raises(build.BuildError, match="the C compiler 'false' failed"):

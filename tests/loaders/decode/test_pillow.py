@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.loaders.decode.two_step import two_steps
+from fuelrail.loaders.decode.resample import two_steps
 from support.decoder_suite import NUSCENES_WH, START, DecoderSuite, preset_map
 from support.pictures import encode, natural, seen
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.pipeline.pixel_augment import NO_CHANGE, GridHoles, PixelChange
+from fuelrail.pipeline.transforms.pixels import NO_CHANGE, GridHoles, PixelChange
 from support.pictures import natural
 
 FILL = (124, 116, 104)

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from fuelrail.loaders.decode import make_decoder
-from fuelrail.pipeline.augment import STREAM, ImageAugment
-from fuelrail.pipeline.bev_augment import BevAugment
-from fuelrail.pipeline.pixel_augment import PixelAugment
-from fuelrail.pipeline.randomness import ALL_CAMERAS, uniforms
 from fuelrail.pipeline.settings import load_yaml
+from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.pipeline.transforms.image import STREAM, ImageAugment
+from fuelrail.pipeline.transforms.pixels import PixelAugment
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 from support.backends import BACKENDS
 from support.pictures import encode, natural, open_with_pillow, psnr_db, seen
 
@@ -32,7 +32,7 @@ LEAST_DB = {
     ("dali", "bicubic"): 43.0,
     ("dali", "bilinear"): 40.0,
 }
-"""On a made picture; `loaders/decode/MEASURED.md` has those of real ones too."""
+"""On a made picture; `docs/decoders.md` has those of real ones too."""
 
 
 @pytest.mark.parametrize("file", IMAGES, ids=lambda file: file.stem)

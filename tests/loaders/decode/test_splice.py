@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from fuelrail.loaders.decode import dali_jobs, make_decoder, probe, turbo
 from fuelrail.loaders.decode.dali_jobs import make_job
 from fuelrail.loaders.decode.splice import splice_rows
-from fuelrail.pipeline.augment import ImageAugment
 from fuelrail.pipeline.errors import ImageError
-from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.decoder_suite import ALL_MAPS, NUSCENES_WH
 from support.pictures import encode, natural, open_with_pillow, psnr_db
 from support.shared_data import shared_data

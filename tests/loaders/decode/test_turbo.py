@@ -9,7 +9,7 @@ import simplejpeg
 
 from fuelrail.loaders.decode import make_decoder, native, turbo
 from fuelrail.loaders.decode.turbo import TurboDecoder
-from fuelrail.pipeline.geometry import ImageMap
+from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.decoder_suite import DecoderSuite
 from support.pictures import encode, natural, psnr_db, shift_px
 

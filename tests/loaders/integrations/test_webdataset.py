@@ -15,10 +15,10 @@ import zstandard
 from webdataset.autodecode import DecodingError, decoders
 
 from fuelrail.loaders.integrations.webdataset import decode_member
-from fuelrail.pipeline.dataset import open_dataset
-from fuelrail.pipeline.dictionary import train_dictionary
 from fuelrail.pipeline.errors import CodecError, ImageError
-from fuelrail.pipeline.schema import decode_sample
+from fuelrail.pipeline.format.codecs import train_dictionary
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import decode_sample
 from support.datasets import build_dataset
 
 # webdataset leaves the shards it reads to the garbage collector to close.

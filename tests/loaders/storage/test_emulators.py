@@ -9,9 +9,9 @@ import pytest
 
 from fuelrail.loaders import DataLoader
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, StorageError
-from fuelrail.pipeline.retry import RetryPolicy
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.cloud_emulators import emulated
 from support.storage_suite import own, pristine, rows_of, spans_of
 

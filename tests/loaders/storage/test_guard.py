@@ -14,8 +14,8 @@ import pytest
 from fuelrail.loaders.storage import guard, open_storage
 from fuelrail.loaders.storage.mapped import MappedShards
 from fuelrail.loaders.storage.pread import PreadShards
-from fuelrail.pipeline.dataset import open_dataset
 from fuelrail.pipeline.errors import ChecksumError, TruncatedShardError
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 from support.storage_suite import rows_of, spans_of
 
@@ -154,7 +154,7 @@ class TestMappedShards:
 FOREIGN = """
 import faulthandler, mmap, os, sys
 from fuelrail.loaders.storage.mapped import MappedShards
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 
 root, when, what = sys.argv[1:]
 if when == "before":

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders.storage import open_storage
-from fuelrail.loaders.storage.buffers import SpanBuffers, rounded_up
 from fuelrail.loaders.storage.files import open_files_limit
-from fuelrail.loaders.storage.mapped import MappedShards
-from fuelrail.loaders.storage.pread import PreadShards, is_network_file_system
-from fuelrail.loaders.storage.residency import Residency, page_cache_room_bytes
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.storage.mapped import MappedShards, Residency, page_cache_room_bytes
+from fuelrail.loaders.storage.pread import PreadShards, SpanBuffers, is_network_file_system, rounded_up
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
 
@@ -73,7 +71,7 @@ class TestMapped(StorageSuite):
 import os
 from pathlib import Path
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.errors import TruncatedShardError
 dataset = open_dataset({str(own)!r})
 storage = open_storage(dataset, "mapped")
@@ -277,7 +275,7 @@ def test_the_backend_fits_the_place(pristine, tmp_path, monkeypatch):
     assert open_storage(dataset).stats().backend == "pread"
     assert open_storage(dataset, "mapped").stats().backend == "mapped"
     monkeypatch.undo()
-    monkeypatch.setattr("fuelrail.loaders.storage.residency.page_cache_room_bytes", lambda: 1000)
+    monkeypatch.setattr("fuelrail.loaders.storage.mapped.page_cache_room_bytes", lambda: 1000)
     assert open_storage(dataset).stats().backend == "pread"
     with pytest.raises(ConfigError, match="storage='nfs' is not known; choose one of auto, mapped"):
         open_storage(dataset, "nfs")

@@ -14,11 +14,10 @@ import pytest
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
-from fuelrail.loaders.fetch_plan import MAX_RANGE_BYTES
-from fuelrail.loaders.lookahead import Due, Shelf, look_ahead
+from fuelrail.loaders.records import Due
+from fuelrail.loaders.schedule.prefetch import Shelf, look_ahead
 from fuelrail.loaders.storage import open_storage
-from fuelrail.pipeline import remote
-from fuelrail.pipeline.dataset import open_dataset
+from fuelrail.loaders.storage.ranges import MAX_RANGE_BYTES
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -28,7 +27,9 @@ from fuelrail.pipeline.errors import (
     StorageError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.retry import RetryPolicy
+from fuelrail.pipeline.format import fetch
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.forked import fork, join
 from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
 
@@ -323,8 +324,8 @@ class TestOpening:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             publish(file, data)
 
-        publish = remote._publish
-        monkeypatch.setattr(remote, "_publish", on_a_full_disk)
+        publish = fetch._publish
+        monkeypatch.setattr(fetch, "_publish", on_a_full_disk)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
         dataset = open_dataset(serve(pristine).url, cache_dir=tmp_path / "full")
         assert dataset.root.parent == tmp_path / "xdg" / "fuelrail" / "datasets"

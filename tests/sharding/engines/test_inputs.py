@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError
-from fuelrail.pipeline.sample_rules import Rig
-from fuelrail.sharding.engines.inputs import inputs_here, share_inputs
-from fuelrail.sharding.recipe import make_recipe
-from fuelrail.sharding.source import SourceSpec
-from fuelrail.sharding.writer import WriteJob
+from fuelrail.pipeline.format.rules import Rig
+from fuelrail.sharding.engines.ray import inputs_here, share_inputs
+from fuelrail.sharding.planning.recipe import make_recipe
+from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.write.shard_writer import WriteJob
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import pytest
 
 from fuelrail.bench.micro.ray_cluster import ray_cluster
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError
-from fuelrail.pipeline.manifest import WORK_FOLDER
-from fuelrail.sharding.engines import on_ray
-from fuelrail.sharding.engines.on_ray import RayEngine
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.sharding.engines import ray
+from fuelrail.sharding.engines.ray import RayEngine
 from fuelrail.sharding.progress import Quiet
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
@@ -58,7 +58,7 @@ def test_three_nodes_give_the_same_bytes(source, expected, cluster, tmp_path):
 
 def test_nodes_that_die_in_the_middle_cost_time_only(source, expected, cluster, tmp_path, monkeypatch):
     # More tasks are under way than the one node that is left asks for.
-    monkeypatch.setattr(on_ray, "_LOOK_S", 0.0)
+    monkeypatch.setattr(ray, "_LOOK_S", 0.0)
 
     class Killer(Quiet):
         num_killed = 0
@@ -77,9 +77,9 @@ def test_nodes_that_die_in_the_middle_cost_time_only(source, expected, cluster, 
 
 
 def test_a_cluster_without_a_node_for_the_tasks_is_not_waited_for_for_ever(source, cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_ray, "TASK_MEMORY_BYTES", 1 << 50)
-    monkeypatch.setattr(on_ray, "NO_NODE_S", 0.5)
-    monkeypatch.setattr(on_ray, "_LOOK_S", 0.1)
+    monkeypatch.setattr(ray, "TASK_MEMORY_BYTES", 1 << 50)
+    monkeypatch.setattr(ray, "NO_NODE_S", 0.5)
+    monkeypatch.setattr(ray, "_LOOK_S", 0.1)
     with pytest.raises(FuelrailError, match=r"no node with a CPU and \d+ MiB of memory for 0 s, which each task needs"):
         shard_nuscenes(source.root, tmp_path / "out", engine=RayEngine(cluster.address, 0), **OPTIONS)
 

@@ -9,13 +9,13 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
-from fuelrail.pipeline.dataset import open_dataset, read_members
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, SourceError
+from fuelrail.pipeline.format.dataset import open_dataset, read_members
+from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.recipe import make_recipe
 from fuelrail.sharding.run import repair, shard
-from fuelrail.sharding.source import SourceSpec, make_source
-from fuelrail.sharding.verify import verify
+from fuelrail.sharding.sources.source import SourceSpec, make_source
+from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
 

@@ -16,16 +16,16 @@ import simplejpeg
 from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, ImageAugment, Undistort
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.filters import Filter
-from fuelrail.pipeline.lens import read_lens
-from fuelrail.pipeline.manifest import load_manifest
-from fuelrail.pipeline.schema import Boxes, Geometry, decode_arrays, decode_meta
-from fuelrail.sharding.scan_report import ScanReport
-from fuelrail.sharding.source import SourceSpec, make_source
-from fuelrail.sharding.sources.nuscenes_boxes import CLASSES
-from fuelrail.sharding.table import ScanTable, ScanWriter
-from fuelrail.sharding.transcode import parse_images
-from fuelrail.sharding.verify import verify
+from fuelrail.pipeline.format.manifest import load_manifest
+from fuelrail.pipeline.order.select import Filter
+from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
+from fuelrail.pipeline.transforms.lens import read_lens
+from fuelrail.sharding.planning.recipe import parse_images
+from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.scan_report import ScanReport
+from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.source import SourceSpec, make_source
+from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes, token
 from support.pictures import psnr_db

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.spill import Spill
+from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.sharding.sources import tokens as module
 from fuelrail.sharding.sources.tokens import Sieve, TokenColumn, Tokens
 

@@ -1,0 +1,1 @@
+"""Clocks, limits of the machine, occupancy, and the records of a run."""

@@ -1,0 +1,295 @@
+"""What a training step runs on, seen as phases with measured device time; and an emulated one for hosts without a GPU.
+
+The emulated accelerator follows MLPerf Storage: a step occupies the device for its published time while the host is
+free to load. The host sleeps through that time, it doesn't burn a core that the loader could use. Inside the phases
+a stand-in model really runs on the CPU, so gradients and all-reduces are true. Real and emulated time combine so:
+
+- A phase is the emulated time. Where the stand-in's real work takes longer, the surplus is recorded as overrun; it
+  and late wake-ups belong to no phase, so they are part of the step's ``other`` time, as a host that is too slow is.
+- Busy time is the emulated time alone. An overrun, a late wake-up or a straggling all-reduce can therefore only lower
+  occupancy, never raise it; the report warns when overruns are more than noise.
+- A GPU works through queued kernels without waiting for the host to wake up. So within one micro-batch the emulated
+  phases follow each other on the device's own timeline: backward starts at the instant at which emulated forward
+  ended, even if the sleeping host woke 80 us later. Forward starts when the batch is on the device.
+- Gradients become ready as they would on the device: a DDP bucket that completes a share f of all gradient bytes is
+  held until f of the emulated backward has passed; then its real all-reduce starts and overlaps the rest. What is
+  still under way when the emulated backward ends is the exposed all-reduce.
+- Copies to the device aren't emulated unless a profile says ``copy_gb_per_s``: the host-to-device time is what the
+  host measured. A profile may also have a slow host queue many small kernels (``num_kernels``, ``launch_us``: forward
+  and backward last as long as the launches, if those take longer than the kernels) and a GPU that decodes images
+  beside the training (``gpu_decode_ms``: both phases last longer by that). Neither counts as busy.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+import msgspec
+
+from fuelrail.bench.measure.clock import NS_PER_MS
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, load_yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from contextlib import AbstractContextManager
+
+    from fuelrail.bench.measure.clock import Clock
+
+# `configs/` lies beside `bench/` in a checkout (whose package is a link, hence resolve) and in an installed package.
+PROFILES = Path(__file__).resolve().parents[2] / "configs" / "accelerators"
+DEFAULT_PROFILE = "bevdet-r50-704x256-a100"
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(gt=0)]
+
+
+class ReferenceInput(Settings, frozen=True):
+    """The input that a profile's times hold for."""
+
+    cameras: Count
+    height: Count
+    width: Count
+
+
+class AcceleratorProfile(Settings, frozen=True):
+    """Published step time of one network on one device, split into phases.
+
+    ``forward_ms`` and ``backward_ms`` are for one ``per`` (a sample with all its cameras, or an image) and grow in
+    proportion to the rank's batch; ``optimiser_ms`` is for a step. ``train_gflop`` is the arithmetic of training on one
+    unit, a multiply-add counted as two, where it is known; ``peak_tflops`` the device's dense peak in the precision of
+    the times.
+
+    The rest is off unless given: the copy's rate over the bus, launches of a step and what the host takes for one, and
+    the device time that decoding one unit's images takes from the training.
+    """
+
+    name: str
+    device: str
+    network: str
+    per: Literal["sample", "image"]
+    reference_input: ReferenceInput
+    forward_ms: Positive
+    backward_ms: Positive
+    optimiser_ms: Positive
+    sources: list[str]
+    derivation: str
+    train_gflop: Positive | None = None
+    peak_tflops: Positive | None = None
+    copy_gb_per_s: Positive | None = None
+    num_kernels: int = 0
+    launch_us: float = 0.0
+    gpu_decode_ms: float = 0.0
+
+    def step_ms(self, num_samples: int, num_images: int) -> float:
+        """Device time of one step over the given rank's batch, in milliseconds."""
+        units = num_samples if self.per == "sample" else num_images
+        return units * (self.forward_ms + self.backward_ms) + self.optimiser_ms
+
+
+class DeviceTimes(msgspec.Struct, kw_only=True):
+    """One step's times on the device, in nanoseconds.
+
+    Meanings as in :class:`fuelrail.bench.measure.records.StepRecord`.
+    """
+
+    host_to_device_ns: int = 0
+    forward_ns: int = 0
+    backward_ns: int = 0
+    all_reduce_ns: int = 0
+    optimiser_ns: int = 0
+    all_reduce_total_ns: int = 0
+    device_busy_ns: int = 0
+    overrun_ns: int = 0
+    overshoot_ns: int = 0
+    stand_in_ns: int = 0
+    launch_ns: int = 0
+
+
+class Accelerator(Protocol):
+    """Phases of a training step. The trainer calls them in this order, the first three once for each micro-batch.
+
+    ``gradients_ready`` and the two ``all_reduce_*`` calls come from DDP's communication hook, inside ``backward``.
+    """
+
+    @property
+    def torch_device(self) -> str:
+        """The torch device on which the model and its inputs lie."""
+
+    def host_to_device(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Around the copy of a batch of that size; when it ends the batch may be used by ``forward``."""
+
+    def forward(self, num_samples: int, num_images: int) -> AbstractContextManager[None]:
+        """Around the forward pass of a rank's (micro-)batch."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Around the backward pass, all-reduce included."""
+
+    def optimiser(self) -> AbstractContextManager[None]:
+        """Around the optimiser's step."""
+
+    def gradients_ready(self, share: float) -> None:
+        """Local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
+
+    def all_reduce_started(self) -> None:
+        """One bucket's all-reduce is about to be queued."""
+
+    def all_reduce_finished(self) -> None:
+        """The result of one bucket's all-reduce is there. Called from any thread."""
+
+    def finish_step(self) -> DeviceTimes:
+        """Wait for the device and return the step's times; the next step starts afresh."""
+
+
+class EmulatedAccelerator:
+    """An accelerator that is busy for a profile's published time; the combination rules are the module's docstring."""
+
+    torch_device = "cpu"
+
+    def __init__(self, profile: AcceleratorProfile, clock: Clock) -> None:
+        self.profile = profile
+        self._clock = clock
+        self._times = DeviceTimes()
+        self._units = 0
+        self._free_at_ns = 0  # when the emulated device has worked through all that was given to it
+        self._backward_start_ns = 0
+        self._gradients_at_ns: int | None = None  # when the last local gradient was there; None before
+        self._held_ns = 0  # waits inside backward, which are no work of the stand-in
+        self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
+        self._in_flight = 0
+        self._in_flight_since_ns = 0
+
+    @contextmanager
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:
+        """Measure the real copy, and wait for the profile's bus if it names one."""
+        start_ns = self._clock.now_ns()
+        yield
+        if self.profile.copy_gb_per_s is not None:
+            self._clock.wait_until(start_ns + round(num_bytes / self.profile.copy_gb_per_s))
+        self._times.host_to_device_ns += self._clock.now_ns() - start_ns
+
+    @contextmanager
+    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
+        """Occupy the device from now on for the batch's forward time."""
+        self._units = num_samples if self.profile.per == "sample" else num_images
+        start_ns = self._free_at_ns = self._clock.now_ns()
+        yield
+        self._times.stand_in_ns += self._clock.now_ns() - start_ns
+        self._times.forward_ns += self._occupy(self._units * self.profile.forward_ms, self._drag_ms(1 / 3))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Occupy the device for the backward time; the all-reduce overlaps it as it would on the device."""
+        self._begin_backward()
+        start_ns = self._clock.now_ns()
+        yield
+        self._end_backward(start_ns)
+
+    @contextmanager
+    def optimiser(self) -> Iterator[None]:
+        """Occupy the device for the optimiser's time."""
+        start_ns = self._clock.now_ns()
+        yield
+        self._times.stand_in_ns += self._clock.now_ns() - start_ns
+        self._times.optimiser_ns += self._occupy(self.profile.optimiser_ms)
+
+    def gradients_ready(self, share: float) -> None:
+        """Hold the bucket until the emulated device has computed ``share`` of the gradients."""
+        device_ns = round((self._units * self.profile.backward_ms + self._drag_ms(2 / 3)) * NS_PER_MS)
+        due_ns = self._backward_start_ns + round(device_ns * share)
+        ready_ns = self._clock.now_ns()
+        lateness_ns = self._clock.wait_until(due_ns)
+        if ready_ns < due_ns:
+            self._held_ns += due_ns - ready_ns + lateness_ns
+            self._times.overshoot_ns += lateness_ns
+        if share >= 1.0:
+            # With a late wake-up, which must not look like a slow all-reduce.
+            self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
+            self._times.overrun_ns += max(0, ready_ns - due_ns)
+
+    def all_reduce_started(self) -> None:
+        """Open the interval of the total all-reduce unless one is open."""
+        with self._in_flight_lock:
+            if self._in_flight == 0:
+                self._in_flight_since_ns = self._clock.now_ns()
+            self._in_flight += 1
+
+    def all_reduce_finished(self) -> None:
+        """Close the interval of the total all-reduce when the last one under way is done."""
+        with self._in_flight_lock:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._times.all_reduce_total_ns += self._clock.now_ns() - self._in_flight_since_ns
+
+    def finish_step(self) -> DeviceTimes:
+        """Return the step's times; every phase has waited for the emulated device already."""
+        times, self._times = self._times, DeviceTimes()
+        times.launch_ns = round(self.profile.num_kernels * self.profile.launch_us * 1e3)
+        return times
+
+    def _begin_backward(self) -> None:
+        self._backward_start_ns, self._gradients_at_ns, self._held_ns = self._free_at_ns, None, 0
+
+    def _end_backward(self, start_ns: int) -> None:
+        device_ms = self._units * self.profile.backward_ms
+        end_ns = self._clock.now_ns()
+        if self._gradients_at_ns is None:  # no all-reduce in this backward: one rank, or accumulating
+            self._times.stand_in_ns += end_ns - start_ns
+            self._times.backward_ns += self._occupy(device_ms, self._drag_ms(2 / 3))
+            return
+        self._times.stand_in_ns += max(0, self._gradients_at_ns - start_ns - self._held_ns)
+        self._times.backward_ns += round((device_ms + self._drag_ms(2 / 3)) * NS_PER_MS)
+        self._times.device_busy_ns += round(device_ms * NS_PER_MS)
+        self._times.all_reduce_ns += end_ns - self._gradients_at_ns
+        self._free_at_ns = end_ns
+
+    def _drag_ms(self, share: float) -> float:
+        """By how much a phase with ``share`` of the step's kernels lasts longer than its computing, in milliseconds."""
+        profile = self.profile
+        own_ms = self._units * (profile.forward_ms if share < 0.5 else profile.backward_ms)
+        device_ms = own_ms + share * self._units * profile.gpu_decode_ms
+        launch_ms = share * profile.num_kernels * profile.launch_us / 1e3
+        return max(device_ms, launch_ms) - own_ms
+
+    def _occupy(self, busy_ms: float, drag_ms: float = 0.0) -> int:
+        """Wait for a phase queued on the device's timeline; return the device's own time for it, in ns."""
+        start_ns, device_ns = self._free_at_ns, round((busy_ms + drag_ms) * NS_PER_MS)
+        real_end_ns = self._clock.now_ns()
+        self._free_at_ns = max(start_ns + device_ns, real_end_ns)
+        self._times.device_busy_ns += round(busy_ms * NS_PER_MS)
+        if real_end_ns > start_ns + device_ns:
+            self._times.overrun_ns += real_end_ns - start_ns - device_ns
+        else:
+            self._times.overshoot_ns += self._clock.wait_until(self._free_at_ns)
+        return device_ns
+
+
+def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> AcceleratorProfile:
+    """The profile of a device that is spared the copy, the launches, or the decoding, where those are left out."""
+    changes: dict[str, Any] = {}
+    if not {"copy", "loading"}.isdisjoint(leave_out):
+        changes["copy_gb_per_s"] = None
+    if "launches" in leave_out:
+        changes["launch_us"] = 0.0
+    if not {"decode", "loading"}.isdisjoint(leave_out):
+        changes["gpu_decode_ms"] = 0.0
+    return msgspec.structs.replace(profile, **changes)
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with Fuelrail."""
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def load_profile(name: str) -> AcceleratorProfile:
+    """Load a profile by its name among ours, or from a path ending in ``.yaml``. Raises ConfigError."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else PROFILES / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(
+            f"accelerator profile '{name}' is not there; known profiles: {', '.join(profile_names())}; "
+            "or give the path of a .yaml file of the same form"
+        )
+    return load_yaml(path, AcceleratorProfile)

@@ -1,0 +1,214 @@
+"""This machine's limits on this dataset's own bytes: what a loader that did nothing else could reach.
+
+Every limit is a rate in samples/s, so that they can be held against the loader's. All bytes come from the page cache:
+they are read once before. How fast the storage itself is, cold, is another question.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import simplejpeg
+import xxhash
+
+from fuelrail.bench.measure.rates import Rate, measure_rate
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
+from fuelrail.pipeline.sample.image_header import probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.records import Fetched, Parsed
+    from fuelrail.loaders.storage import Storage
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+HOST_TO_DEVICE = "host to device"
+
+
+_JPEG_SCALES = (1, 2, 4, 8)
+
+
+class _Scratch(threading.local):
+    """Each thread's reused memory: fresh megabytes would cost as much in page faults as the work that is measured."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """An array with undefined content, valid until the thread's next call."""
+        size = math.prod(shape)
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory[:size].reshape(shape)
+
+
+class SampleSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean sizes of a sample: as stored, its encoded images alone, and its images as the trainer gets them [bytes]."""
+
+    stored_bytes: float
+    encoded_image_bytes: float
+    output_bytes: int
+
+
+def sample_sizes(fetched: Sequence[Fetched], parsed: Sequence[Parsed], output_bytes: int) -> SampleSizes:
+    """Mean sizes over some samples."""
+    encoded = [sum(memoryview(image).nbytes for image in entry.sample.images.values()) for entry in parsed]
+    return SampleSizes(
+        stored_bytes=float(np.mean([sum(frame.row.length for frame in entry.stored) for entry in fetched])),
+        encoded_image_bytes=float(np.mean(encoded)),
+        output_bytes=output_bytes,
+    )
+
+
+def measure_limits(
+    fetched: Sequence[Fetched],
+    parsed: Sequence[Parsed],
+    skipped: Collection[str],
+    output_bytes: int,
+    num_threads: int,
+    seconds: float,
+    dataset: Dataset | None = None,
+    to_device: Callable[[int], object] | None = None,
+) -> list[Rate]:
+    """Measure each limit for ``seconds`` with ``num_threads`` threads, on samples that are in memory already.
+
+    ``skipped`` names channels whose members the loader leaves as they are. ``dataset`` is needed where it has frame
+    shards or a dictionary. ``to_device`` copies a sample's images to the device and waits for it, as
+    :func:`fuelrail.bench.measure.cuda.pinned_copy` does; None where there is none. One thread calls it, as in the
+    loader.
+    """
+    count = len(fetched)
+    stored = [entry.stored[entry.task.current] for entry in fetched]
+    spans = [frame.span for frame in stored]
+    shards = () if dataset is None else dataset.manifest.shards
+    dictionary = None if dataset is None else dataset.dictionary
+    framed = [bool(shards) and is_framed(shards[frame.row.shard].name) for frame in stored]
+    compressed = [
+        [
+            (member.codec, span[member.offset : member.offset + member.stored_bytes], member.raw_bytes)
+            for member in frame.row.members
+            if member.codec != codecs.RAW and member.name.partition(".")[0] not in skipped
+        ]
+        for frame, span in zip(stored, spans, strict=True)
+    ]
+    images = [list(entry.sample.images.values()) for entry in parsed]
+    factor = _jpeg_factor(parsed)
+    picture = np.zeros(output_bytes, np.uint8)
+    scratch = _Scratch()
+
+    def read(number: int) -> None:
+        span = np.frombuffer(spans[number % count], np.uint8)
+        np.copyto(scratch.take(span.shape), span)
+
+    def digest(number: int) -> None:
+        xxhash.xxh3_64_intdigest(spans[number % count])
+
+    def decompress(number: int) -> None:
+        if framed[number % count]:
+            row = stored[number % count].row
+            open_span(row, spans[number % count], shards[row.shard].name)
+        for codec, data, raw_bytes in compressed[number % count]:
+            codecs.decode(codec, data, raw_bytes, dictionary=dictionary)
+
+    def copy(number: int) -> None:  # noqa: ARG001 - each copies the same
+        np.copyto(scratch.take(picture.shape), picture)
+
+    def decode(divisor: int, number: int) -> None:
+        for image in images[number % count]:
+            _decode(image, divisor, scratch)
+
+    rates = [
+        measure_rate("copy decoded images", copy, num_threads, seconds),
+        measure_rate("read from the page cache", read, num_threads, seconds),
+        measure_rate("xxh3 digest", digest, num_threads, seconds),
+    ]
+    if any(compressed) or any(framed):
+        rates.append(measure_rate("zstd", decompress, num_threads, seconds))
+    if factor is not None:
+        for divisor in sorted({1, factor}, reverse=True):
+            name = f"libjpeg-turbo at 1/{divisor}" if divisor > 1 else "libjpeg-turbo at full size"
+            rates.append(measure_rate(name, partial(decode, divisor), num_threads, seconds))
+    if to_device is not None:
+        rates.append(measure_rate(HOST_TO_DEVICE, to_device, 1, seconds))
+    return rates
+
+
+def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
+    """The limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
+    return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
+
+
+def device_limit(rates: Sequence[Rate]) -> Rate | None:
+    """The limit that the bus to the device sets; None where there is no device."""
+    return next((rate for rate in rates if rate.name == HOST_TO_DEVICE), None)
+
+
+def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
+    """The largest divisor that libjpeg-turbo may shrink by while it decodes, for every map of the samples."""
+    scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
+    formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
+    if formats != {"jpeg"}:
+        return None
+    return max(factor for factor in _JPEG_SCALES if factor == 1 or max(scales) * factor <= 1.0 + 1e-9)
+
+
+def _decode(image: Buffer, divisor: int, scratch: _Scratch) -> None:
+    info = probe(image)
+    height, width = -(-info.height // divisor), -(-info.width // divisor)
+    simplejpeg.decode_jpeg(image, "RGBX", min_height=height, min_width=width, buffer=scratch.take((height, width, 4)))
+
+
+_NUM_THREADS = 8
+
+
+def shard_scaling(location: str, split: str, *, storage: str = "auto", seconds: float = 1.5) -> float | None:
+    """How many times as fast 8 readers are on all shards of a split as on one of them; None with a single shard.
+
+    It reads past any cache of ours; raises what reading raises.
+    """
+    dataset = open_dataset(location)
+    entry = dataset.split(split)
+    if entry.num_shards < 2:
+        return None
+    rows = range(entry.first_sample, entry.first_sample + entry.num_samples)
+    shard_of = dataset.index.column("shard", rows.start, rows.stop)
+    one = [row for row, shard in zip(rows, shard_of.tolist(), strict=True) if shard == shard_of[0]]
+    # A sample of each shard in turns.
+    stride = max(1, len(rows) // entry.num_shards)
+    spread = [rows[at] for first in range(stride) for at in range(first, len(rows), stride)]
+    backend = open_storage(dataset, storage, verify=False)
+    try:
+        alone = _rate(dataset, backend, one, seconds)
+        return _rate(dataset, backend, spread, seconds) / alone
+    finally:
+        backend.close()
+
+
+def _rate(dataset: Dataset, storage: Storage, rows: list[int], seconds: float) -> float:
+    """Bytes a second."""
+    numbers, started_s = itertools.cycle(rows), time.perf_counter()
+
+    def read() -> int:
+        num_bytes = 0
+        while time.perf_counter() - started_s < seconds:
+            row = next(numbers)
+            num_bytes += len(storage.span(row, dataset.index.row(row)))
+        return num_bytes
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        total = sum(future.result() for future in [pool.submit(read) for _ in range(_NUM_THREADS)])
+    return total / (time.perf_counter() - started_s)

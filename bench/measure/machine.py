@@ -1,0 +1,268 @@
+"""The facts that a figure must carry: hardware, limits, versions and commit. No host names, user names or paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+import fuelrail
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.format.dataset import Dataset
+
+# What decides speed or results; named here so that the report lists the same packages everywhere.
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "pyarrow",
+    "opencv-python-headless",
+    "simplejpeg",
+    "pillow",
+    "pillow-simd",
+    "zstandard",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+)
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU as its driver names it."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measurement ran on. ``num_cpus`` is what this process may use, after affinity and cgroup quota."""
+
+    cpu: str
+    num_cpus: float
+    num_cpus_installed: int
+    memory_bytes: int
+    gpus: list[Gpu]
+    system: str
+    python: str
+    fuelrail: str
+    commit: str | None
+    uncommitted_changes: bool | None
+    packages: dict[str, str]
+
+
+def machine_facts() -> MachineFacts:
+    """Collect the facts of this machine; whatever cannot be found out is "unknown" or None, never invented."""
+    commit, changed = _commit()
+    return MachineFacts(
+        cpu=_cpu_model(),
+        num_cpus=usable_cpus(),
+        num_cpus_installed=os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(),
+        gpus=installed_gpus(),
+        system=_system(),
+        python=platform.python_version(),
+        fuelrail=fuelrail.__version__,
+        commit=commit,
+        uncommitted_changes=changed,
+        packages=_package_versions(),
+    )
+
+
+def usable_cpus() -> float:
+    """CPUs this process may use: the affinity mask, capped by a cgroup v2 quota where one is set."""
+    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else min(count, int(quota) / int(period))
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or "unknown"
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return f"{found.group(1).strip() if found else 'unknown'} ({platform.machine()})"
+
+
+def _memory_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
+def _system() -> str:
+    # Only the numeric head of the kernel release: what follows is free text that may name a site.
+    release = re.match(r"[\d.]*\d", platform.release())
+    return f"{platform.system()} {release.group(0)}" if release else platform.system()
+
+
+def installed_gpus() -> list[Gpu]:
+    """The GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    rows = [row.split(", ") for row in answer.stdout.splitlines()] if answer.returncode == 0 else []
+    return [
+        Gpu(name=name, memory_bytes=int(mib) * 2**20 if mib.isdigit() else 0, driver=driver)
+        for name, mib, driver in (row for row in rows if len(row) == 3)
+    ]
+
+
+def _package_versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that this code runs from, whether tracked files differ from it; None when installed."""
+    # Resolved, because a checkout reaches this file through a link.
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None, None
+    head = _git(root, "rev-parse", "HEAD")
+    # Result files are what a measurement writes, also while it runs: they do not change what is measured.
+    status = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+    return head or None, None if status is None else bool(status)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    answer = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The dataset, without its path. ``mean_sample_bytes``: of a sample of the split, as stored."""
+
+    name: str
+    fingerprint: str
+    split: str
+    num_samples: int
+    num_shards: int
+    cameras: list[str]
+    mean_sample_bytes: float | None = None
+
+
+def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
+    """The facts of one split; raises ConfigError where there is none of that name."""
+    entry = dataset.split(split)
+    lengths = dataset.index.column("length", entry.first_sample, entry.first_sample + entry.num_samples)
+    return DatasetFacts(
+        name=shown(dataset.manifest.name),
+        fingerprint=dataset.manifest.fingerprint,
+        split=split,
+        num_samples=entry.num_samples,
+        num_shards=entry.num_shards,
+        cameras=[camera.channel for camera in dataset.manifest.cameras],
+        mean_sample_bytes=float(lengths.mean()) if len(lengths) else None,
+    )
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident set of this process.
+
+    Linux: VmHWM of ``/proc/self/status``. ``ru_maxrss`` is no substitute there: a process inherits it from the one that
+    it was forked from, so under a large parent a small process looks as large.
+    """
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", _STATUS.read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found.group(1)) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+_STAT = Path("/proc/stat")
+
+
+class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean number of CPUs in use over a while: by this process and its ended children, and by everybody else.
+
+    ``others`` is None where it cannot be known: without ``/proc/stat``, or where we may use only some of the CPUs that
+    it counts.
+    """
+
+    seconds: float
+    own: float
+    others: float | None
+    usable: float
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took more than a twentieth of the CPUs."""
+        return self.others is not None and self.others > 0.05 * self.usable
+
+
+class CpuWatch:
+    """Counts from its making to :meth:`use`."""
+
+    def __init__(self) -> None:
+        self._started_s, self._own_s, self._all_s = time.monotonic(), _own_s(), all_cpu_s()
+
+    def use(self) -> CpuUse:
+        """The use of the CPUs since the watch was made."""
+        seconds = max(time.monotonic() - self._started_s, 1e-9)
+        own = (_own_s() - self._own_s) / seconds
+        all_s = all_cpu_s()
+        # In a container that may use some of the host's CPUs, the host's count says nothing about ours.
+        whole_machine = usable_cpus() == os.cpu_count()
+        others = None
+        if self._all_s is not None and all_s is not None and whole_machine:
+            others = max(0.0, (all_s - self._all_s) / seconds - own)
+        return CpuUse(seconds=seconds, own=own, others=others, usable=usable_cpus())
+
+
+def _own_s() -> float:
+    return sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )
+
+
+def all_cpu_s() -> float | None:
+    """CPU seconds that all processes have used since the machine started: user, nice, system, irq, softirq, steal.
+
+    None where there is no ``/proc/stat``.
+    """
+    return _cpu_s((1, 2, 3, 6, 7, 8))
+
+
+def stolen_cpu_s() -> float | None:
+    """CPU seconds that the host of a virtual machine kept back since it started; None without ``/proc/stat``."""
+    return _cpu_s((8,))
+
+
+def _cpu_s(columns: tuple[int, ...]) -> float | None:
+    try:
+        fields = _STAT.read_text(encoding="ascii").partition("\n")[0].split()
+    except OSError:
+        return None
+    return sum(int(fields[column]) for column in columns) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,170 @@
+"""Occupancy: the share of wall time in which an accelerator computes the training step, after warm-up.
+
+Definition, per rank r, over the measured steps s (all steps after the first W, the warm-up)::
+
+    occupancy_r = sum_s busy(r, s) / sum_s wall(r, s)
+    occupancy   = mean over r of occupancy_r
+
+``busy`` is device time of forward, backward and optimiser; ``wall`` is host time from the end of the step before to
+the end of the step, so nothing that happens between steps is left out: waiting for data, copies, book-keeping, the
+loader's turn of an epoch. This is MLPerf Storage's accelerator utilisation, AU = total_compute_time /
+total_benchmark_running_time, whose figure for a run is likewise the mean over ranks (mlcommons/storage, Rules.md,
+"Performance Metrics"), with two differences, both stricter or equal: MLPerf leaves out the first step only, here W
+steps are left out, because a prefetch queue filled before the first step flatters every step it feeds; and exposed
+all-reduce does not count as busy, since a rank that waits in it for a straggler starved of data would look occupied.
+``including_all_reduce`` gives the other reading, with the exposed all-reduce counted as work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.records import PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.bench.measure.records import StepRecord
+
+MIN_MEASURED_STEPS = 8
+
+
+class RankOccupancy(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's occupancy and the times that it is made of."""
+
+    rank: int
+    occupancy: float
+    including_all_reduce: float
+    busy_s: float
+    wall_s: float
+
+
+class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
+    """Occupancy of a run (mean over ranks), its lowest rank, and each rank's."""
+
+    mean: float
+    lowest: float
+    including_all_reduce: float
+    ranks: list[RankOccupancy]
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """Which steps count. ``too_short`` says why none do; None when figures may be given."""
+
+    num_warmup_steps: int
+    num_measured_steps: int
+    too_short: str | None
+
+
+def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> Window:
+    """The measured window of a run: the steps after warm-up that every rank has done."""
+    num_steps = min((len(steps) for steps in ranks), default=0)
+    measured = max(0, num_steps - num_warmup_steps)
+    too_short = None
+    if measured < MIN_MEASURED_STEPS:
+        too_short = (
+            f"{num_steps} steps were run and the first {num_warmup_steps} are warm-up, which leaves {measured} to "
+            f"measure; at least {MIN_MEASURED_STEPS} are needed for a figure: run more steps or epochs, or "
+            "use a smaller batch"
+        )
+    return Window(num_warmup_steps=num_warmup_steps, num_measured_steps=measured, too_short=too_short)
+
+
+def measured_steps(steps: Sequence[StepRecord], window: Window) -> Sequence[StepRecord]:
+    """The records of one rank that lie in the window."""
+    return steps[window.num_warmup_steps : window.num_warmup_steps + window.num_measured_steps]
+
+
+def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occupancy:
+    """Occupancy over a window that is long enough (``window.too_short`` is None)."""
+    assert window.too_short is None, window.too_short
+    rows = []
+    for rank, steps in enumerate(ranks):
+        inside = measured_steps(steps, window)
+        busy_ns = sum(step.device_busy_ns for step in inside)
+        all_reduce_ns = sum(step.all_reduce_ns for step in inside)
+        wall_ns = inside[-1].end_ns - inside[0].start_ns
+        rows.append(
+            RankOccupancy(
+                rank=rank,
+                occupancy=busy_ns / wall_ns,
+                including_all_reduce=(busy_ns + all_reduce_ns) / wall_ns,
+                busy_s=busy_ns / NS_PER_S,
+                wall_s=wall_ns / NS_PER_S,
+            )
+        )
+    return Occupancy(
+        mean=sum(row.occupancy for row in rows) / len(rows),
+        lowest=min(row.occupancy for row in rows),
+        including_all_reduce=sum(row.including_all_reduce for row in rows) / len(rows),
+        ranks=rows,
+    )
+
+
+def rolling_occupancy(steps: Sequence[StepRecord], num_steps: int) -> list[float]:
+    """Occupancy over the last ``num_steps`` steps up to each step (fewer at the start), for the plot over time."""
+    busy = np.cumsum([0, *(step.device_busy_ns for step in steps)])
+    wall = np.cumsum([0, *(step.wall_ns for step in steps)])
+    last = np.arange(1, len(steps) + 1)
+    first = np.maximum(last - num_steps, 0)
+    return [float(value) for value in (busy[last] - busy[first]) / (wall[last] - wall[first])]
+
+
+# A rank is called slow if its own part is longer than the others' by this share, and longest in most steps.
+SLOWER, MOSTLY = 0.05, 0.75
+
+
+_OWN = tuple(phase for phase in PHASES if phase != "all_reduce")
+
+
+class RankPace(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's own part of the step against the others'.
+
+    ``slower`` is by how much its mean is longer than the median of the other ranks' (negative: shorter);
+    ``last_in`` the share of steps in which it was the last to come to the all-reduce; ``most_in`` the phase in which it
+    loses most, or wins most, against the others.
+    """
+
+    rank: int
+    own_ms: float
+    slower: float
+    last_in: float
+    most_in: str
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the others wait for this rank, by more than chance."""
+        return self.slower > SLOWER and self.last_in >= MOSTLY
+
+
+def rank_paces(ranks: Sequence[Sequence[StepRecord]], window: Window) -> list[RankPace]:
+    """The pace of each rank over the measured window; none for a single rank."""
+    if len(ranks) < 2:
+        return []
+    phases = np.array(
+        [[[step.phase_ns(phase) for phase in _OWN] for step in measured_steps(steps, window)] for steps in ranks],
+        dtype=np.float64,
+    )  # [ranks, steps, phases]
+    own = phases.sum(axis=2)
+    last = own.argmax(axis=0)
+    means = phases.mean(axis=1)
+    paces = []
+    for rank in range(len(ranks)):
+        others = np.delete(means, rank, axis=0)
+        beyond = means[rank] - np.median(others, axis=0)
+        slower = float(own[rank].mean() / np.median(others.sum(axis=1)) - 1)
+        most = int(np.argmax(beyond if slower >= 0 else -beyond))
+        paces.append(
+            RankPace(
+                rank=rank,
+                own_ms=float(own[rank].mean()) / NS_PER_MS,
+                slower=slower,
+                last_in=float((last == rank).mean()),
+                most_in=_OWN[most],
+            )
+        )
+    return paces

@@ -1,0 +1,143 @@
+"""A process in a group of its own, which is stopped, goes on and ends with all that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+
+from fuelrail.pipeline.runtime.workers import ctrl_c_waits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_GONE_S = 2.0
+
+
+_POLL_S = 0.005
+
+
+@contextlib.contextmanager
+def process_group(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start it, with ``log`` for what it says; it is killed, its workers as well, when the context ends.
+
+    If this process is killed while the group is stopped, the kernel ends it: it is left stopped and orphaned.
+    """
+    with contextlib.ExitStack() as ends, log.open("wb") as out:
+        with ctrl_c_waits():  # one that came in the middle of starting it would leave nobody to end it
+            # In this session: only such a group is looked after when its parent ends.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, process_group=0
+            )
+            ends.callback(_end, process)
+        yield process
+
+
+def signal_group(process: subprocess.Popen[bytes], signum: int) -> bool:
+    """Send a signal to the process and all that it started; False where nothing is left of them."""
+    try:
+        os.killpg(process.pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    signal_group(process, signal.SIGKILL)
+    process.wait()
+    # Its workers are gone a moment later, or never where nobody waits for orphans (a container without an init).
+    deadline_s = time.monotonic() + _GONE_S
+    while signal_group(process, 0) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+_PROC = Path("/proc")
+
+
+def tree_pids(root: int) -> list[int]:
+    """The process and all its descendants that live."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, todo = [], [root]
+    while todo:
+        pid = todo.pop()
+        found.append(pid)
+        todo += children.get(pid, [])
+    return found
+
+
+def tree_cpu_s(root: int) -> float:
+    """User and system time of a process, its descendants, and those of their children that ended [s]."""
+    ticks = 0
+    for pid in tree_pids(root):
+        if fields := _stat(pid):
+            # utime, stime, cutime, cstime: fields 14 to 17 of proc(5), here from the third on
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def tree_memory_bytes(root: int) -> int:
+    """Memory of a process and its descendants; pages that several share are counted once (PSS)."""
+    total = 0
+    for pid in tree_pids(root):
+        try:
+            text = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii")
+        except OSError:  # ended meanwhile
+            continue
+        total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
+    return total
+
+
+def _stat(pid: int) -> list[str] | None:
+    """``/proc/PID/stat`` behind the name, which may hold anything."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2].split()
+    except OSError:
+        return None
+
+
+FAILED: Final = 1
+
+
+INTERRUPTED: Final = 130
+
+
+NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
+"""What a KeyboardInterrupt says that ends a command too early for a partial report."""
+
+_WIDE = 200
+
+
+def report_console() -> Console:
+    """Standard output; in a file or a pipe wide enough that no table is cut."""
+    console = Console(soft_wrap=True)
+    return console if console.is_terminal else Console(soft_wrap=True, width=_WIDE)
+
+
+def exit_code(cut_off: str | None, *, interrupted: bool) -> int:
+    """The exit code of a command whose report is written; why a partial one is partial goes to standard error."""
+    if cut_off is not None:
+        sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
+    return INTERRUPTED if interrupted else FAILED if cut_off is not None else 0
+
+
+def storage_bytes_read() -> int | None:
+    """Bytes that storage has read for this process, page faults included; None where the kernel does not say."""
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^read_bytes: (\d+)", text, re.MULTILINE)
+    return None if found is None else int(found.group(1))

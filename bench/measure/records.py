@@ -1,0 +1,215 @@
+"""What one rank writes while it runs: a file of JSON lines, readable up to the moment at which a run was cut off.
+
+A file holds one :class:`RankHeader`, an :class:`InputFacts` when the first batch is there, a :class:`StepRecord` after
+each step with a :class:`StageSnapshot` when the measured window opens and one at the end, and last a :class:`RankEnd`,
+or a :class:`RankFailure`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from fuelrail.pipeline.runtime.stages import StageClock
+
+# In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
+PHASES = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser", "other")
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
+
+    A step lasts from the end of the one before (for the first: from the start of the loop) to its own end, so steps
+    leave no gaps, and the seven phases add up to ``end_ns - start_ns``:
+
+    - ``data_wait_ns``: from asking the loader for the next batch to getting it;
+    - ``host_to_device_ns``: from then until it lies on the device;
+    - ``forward_ns``, ``backward_ns``, ``optimiser_ns``: the device's phases; backward ends when the last local
+      gradient is computed;
+    - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
+    - ``other_ns``: the rest of the wall time: the trainer's own book-keeping, launch gaps, and on the emulated
+      accelerator ``overrun_ns`` and the late wake-ups that lengthen the step.
+
+    ``all_reduce_total_ns`` is the time in which at least one all-reduce was under way, hidden or exposed.
+    ``device_busy_ns`` is what occupancy counts: on a GPU forward + backward + optimiser by device events; on the
+    emulated accelerator the profile's time, never more, whatever the host took. ``overrun_ns`` is the time by which
+    the stand-in's real work outlasted the emulated phases, ``overshoot_ns`` how late waits woke, and ``stand_in_ns``
+    the host time of the stand-in's real work (all three 0 on a GPU). ``launch_ns`` is what the host took to queue the
+    device's work (on the emulated accelerator: what its profile says that it would take). ``loss`` is None where it was
+    not finite.
+    """
+
+    step: int
+    epoch: int
+    num_samples: int
+    num_images: int
+    loss: float | None
+    start_ns: int
+    end_ns: int
+    data_wait_ns: int
+    host_to_device_ns: int
+    forward_ns: int
+    backward_ns: int
+    all_reduce_ns: int
+    optimiser_ns: int
+    other_ns: int
+    all_reduce_total_ns: int
+    device_busy_ns: int
+    overrun_ns: int = 0
+    overshoot_ns: int = 0
+    stand_in_ns: int = 0
+    launch_ns: int = 0
+
+    @property
+    def wall_ns(self) -> int:
+        """Wall time of the step."""
+        return self.end_ns - self.start_ns
+
+    def phase_ns(self, phase: str) -> int:
+        """Time of one of ``PHASES``."""
+        value: int = getattr(self, f"{phase}_ns")
+        return value
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One loader stage's clock: thread-seconds since the loader started, summed over the stage's threads.
+
+    ``waiting`` of at most ``capacity`` results stood behind the stage at that moment.
+    """
+
+    name: str
+    num_threads: int
+    items: int
+    busy_s: float
+    starved_s: float
+    blocked_s: float
+    waiting: int
+    capacity: int
+
+
+class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
+    """The loader's stage clocks after ``num_steps`` steps."""
+
+    num_steps: int
+    stages: list[Stage]
+
+
+class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
+    """What a rank knows before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
+
+    rank: int
+    world_size: int
+    device: str
+    backend: str | None
+    model: str
+    num_parameters: int
+    peak_tflops: float | None = None
+
+
+class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
+    """What the first batch looks like. ``train_flop``: operations of one sample's forward and backward, on a GPU."""
+
+    num_cameras: int
+    height: int
+    width: int
+    labelled: bool
+    train_flop: int | None = None
+
+
+class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+    """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
+
+    ``peak_device_bytes`` is what torch allocated on the GPU at most; None without one. ``read_bytes``: what storage
+    read for this process during the run; None where the kernel does not say.
+    """
+
+    num_steps: int
+    parameters_xxh3: str
+    peak_rss_bytes: int
+    peak_device_bytes: int | None
+    read_bytes: int | None = None
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+    """Why a rank ended early, in one sentence, and when by the host's monotonic clock.
+
+    ``refused``: an error of Fuelrail's own, which says itself what to do; ``crashed``: any other exception. The ranks
+    that a dead one leaves behind crash too, a moment later, in their all-reduce.
+    """
+
+    kind: Literal["refused", "crashed"]
+    message: str
+    at_ns: int
+
+
+Record = RankHeader | InputFacts | StepRecord | StageSnapshot | RankEnd | RankFailure
+_DECODER = msgspec.json.Decoder(Record)
+_ENCODER = msgspec.json.Encoder()
+
+
+def snapshot(num_steps: int, clocks: Sequence[StageClock]) -> StageSnapshot:
+    """Copy a loader's stage clocks."""
+    return StageSnapshot(num_steps=num_steps, stages=[Stage(**clock._asdict()) for clock in clocks])
+
+
+class RankWriter:
+    """Appends records to a rank's file; each is handed to the operating system at once, so a killed rank loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+
+    def write(self, record: Record) -> None:
+        """Append one record."""
+        self._file.write(_ENCODER.encode(record) + b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+class RankLog(msgspec.Struct, kw_only=True):
+    """One rank's file, read back."""
+
+    header: RankHeader | None = None
+    input: InputFacts | None = None
+    steps: list[StepRecord] = []
+    snapshots: list[StageSnapshot] = []
+    end: RankEnd | None = None
+    failure: RankFailure | None = None
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Where a rank's records lie."""
+    return folder / f"rank-{rank:05d}.jsonl"
+
+
+def read_rank(path: Path) -> RankLog:
+    """Read a rank's file; a missing file is an empty log, and a last line that was cut off is left out."""
+    log = RankLog()
+    if not path.exists():
+        return log
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        record = _DECODER.decode(line)
+        if isinstance(record, StepRecord):
+            log.steps.append(record)
+        elif isinstance(record, StageSnapshot):
+            log.snapshots.append(record)
+        elif isinstance(record, RankHeader):
+            log.header = record
+        elif isinstance(record, InputFacts):
+            log.input = record
+        elif isinstance(record, RankEnd):
+            log.end = record
+        else:
+            log.failure = record
+    return log

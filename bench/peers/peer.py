@@ -1,0 +1,338 @@
+"""What a peer is: one folder written in its own format, and batches of images out of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import struct
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+
+import cv2
+import msgspec
+import numpy as np
+import simplejpeg
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+Count = Annotated[int, msgspec.Meta(gt=0)]
+
+_SAMPLES_PER_SHARD = 100
+
+_NUMBER = struct.Struct("<q")
+
+
+class Work(Settings, frozen=True):
+    """What every loader is to deliver: uint8 RGB planes [batch_size, cameras, 3, height, width] of every sample.
+
+    Each picture is shrunk so that it fills ``width`` (or ``height``, if that needs less shrinking), centred across and
+    cut at the top, as BEVDet and its family evaluate. ``num_workers`` is the number of CPUs to keep busy: worker
+    processes or decoding threads, whichever the loader has. ``num_samples``, ``cameras`` and ``source_wh``, the size of
+    all images, are the data's.
+    """
+
+    height: Count
+    width: Count
+    batch_size: Count
+    num_workers: Count
+    seed: int
+    num_samples: Count
+    source_wh: tuple[int, int]
+    cameras: tuple[str, ...]
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """Cameras, colours, height, width."""
+        return len(self.cameras), 3, self.height, self.width
+
+    @property
+    def samples_per_shard(self) -> int:
+        """Of every format that has shards: few enough that each worker has several, even of a small dataset."""
+        return max(1, min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)))
+
+
+class Sample(NamedTuple):
+    """A sample as all formats store it: its number in the dataset, which stands for its key, and its encoded images."""
+
+    number: int
+    images: tuple[bytes, ...]
+
+
+class Batch(NamedTuple):
+    """The numbers of some samples and their images [B, N, 3, H, W], uint8; valid until the next batch is taken."""
+
+    numbers: list[int]
+    images: NDArray[np.uint8]
+
+
+class Peer(Protocol):
+    """One loader. ``recipe`` names one of its ways to decode; the registry lists them."""
+
+    def write(self, samples: Iterable[Sample], folder: Path, work: Work, /) -> None:
+        """Write the samples in the loader's own format; the folder is there and empty."""
+
+    def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
+        """Batches of one shuffled epoch after another, without end."""
+
+
+class UnavailableError(ConfigError):
+    """A peer cannot run here; the message says why."""
+
+
+def pack_number(number: int) -> bytes:
+    """A sample's number as the member of a format that stores bytes: 8 bytes, little-endian."""
+    return _NUMBER.pack(number)
+
+
+def unpack_number(data: bytes) -> int:
+    """The number of :func:`pack_number`."""
+    number: int = _NUMBER.unpack(data)[0]
+    return number
+
+
+OURS = "fuelrail"
+
+
+TOPPAD = "toppad"
+
+
+MALLOC = {
+    "MALLOC_TOP_PAD_": "268435456",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+}
+
+
+class Entry(NamedTuple):
+    """One peer: its module, what must be importable, how to get it, distributions to tell versions of, and recipes.
+
+    ``data``: what its folder is written by, if that is not the peer itself.
+    """
+
+    module: str
+    needs: tuple[str, ...]
+    install: str
+    packages: tuple[str, ...]
+    recipes: tuple[str, ...]
+    data: str | None = None
+
+
+PEERS: dict[str, Entry] = {
+    OURS: Entry("fuelrail", (), "", (), ("pillow", "restart", "turbo+again", "turbo")),
+    "loose": Entry("loose", ("PIL",), "pip install pillow", ("torch",), ("pil", "pilfast", "cv2", "cv2fast", "sjfast")),
+    "wds": Entry(
+        "wds", ("webdataset",), "pip install webdataset", ("webdataset",), ("pil", "cv2", "cv2fast", "sjfast")
+    ),
+    "mds": Entry(
+        "mds", ("streaming",), "pip install mosaicml-streaming", ("mosaicml-streaming",), ("cv2", "cv2fast", "sjfast")
+    ),
+    "lit": Entry("lit", ("litdata",), "pip install litdata", ("litdata",), ("cv2", "cv2fast", "sjfast")),
+    "spdl": Entry(
+        "spdl", ("spdl.pipeline",), "pip install spdl-core", ("spdl-core",), ("cv2", "cv2fast", "sjfast"), "wds"
+    ),
+    "spdl-io": Entry(
+        "spdl_io", ("spdl.pipeline", "spdl.io"), "pip install spdl spdl-io, and FFmpeg's shared libraries",
+        ("spdl-io",), ("ffmpeg",), "wds",
+    ),
+    "energon": Entry(
+        "energon", ("megatron.energon",), "pip install megatron-energon", ("megatron-energon",),
+        ("cv2", "cv2fast", "sjfast"),
+    ),
+    "grain": Entry(
+        "grain", ("grain", "array_record"), "pip install grain array-record", ("grain", "array-record"),
+        ("thr-cv2", "thr-cv2fast", "thr-cv2fast+toppad", "thr-sjfast"),
+    ),
+    "dali": Entry(
+        "dali", ("nvidia.dali",), "pip install nvidia-dali-cuda120", ("nvidia-dali-cuda120",), ("roi", "noaa"), "wds"
+    ),
+    "ffcv": Entry("ffcv", ("ffcv",), "pip install ffcv (built against OpenCV and libjpeg-turbo)", ("ffcv",), ("area",)),
+}  # fmt: skip
+
+
+class Contestant(NamedTuple):
+    """A peer with one of its recipes."""
+
+    peer: str
+    recipe: str
+
+    @property
+    def name(self) -> str:
+        """As reports and the command line name it."""
+        return f"{self.peer}:{self.recipe}"
+
+    @property
+    def decoding(self) -> str:
+        """The recipe without its settings."""
+        return self.recipe.partition("+")[0]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its process needs in its environment."""
+        return MALLOC if self.recipe.endswith(f"+{TOPPAD}") else {}
+
+
+def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
+    """All of them, or those named by peer or as ``PEER:RECIPE``; ours come along. Raises ConfigError."""
+    every = [Contestant(peer, recipe) for peer, entry in PEERS.items() for recipe in entry.recipes]
+    if not only:
+        return every
+    for name in only:
+        if name not in PEERS and name not in {contestant.name for contestant in every}:
+            known = "; ".join(f"{peer}: {', '.join(entry.recipes)}" for peer, entry in PEERS.items())
+            raise ConfigError(f"--only {name!r} is no loader and no LOADER:RECIPE; there are {known}")
+    ours_named = any(name.partition(":")[0] == OURS for name in only)
+    wanted = set(only) if ours_named else {*only, OURS}
+    return [contestant for contestant in every if contestant.peer in wanted or contestant.name in wanted]
+
+
+def is_there(name: str) -> str | None:
+    """Why a peer cannot be had, without importing anything that is large; None if it seems to be there."""
+    entry = PEERS[name]
+    for module in entry.needs:
+        # Submodules would import their parents; the process that runs the peer finds out about those.
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            return f"'{module}' is not installed: {entry.install}"
+    return None
+
+
+def load_peer(name: str) -> Peer:
+    """Import a peer; raises UnavailableError, saying what to install, where it is not there."""
+    entry = PEERS[name]
+    for module in entry.needs:
+        try:
+            found = importlib.util.find_spec(module) is not None
+            if found:
+                importlib.import_module(module)
+        # A library without its shared libraries fails in its own way, and not always with ImportError.
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise UnavailableError(f"{name}: '{module}' cannot be imported ({reason}): {entry.install}") from error
+        if not found:
+            raise UnavailableError(f"{name}: '{module}' is not installed: {entry.install}")
+    peer: Peer = importlib.import_module(f"fuelrail.bench.peers.{entry.module}").PEER
+    return peer
+
+
+_REDUCED = {
+    1: cv2.IMREAD_COLOR,
+    2: cv2.IMREAD_REDUCED_COLOR_2,
+    4: cv2.IMREAD_REDUCED_COLOR_4,
+    8: cv2.IMREAD_REDUCED_COLOR_8,
+}
+
+
+_SCRATCH = threading.local()
+
+
+def decode_sample(images: Sequence[Buffer], recipe: str, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Decode a sample's images into ``out``, uint8 [N, 3, H, W], and return it."""
+    decode = RECIPES[recipe]
+    for encoded, planes in zip(images, out, strict=True):
+        decode(encoded, planes)
+    return out
+
+
+def new_sample(images: Sequence[Buffer], recipe: str, work: Work) -> NDArray[np.uint8]:
+    """A sample's images, decoded into fresh memory."""
+    return decode_sample(images, recipe, np.empty(work.sample_shape, np.uint8))
+
+
+def prepare_worker() -> None:
+    """Let OpenCV start no threads of its own: the workers are the parallelism, and a fork would not take them along."""
+    cv2.setNumThreads(0)
+
+
+@cache
+def seen_box(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The part of the source that the output shows: left, upper, right, lower, in source pixels."""
+    (width, height), (out_width, out_height) = source_wh, out_wh
+    scale = max(out_width / width, out_height / height)
+    # The resized picture has whole pixels, and the crop begins at one.
+    resized_width, resized_height = int(width * scale), int(height * scale)
+    left = (resized_width - out_width) // 2 / resized_width * width
+    upper = (resized_height - out_height) / resized_height * height
+    return left, upper, left + out_width / resized_width * width, float(height)
+
+
+def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
+    """The largest factor that libjpeg-turbo may shrink by without going below the final size."""
+    left, upper, right, lower = seen_box(source_wh, out_wh)
+    least = min((right - left) / out_wh[0], (lower - upper) / out_wh[1])
+    return max(factor for factor in _REDUCED if factor == 1 or factor <= least)
+
+
+def _pil(encoded: Buffer, planes: NDArray[np.uint8], *, draft: bool = False) -> None:
+    from PIL import Image
+
+    out_wh = planes.shape[2], planes.shape[1]
+    picture: Any = Image.open(io.BytesIO(encoded))
+    source_wh = picture.size
+    factor = shrink_factor(source_wh, out_wh) if draft else 1
+    if factor > 1:
+        picture.draft("RGB", (source_wh[0] // factor, source_wh[1] // factor))
+    box = tuple(edge / factor for edge in seen_box(source_wh, out_wh))
+    resized = picture.convert("RGB").resize(out_wh, Image.Resampling.BILINEAR, box=box)
+    np.copyto(planes, np.asarray(resized).transpose(2, 0, 1))
+
+
+def _pil_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    _pil(encoded, planes, draft=True)
+
+
+def _cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
+    _resize(picture, (picture.shape[1], picture.shape[0]), planes, cv2.INTER_AREA, bgr=True)
+
+
+def _cv2_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    height, width = _jpeg_size(encoded)
+    factor = shrink_factor((width, height), (planes.shape[2], planes.shape[1]))
+    picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), _REDUCED[factor])
+    _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=True)
+
+
+def _sj_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    height, width = _jpeg_size(encoded)
+    factor = shrink_factor((width, height), (planes.shape[2], planes.shape[1]))
+    shape = -(-height // factor), -(-width // factor), 3
+    buffer = getattr(_SCRATCH, "buffer", None)
+    if buffer is None or buffer.shape != shape:
+        buffer = _SCRATCH.buffer = np.empty(shape, np.uint8)
+    picture = simplejpeg.decode_jpeg(encoded, "RGB", min_height=shape[0], min_width=shape[1], buffer=buffer)
+    _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=False)
+
+
+def _resize(picture: Any, source_wh: tuple[int, int], planes: NDArray[np.uint8], method: int, *, bgr: bool) -> None:  # noqa: ANN401
+    """Cut out what is seen, to whole pixels of the decoded picture; shrink; split into the planes."""
+    height, width = picture.shape[:2]
+    left, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))
+    x, y = width / source_wh[0], height / source_wh[1]
+    seen = picture[round(upper * y) : round(lower * y), round(left * x) : round(right * x)]
+    small = cv2.resize(seen, (planes.shape[2], planes.shape[1]), interpolation=method)
+    red, green, blue = planes
+    cv2.split(small, [blue, green, red] if bgr else [red, green, blue])
+
+
+def _jpeg_size(encoded: Buffer) -> tuple[int, int]:
+    height, width, _, _ = simplejpeg.decode_jpeg_header(encoded)
+    return int(height), int(width)
+
+
+RECIPES: dict[str, Callable[[Buffer, NDArray[np.uint8]], None]] = {
+    "pil": _pil,
+    "pilfast": _pil_fast,
+    "cv2": _cv2,
+    "cv2fast": _cv2_fast,
+    "sjfast": _sj_fast,
+}

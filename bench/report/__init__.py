@@ -1,0 +1,1 @@
+"""Files, pages and plots of reports."""

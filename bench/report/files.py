@@ -1,0 +1,158 @@
+"""What every report of the harness says first, whatever its kind."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from fuelrail.bench.measure.machine import (
+    DatasetFacts,  # noqa: TC001 (msgspec resolves the field's type)
+    MachineFacts,  # noqa: TC001 (likewise)
+)
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import convert
+
+
+class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of a report.
+
+    ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
+    partial, ``warnings`` what its figures must be doubted for.
+    """
+
+    schema: str
+    version: int
+    created: str
+    cut_off: str | None
+    machine: MachineFacts
+    dataset: DatasetFacts
+    options: dict[str, Any]
+    warnings: list[str]
+
+
+def created_now() -> str:
+    """The field ``created``: UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN = "report.json", "report.html", "report.md"
+
+_R = TypeVar("_R", bound=msgspec.Struct)
+
+
+TRACE_JSON = "trace.json"
+
+
+RESULTS = Path(__file__).resolve().parent / "results"
+"""The measurements that README and RESULTS.md cite."""
+
+
+_MAX_REPORT_BYTES = 256 << 20
+
+
+def prepare_folder(out: Path, *, html: bool) -> None:
+    """Make the folder of a report and take an earlier one out of it.
+
+    Raises ConfigError where that cannot be done, and where a page is wanted that cannot be drawn: before a measurement
+    that would be lost.
+    """
+    if html and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("report.html needs matplotlib: pip install 'fuelrail[view]', or run with --no-html")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in (REPORT_JSON, REPORT_HTML, REPORT_MARKDOWN):
+            (out / name).unlink(missing_ok=True)
+        # A folder can be there and still not be writable.
+        probe = out / f".{REPORT_JSON}.part"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out '{out}' cannot be written: {error.strerror}") from error
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write a file by rename; raises ConfigError where that cannot be done."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"report '{path}' cannot be written: {error.strerror}") from error
+
+
+def merge_traces(folder: Path, out: Path) -> int:
+    """Make one file of the ranks' traces in a folder, for https://ui.perfetto.dev; returns how many there are."""
+    parts = sorted(folder.glob("trace-*.json"))
+    events = [event for part in parts for event in msgspec.json.decode(part.read_bytes())]
+    # Viewers take events with a time, and descriptions of tracks.
+    shown = [event for event in events if "ts" in event or event.get("ph") == "M"]
+    publish(out, msgspec.json.encode({"traceEvents": shown, "displayTimeUnit": "ms"}))
+    return len(parts)
+
+
+def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
+    """Write a value as indented JSON, by rename; raises ConfigError where that cannot be done.
+
+    A result for this repository's ``bench/results`` must be of a clean commit. One that was measured with uncommitted
+    changes is written to ``NAME.uncommitted.json`` in the temporary folder, and ConfigError says so.
+    """
+    machine = getattr(value, "machine", None)
+    if machine is not None and machine.uncommitted_changes and path.resolve().parent == RESULTS:
+        aside = Path(tempfile.gettempdir()) / f"{path.stem}.uncommitted.json"
+        publish(aside, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+        raise ConfigError(
+            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so nobody could "
+            f"measure it again: it was written to '{aside}' instead; commit the changes and measure again"
+        )
+    publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def read_report(path: Path) -> Any:  # noqa: ANN401 - what JSON holds
+    """A report file as JSON; raises ConfigError for what is no regular file, is too large or is not JSON."""
+    try:
+        if not path.is_file():
+            reason = "it is not a regular file" if path.exists() else "there is no such file"
+            raise ConfigError(f"report '{path}' cannot be read: {reason}; give a report.json or its folder")
+        if path.stat().st_size > _MAX_REPORT_BYTES:
+            raise ConfigError(f"report '{path}' cannot be read: it is larger than {_MAX_REPORT_BYTES >> 20} MiB")
+        return msgspec.json.decode(path.read_bytes())
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"report '{path}' cannot be read: {error}") from error
+
+
+def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
+    """Read a report of one kind, checked against its schema; raises ConfigError for other files and other versions."""
+    raw = read_report(path)
+    found = (raw.get("schema"), raw.get("version")) if isinstance(raw, dict) else (None, None)
+    if found != (schema, version):
+        raise ConfigError(
+            f"report '{path}' has schema {found[0]!r} version {found[1]!r}; known: {schema!r} version {version}"
+        )
+    return convert(raw, kind, str(path))
+
+
+def write_report(report: ReportHeader, out: Path, *, html: bool) -> list[Path]:
+    """Write a report of any kind into a folder, each file by rename; return the files. Raises ConfigError."""
+    written = [out / REPORT_JSON, out / REPORT_MARKDOWN]
+    publish_json(written[0], report)
+    publish(written[1], _render(report, "markdown").encode())
+    if html:
+        written.append(out / REPORT_HTML)
+        publish(written[2], _render(report, "page").encode())
+    return written
+
+
+def _render(report: ReportHeader, form: Literal["markdown", "page"]) -> str:
+    """Call the renderer beside the report's own module. Pages need matplotlib, so the module is imported here."""
+    room = type(report).__module__.rpartition(".")[0]
+    text: str = getattr(import_module(f"{room}.{form}"), f"render_{form}")(report)
+    return text

@@ -1,0 +1,1 @@
+"""`fuelrail bench compare`: other loaders on the same images."""

@@ -1,0 +1,155 @@
+"""A contestant's process with its workers, stopped between its laps, so that two can take turns on the same CPUs.
+
+A virtual machine's speed changes within seconds, by more than loaders differ. Two runs of some seconds, one behind the
+other, see different machines; laps of a second, in turns, see nearly the same one. A stopped process keeps its place:
+what lies in its queues, and half a picture decoded, are there when it goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import signal
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from fuelrail.bench.measure.clock import clock_jump_s
+from fuelrail.bench.measure.machine import all_cpu_s, stolen_cpu_s
+from fuelrail.bench.measure.processes import signal_group, tree_cpu_s, tree_memory_bytes
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_POLL_S = 0.02
+_READ_THROUGH_LIMIT_BYTES = 4 << 30
+_BLOCK_BYTES = 1 << 20
+_ITEM_BYTES = 8
+
+
+class Timed(NamedTuple):
+    """What laps show. Times are a process's running time [s]: they stand still while it is stopped.
+
+    ``arrival_s``: when batches came. ``others_cpus``: how many CPUs were busy with something else or kept back by the
+    host, ``stolen_cpus``: how many the host kept back; None where that cannot be known. ``clock_jump_s``: by how much
+    the wall clock and the monotonic one disagree.
+    """
+
+    first_batch_s: float
+    arrival_s: list[float]
+    cpu_s: float
+    others_cpus: float | None
+    stolen_cpus: float | None
+    clock_jump_s: float
+    peak_memory_bytes: int
+
+
+class _Lap(NamedTuple):
+    """Where a lap begins and ends on the monotonic clock, and what it took."""
+
+    begin_s: float
+    end_s: float
+    cpu_s: float
+    all_cpu_s: float | None
+    stolen_cpu_s: float | None
+    clock_jump_s: float
+    memory_bytes: int
+
+
+class LapProcess:
+    """A process group that writes when its batches come to the file ``arrivals``: native doubles, monotonic clock.
+
+    The first is the time at which it asked for its first batch.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], arrivals: Path) -> None:
+        self._process, self._arrivals = process, arrivals
+        self._laps: list[_Lap] = []
+
+    @property
+    def num_laps(self) -> int:
+        """How many it has run."""
+        return len(self._laps)
+
+    def begin(self, warm_up_s: float, limit_s: float) -> bool:
+        """Let it run to its first batch and ``warm_up_s`` longer, then stop it; whether it lives and has come so far.
+
+        False as well when its first batch takes longer than ``limit_s``.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not self._arrivals.exists() or self._arrivals.stat().st_size < 2 * _ITEM_BYTES:
+            if not self.is_alive() or time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        time.sleep(warm_up_s)
+        signal_group(self._process, signal.SIGSTOP)
+        return self.is_alive()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def lap(self, seconds: float) -> None:
+        """Let it go on for so long."""
+        pid = self._process.pid
+        jump_s, own_s, all_s, stolen_s = clock_jump_s(), tree_cpu_s(pid), all_cpu_s(), stolen_cpu_s()
+        begin_s = time.monotonic()
+        signal_group(self._process, signal.SIGCONT)
+        time.sleep(seconds)
+        signal_group(self._process, signal.SIGSTOP)
+        end_s = time.monotonic()
+        all_s, stolen_s = _since(all_s, all_cpu_s()), _since(stolen_s, stolen_cpu_s())
+        self._laps.append(
+            _Lap(
+                begin_s, end_s, tree_cpu_s(pid) - own_s, all_s, stolen_s, clock_jump_s() - jump_s,
+                tree_memory_bytes(pid),
+            )
+        )  # fmt: skip
+
+    def timed(self, first_lap: int = 0) -> Timed:
+        """What the laps from ``first_lap`` on show, of which there must be some."""
+        laps = self._laps[first_lap:]
+        asked_s, first_s, *later_s = self._times()
+        arrival_s, ran_s = [], 0.0
+        for lap in laps:
+            arrival_s += [ran_s + at_s - lap.begin_s for at_s in later_s if lap.begin_s <= at_s < lap.end_s]
+            ran_s += lap.end_s - lap.begin_s
+        cpu_s = sum(lap.cpu_s for lap in laps)
+        all_s = _sum([lap.all_cpu_s for lap in laps])
+        stolen_s = _sum([lap.stolen_cpu_s for lap in laps])
+        return Timed(
+            first_batch_s=first_s - asked_s,
+            arrival_s=arrival_s,
+            cpu_s=cpu_s,
+            others_cpus=None if all_s is None else max(0.0, all_s - cpu_s) / ran_s,
+            stolen_cpus=None if stolen_s is None else stolen_s / ran_s,
+            clock_jump_s=max((lap.clock_jump_s for lap in laps), key=abs),
+            peak_memory_bytes=max(lap.memory_bytes for lap in laps),
+        )
+
+    def _times(self) -> array.array[float]:
+        data = self._arrivals.read_bytes()
+        times = array.array("d")
+        times.frombytes(data[: len(data) // _ITEM_BYTES * _ITEM_BYTES])
+        return times
+
+
+def read_through(folder: Path) -> None:
+    """Read a folder's files, so that they come from the page cache; not those of a folder of more than 4 GiB."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    if sum(path.stat().st_size for path in files) > _READ_THROUGH_LIMIT_BYTES:
+        return
+    block = bytearray(_BLOCK_BYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+
+def _since(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

@@ -1,0 +1,211 @@
+"""The report of ``fuelrail bench compare``: rounds to medians, and to ratios within a round with their intervals."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.measure.machine import (
+    DatasetFacts,  # noqa: TC001 (msgspec resolves the field's type)
+    MachineFacts,  # noqa: TC001 (likewise)
+)
+from fuelrail.bench.measure.rates import Interval, interval_of, ratio_interval
+from fuelrail.bench.peers.peer import (
+    OURS,
+    Work,
+)
+from fuelrail.bench.peers.process import Check  # noqa: TC001 (likewise)
+from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
+from fuelrail.bench.studies.loader.report import CLOCK_JUMP_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from fuelrail.bench.studies.compare.laps import Timed
+
+SCHEMA = "fuelrail-bench-compare"
+VERSION = 2
+MIN_BATCHES = 8
+REFERENCE = f"{OURS}:turbo"
+# A gap so long between two batches is a machine that stood still, not a loader that is slow.
+_PAUSE_S = 1.0
+_PAUSE_FACTOR = 20
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one contestant in a round.
+
+    ``images_per_s`` is of all its laps; None where ``doubt`` says why the run does not count.
+    ``reference_images_per_s`` is the reference's rate in its laps between these; None without them, or where those do
+    not count. CPU time is that of the process and its children in the laps; ``peak_memory_bytes`` counts pages that
+    processes share once; ``others_cpus`` is what else kept CPUs busy on this machine, with what its host kept back;
+    ``stolen_cpus`` is the host's part alone. None where that cannot be known.
+    """
+
+    round: int
+    images_per_s: float | None
+    reference_images_per_s: float | None
+    first_batch_s: float
+    num_batches: int
+    cpu_s_per_1000_images: float
+    peak_memory_bytes: int
+    others_cpus: float | None
+    stolen_cpus: float | None
+    doubt: str | None
+
+
+class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rounds say about a contestant.
+
+    ``ours_times_as_fast``: the reference's rate over this one's in laps in turns; geometric mean over the rounds with a
+    95 % interval. None without the reference, and without an interval after a single round.
+    """
+
+    images_per_s: Interval
+    cpu_s_per_1000_images: float
+    peak_memory_bytes: int
+    first_batch_s: float
+    ours_times_as_fast: Interval | None
+
+
+class Contestant(msgspec.Struct, frozen=True, kw_only=True):
+    """A loader with a way to decode. ``left_out`` says why it was not timed; None if it was."""
+
+    name: str
+    peer: str
+    recipe: str
+    check: Check | None
+    left_out: str | None
+    runs: list[Run]
+    figures: ContestantFigures | None
+
+
+class CompareReport(ReportHeader, frozen=True, kw_only=True):
+    """A whole report. ``cut_off`` says why it is partial; ``packages`` has the peers' versions."""
+
+    packages: dict[str, str]
+    work: Work
+    num_rounds: int
+    contestants: list[Contestant]
+
+
+def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:
+    """Judge one run by the times at which its batches came, and the reference's laps ``beside`` it likewise."""
+    rate, doubt = _rate(timed, images_per_batch)
+    return Run(
+        round=round_number,
+        images_per_s=rate,
+        reference_images_per_s=None if beside is None else _rate(beside, images_per_batch)[0],
+        first_batch_s=timed.first_batch_s,
+        num_batches=len(timed.arrival_s),
+        cpu_s_per_1000_images=1e3 * timed.cpu_s / (max(len(timed.arrival_s), 1) * images_per_batch),
+        peak_memory_bytes=timed.peak_memory_bytes,
+        others_cpus=timed.others_cpus,
+        stolen_cpus=timed.stolen_cpus,
+        doubt=doubt,
+    )
+
+
+def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None]:
+    """The rate, and why there is none.
+
+    It is the slope of the line through the arrivals, by least squares: with several workers batches come in bursts, and
+    first-to-last would depend on where a burst is cut.
+    """
+    gaps = np.diff(timed.arrival_s)
+    if abs(timed.clock_jump_s) > CLOCK_JUMP_S:
+        return None, f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the machine slept"
+    if len(timed.arrival_s) < MIN_BATCHES:
+        return None, f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it more --seconds"
+    if gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
+        return None, f"nothing came for {gaps.max():.1f} s: something stopped the process"
+    return float(np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]) * images_per_batch, None
+
+
+def with_figures(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """The contestants with figures from their runs."""
+    return [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
+
+
+def _figures(contestant: Contestant) -> ContestantFigures | None:
+    good = [run for run in contestant.runs if run.images_per_s is not None]
+    rates = [run.images_per_s for run in good if run.images_per_s is not None]
+    if not rates:
+        return None
+    ratios = [
+        run.reference_images_per_s / rate
+        for run, rate in zip(good, rates, strict=True)
+        if run.reference_images_per_s is not None
+    ]
+    return ContestantFigures(
+        images_per_s=interval_of(rates),
+        cpu_s_per_1000_images=float(np.median([run.cpu_s_per_1000_images for run in good])),
+        peak_memory_bytes=max(run.peak_memory_bytes for run in good),
+        first_batch_s=float(np.median([run.first_batch_s for run in good])),
+        ours_times_as_fast=ratio_interval(ratios) if ratios else None,
+    )
+
+
+def build_compare_report(
+    *,
+    machine: MachineFacts,
+    packages: dict[str, str],
+    dataset: DatasetFacts,
+    work: Work,
+    options: dict[str, Any],
+    num_rounds: int,
+    contestants: Sequence[Contestant],
+    cut_off: str | None,
+) -> CompareReport:
+    """Put the parts together."""
+    judged = with_figures(contestants)
+    return CompareReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        cut_off=cut_off,
+        machine=machine,
+        packages=packages,
+        dataset=dataset,
+        work=work,
+        options=options,
+        num_rounds=num_rounds,
+        contestants=judged,
+        warnings=_warnings(judged),
+    )
+
+
+def ranking(report: CompareReport) -> list[Contestant]:
+    """The contestants that have figures, the fastest first."""
+    timed = [entry for entry in report.contestants if entry.figures is not None]
+    return sorted(timed, key=lambda entry: -_median(entry))
+
+
+def _median(entry: Contestant) -> float:
+    return entry.figures.images_per_s.median if entry.figures is not None else -math.inf
+
+
+def _warnings(contestants: Sequence[Contestant]) -> list[str]:
+    warnings = []
+    runs = [(entry.name, run) for entry in contestants for run in entry.runs]
+    doubted = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
+    if doubted:
+        warnings.append(f"{len(doubted)} of {len(runs)} runs do not count: {'; '.join(doubted)}.")
+    others = [run.others_cpus for _, run in runs if run.others_cpus is not None and run.doubt is None]
+    if others and max(others) > 0.1:
+        stolen = [run.stolen_cpus for _, run in runs if run.stolen_cpus is not None and run.doubt is None]
+        warnings.append(
+            f"Up to {max(others):.1f} CPUs were busy with something else during a run (median "
+            f"{float(np.median(others)):.2f}), of which its host kept back up to {max(stolen, default=0.0):.2f}: rates "
+            "are too low by about that share; ratios suffer less."
+        )
+    return warnings
+
+
+def load_compare_report(path: Path) -> CompareReport:
+    """Read a report; raises ConfigError for other files and other versions."""
+    return load_report_of(path, CompareReport, SCHEMA, VERSION)

@@ -1,0 +1,285 @@
+"""The tasks of a comparison: each peer's data written, its images checked, its runs timed; a process for each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+import fuelrail
+from fuelrail.bench.measure.processes import process_group
+from fuelrail.bench.peers.peer import (
+    OURS,
+    PEERS,
+    Work,
+)
+from fuelrail.bench.peers.process import Action, Answer, Check, Failure, Task, Written
+from fuelrail.bench.studies.compare.laps import LapProcess, Timed, read_through
+from fuelrail.bench.studies.compare.report import REFERENCE
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fuelrail.bench.peers.peer import Contestant
+    from fuelrail.pipeline.format.dataset import Dataset
+
+RESTART = "restart"
+_NUM_LAPS = 4
+_DONE = "compare.json"
+_PREPARE_LIMIT_S = 1800.0
+_START_LIMIT_S = 120.0
+
+
+class Measured(NamedTuple):
+    """A contestant's run in a round, and the reference's laps between its own; or why there is none."""
+
+    contestant: Contestant
+    timed: Timed | None
+    beside: Timed | None = None
+    failure: str | None = None
+
+
+class _Files(NamedTuple):
+    """A task's files, in a folder that goes away with it."""
+
+    task: Path
+    result: Path
+    arrivals: Path
+    log: Path
+
+
+class _Runner(NamedTuple):
+    """A contestant that is being timed."""
+
+    process: LapProcess
+    files: _Files
+
+
+class _Done(msgspec.Struct, frozen=True):
+    """What a peer's finished folder was made from."""
+
+    fingerprint: str
+    work: Work
+
+
+class Workshop:
+    """Where the peers' data lies, and how their processes are run. ``cpus`` are those that each may use."""
+
+    def __init__(self, data: Path, dataset: Dataset, work: Work, cpus: tuple[int, ...], seconds: float) -> None:
+        self._data, self._dataset, self._work = data, dataset, work
+        self._cpus, self._seconds = cpus, seconds
+
+    def folder(self, contestant: Contestant) -> Path:
+        """The data that a contestant reads."""
+        if contestant.peer == OURS and contestant.decoding != RESTART:
+            return self._dataset.root
+        if contestant.peer == OURS:
+            return self._data / f"{OURS}-{RESTART}"
+        return self._data / (PEERS[contestant.peer].data or contestant.peer)
+
+    def prepare(self, contestant: Contestant) -> str | None:
+        """Write the contestant's data unless it is there; the reason why it can't be, or None."""
+        folder = self.folder(contestant)
+        if contestant.peer == OURS and contestant.decoding != RESTART:
+            return None
+        done = _Done(self._dataset.manifest.fingerprint, self._format_work())
+        if _read_done(folder) == done:
+            return None
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if contestant.peer == OURS:
+            reason = self._restart_copy(folder)
+        else:
+            answer = self._run(contestant, "write")
+            reason = answer.message if isinstance(answer, Failure) else None
+            assert reason is not None or isinstance(answer, Written)
+        if reason is None:
+            # Beside the folder, whose content is the peer's.
+            _done_path(folder).write_bytes(msgspec.json.encode(done))
+        return reason
+
+    def check(
+        self, contestant: Contestant, least_psnr_db: float, *, whole_epoch: bool
+    ) -> tuple[Check | None, str | None]:
+        """Hold the contestant's images against the definition; the check, and why it must not be timed.
+
+        ``whole_epoch``: count an epoch's samples as well, which does not depend on the recipe.
+        """
+        answer = self._run(contestant, "check", whole_epoch=whole_epoch)
+        if not isinstance(answer, Check):
+            return None, _why_not(answer)
+        if answer.fault is not None:
+            return answer, answer.fault
+        if answer.lowest_psnr_db < least_psnr_db:
+            return answer, (
+                f"its images differ from the definition: {answer.lowest_psnr_db:.1f} dB at worst, {least_psnr_db:g} dB "
+                "are demanded"
+            )
+        return answer, None
+
+    def round(self, turns: Sequence[Contestant]) -> Iterator[Measured]:
+        """One run of each. The reference runs all along, in laps between those of each other one; its run comes last.
+
+        Who is first changes from lap to lap, so that a machine that becomes faster or slower favours neither.
+        """
+        reference = next((contestant for contestant in turns if contestant.name == REFERENCE), None)
+        others = [contestant for contestant in turns if contestant != reference]
+        with contextlib.ExitStack() as stack:
+            pacer = None
+            if reference is not None:
+                pacer = stack.enter_context(self._started(reference))
+                if not self._begin(pacer):
+                    yield Measured(reference, None, failure=_failure(pacer.files))
+                    reference = pacer = None
+            for contestant in others:
+                if pacer is not None:
+                    read_through(self._dataset.root)  # it was idle while the one before started and ran
+                yield self._race(contestant, pacer)
+            if reference is not None and pacer is not None:
+                if not others:
+                    for _ in range(_NUM_LAPS):
+                        pacer.process.lap(self._lap_s)
+                if pacer.process.is_alive():
+                    yield Measured(reference, pacer.process.timed(), pacer.process.timed())
+                else:
+                    yield Measured(reference, None, failure=_failure(pacer.files))
+
+    def _race(self, contestant: Contestant, pacer: _Runner | None) -> Measured:
+        with self._started(contestant) as runner:
+            if not self._begin(runner):
+                return Measured(contestant, None, failure=_failure(runner.files))
+            first = 0 if pacer is None else pacer.process.num_laps
+            both = (runner,) if pacer is None else (runner, pacer)
+            for number in range(_NUM_LAPS):
+                for one in both if number % 2 == 0 else both[::-1]:
+                    one.process.lap(self._lap_s)
+            if not runner.process.is_alive():
+                return Measured(contestant, None, failure=_failure(runner.files))
+            beside = pacer.process.timed(first) if pacer is not None and pacer.process.is_alive() else None
+            return Measured(contestant, runner.process.timed(), beside)
+
+    @property
+    def _lap_s(self) -> float:
+        return self._seconds / _NUM_LAPS
+
+    @contextlib.contextmanager
+    def _started(self, contestant: Contestant) -> Iterator[_Runner]:
+        read_through(self.folder(contestant))
+        with self._files(contestant, "time") as files:
+            command, environment = _command(files.task), _environment(contestant)
+            with process_group(command, environment, files.log) as process:
+                yield _Runner(LapProcess(process, files.arrivals), files)
+
+    def _begin(self, runner: _Runner) -> bool:
+        """A lap that does not count behind the first batch: queues fill, memory is taken."""
+        return runner.process.begin(self._lap_s, _START_LIMIT_S)
+
+    def _format_work(self) -> Work:
+        """The part of the work that the data on disk depends on: not size of images, batches or seed."""
+        return msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
+
+    def _restart_copy(self, folder: Path) -> str | None:
+        from fuelrail.sharding.planning.recipe import make_recipe
+        from fuelrail.sharding.progress import Quiet
+        from fuelrail.sharding.run import shard
+        from fuelrail.sharding.sources.source import parse_source
+
+        try:
+            folder.rmdir()
+            (split,) = self._dataset.manifest.splits
+            recipe = make_recipe(jpeg=RESTART, splits={split: 1.0}, name=self._dataset.manifest.name)
+            shard(parse_source(f"fuelrail:{self._dataset.root}", {}), folder, recipe, len(self._cpus), Quiet())
+        except FuelrailError as error:
+            return str(error)
+        return None
+
+    def _run(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Answer:
+        with self._files(contestant, action, whole_epoch=whole_epoch) as files:
+            with (
+                process_group(_command(files.task), _environment(contestant), files.log) as process,
+                contextlib.suppress(subprocess.TimeoutExpired),
+            ):
+                process.wait(_PREPARE_LIMIT_S)
+            return _answer(files)
+
+    @contextlib.contextmanager
+    def _files(self, contestant: Contestant, action: Action, *, whole_epoch: bool = False) -> Iterator[_Files]:
+        self._data.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".task-", dir=self._data) as folder:
+            files = _Files(*(Path(folder) / name for name in ("task.json", "result.json", "arrivals", "output.log")))
+            task = Task(
+                action=action,
+                peer=contestant.peer,
+                recipe=contestant.recipe,
+                folder=str(self.folder(contestant)),
+                dataset=str(self._dataset.root),
+                work=self._work,
+                whole_epoch=whole_epoch,
+                cpus=self._cpus,
+                result=str(files.result),
+                arrivals=str(files.arrivals),
+            )
+            files.task.write_bytes(msgspec.json.encode(task))
+            yield files
+
+
+def _command(task: Path) -> list[str]:
+    return [sys.executable, "-m", "fuelrail.bench.peers.process", str(task)]
+
+
+def _environment(contestant: Contestant) -> dict[str, str]:
+    package_root = str(Path(fuelrail.__file__).parents[3])
+    paths = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, **contestant.environment, "PYTHONPATH": paths}
+
+
+def _answer(files: _Files) -> Answer:
+    if files.result.exists():
+        answer: Answer = msgspec.json.decode(files.result.read_bytes(), type=Answer)
+        return answer
+    tail = files.log.read_text(errors="replace").strip().splitlines()[-1:]
+    last = f"; its last words: {tail[0][:200]}" if tail else ""
+    return Failure(message=f"its process gave no answer{last}", missing=False)
+
+
+def _failure(files: _Files) -> str:
+    return _why_not(_answer(files))
+
+
+def _read_done(folder: Path) -> _Done | None:
+    try:
+        return msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _done_path(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.{_DONE}")
+
+
+def _why_not(answer: Answer) -> str:
+    return answer.message if isinstance(answer, Failure) else f"its process answered with {type(answer).__name__}"
+
+
+def affinity(text: str | None) -> tuple[int, ...]:
+    """CPUs from a list such as "0,1" or "0-3"; None: all that this process may use. Raises ConfigError."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    if text is None:
+        return tuple(sorted(usable))
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise ConfigError(f"--cpus {text!r} must be a list such as 0,1 or 0-3")
+        chosen |= set(range(int(first), int(last or first) + 1))
+    if not chosen or not chosen <= usable:
+        raise ConfigError(f"--cpus {text}: this process may use {', '.join(map(str, sorted(usable)))}")
+    return tuple(sorted(chosen))

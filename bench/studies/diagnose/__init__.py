@@ -1,0 +1,1 @@
+"""`fuelrail bench diagnose`: find the bottleneck of a run."""

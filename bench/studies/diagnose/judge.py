@@ -1,0 +1,423 @@
+"""What bounds a training run, found by leaving things out: the run as it is against the same run without each. Pure.
+
+Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
+as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
+was it the first time that its bytes were read, do reads of other shards add up) tell its kinds apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
+from fuelrail.bench.studies.diff.changes import compare
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fuelrail.bench.studies.train.report import Figures, Report
+    from fuelrail.bench.trainer.settings import LeaveOut
+
+Bound = Literal[
+    "storage",
+    "network",
+    "cold cache",
+    "too few shards",
+    "decompression",
+    "CPU decode",
+    "Python",
+    "loader",
+    "host to device",
+    "GPU decode contention",
+    "kernel launches",
+    "all-reduce",
+    "slow rank",
+    "host",
+    "compute",
+    "not told apart",
+]
+
+# A gain below this, or one that noise explains, is none.
+_NOTABLE = 0.02
+# Time on the host, or a second run that is faster, by a share that is worth a word.
+_SLOWER = 0.05
+# Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
+_READING, _WARMED = 0.5, 0.5
+# Reads spread over the shards are that much faster than reads of one: each shard by itself is slow.
+_ADDS_UP = 1.4
+# A host that takes this much of the device's time to queue its work.
+_LAUNCH_BOUND = 0.95
+_IN_THE_LOADER: tuple[LeaveOut, ...] = ("storage", "decompression", "decode", "transform")
+
+
+class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
+    """The run without something: its mean step, and how much faster that is (0.25: 25 % more steps a second).
+
+    ``gain_low`` to ``gain_high`` is a 95 % interval over the steps' noise in both runs.
+    """
+
+    left_out: str
+    step_ms: float
+    gain: float
+    gain_low: float
+    gain_high: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the gain is worth a word and no noise."""
+        return self.gain > _NOTABLE and self.gain_low > 0
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds the run, why we say so, what to do, and how much faster the run would be without that bound.
+
+    ``noise``: by how much the same run differed from its repeat; None where it was not repeated. A gain counts when its
+    whole interval lies above the noise. ``num_rounds``: how many times all runs were made.
+    """
+
+    bound: Bound
+    finding: str
+    advice: str
+    expected_gain: float
+    step_ms: float
+    occupancy: float
+    counterfactuals: list[Counterfactual]
+    noise: float | None = None
+    num_rounds: int = 1
+
+
+class _Verdict(NamedTuple):
+    bound: Bound
+    finding: str
+    advice: str
+    gain: float
+
+
+class Round(NamedTuple):
+    """All runs once more: as it is, without each thing, and as it is again."""
+
+    as_it_is: Report
+    without: Mapping[LeaveOut, Report]
+    again: Report
+
+
+class Evidence(NamedTuple):
+    """Runs that differ in nothing but what was left out; all have figures.
+
+    ``again`` is the same run a second time, over the same samples. ``shard_scaling``: how many times as fast reads
+    spread over all shards are as reads of one; None where that was not looked at. ``more``: further rounds of all runs.
+    """
+
+    as_it_is: Report
+    without: Mapping[LeaveOut, Report]
+    again: Report | None = None
+    is_remote: bool = False
+    shard_scaling: float | None = None
+    more: Sequence[Round] = ()
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Judge the runs."""
+    base = evidence.as_it_is
+    figures = base.figures
+    assert figures is not None, "a run without figures shows nothing"
+    found = {
+        name: _over_rounds(name, [(base, report), *((each.as_it_is, each.without[name]) for each in evidence.more)])
+        for name, report in evidence.without.items()
+    }
+    again = None
+    if evidence.again is not None:
+        repeats = [(base, evidence.again), *((each.as_it_is, each.again) for each in evidence.more)]
+        again = _over_rounds("again", repeats)
+    noise = 0.0 if again is None else abs(again.gain)
+    # The same run twice differs by the machine's drift, unless it is faster for its warm caches.
+    if again is not None and _was_cold(evidence, again):
+        bound, finding, advice, gain = _cold(again)
+    else:
+        counting = {name: entry for name, entry in found.items() if entry.counts and entry.gain_low > noise}
+        bound, finding, advice, gain = _judge(evidence, figures, counting)
+        largest = max(found.values(), key=lambda entry: entry.gain, default=None)
+        open_ = largest is not None and largest.gain > _NOTABLE and largest.gain_high > _SLOWER
+        # A bound that a run shows by itself, such as time on the host, stands if it is larger than the noise.
+        if not counting and largest is not None and open_ and gain <= noise:
+            bound, finding, advice, gain = _not_told(largest, noise)
+    shown = [*found.values(), *([again] if again is not None else [])]
+    return Diagnosis(
+        bound=bound,
+        finding=finding,
+        advice=advice,
+        expected_gain=gain,
+        step_ms=figures.step_time.mean_ms,
+        occupancy=figures.occupancy.mean,
+        counterfactuals=shown,
+        noise=None if again is None else noise,
+        num_rounds=1 + len(evidence.more),
+    )
+
+
+def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
+    """The gain over all rounds. From three rounds on, their differences make the interval; before, the steps' noise."""
+    found = [counterfactual(name, as_it_is, other) for as_it_is, other in pairs]
+    if len(found) < MIN_REPEATS:
+        return found[0]
+    ratio = ratio_interval([1 + entry.gain for entry in found])
+    return Counterfactual(
+        left_out=name,
+        step_ms=sum(entry.step_ms for entry in found) / len(found),
+        gain=ratio.median - 1,
+        gain_low=ratio.low - 1,
+        gain_high=ratio.high - 1,
+    )
+
+
+def _not_told(largest: Counterfactual, noise: float) -> _Verdict:
+    return _Verdict(
+        "not told apart",
+        f"Not told apart from noise: the repeat of the same run differed by {noise:.1%}, and the largest gain, without "
+        f"{largest.left_out}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
+        "Run it on an idle machine, with more --steps, or with more --max-rounds.",
+        0.0,
+    )
+
+
+def counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
+    """How much faster one run is than another, per sample."""
+    change = next(change for change in compare(as_it_is, without) if change.name.startswith("mean step time"))
+    # Steps of other sizes: more samples a step make up for a longer one.
+    work = _samples_a_step(without) / _samples_a_step(as_it_is)
+    assert change.ratio_low is not None
+    assert change.ratio_high is not None
+    return Counterfactual(
+        left_out=name,
+        step_ms=change.after,
+        gain=work / change.ratio - 1,
+        gain_low=work / change.ratio_high - 1,
+        gain_high=work / change.ratio_low - 1,
+    )
+
+
+def _judge(
+    evidence: Evidence,
+    figures: Figures,
+    counting: Mapping[LeaveOut, Counterfactual],
+) -> _Verdict:
+    slow = next((pace for pace in figures.paces if pace.is_slow), None)
+    if slow is not None and "all-reduce" in counting and _is_slow_alone(evidence, slow.rank):
+        return _Verdict(
+            "slow rank",
+            f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its own part of the step, most of it "
+            f"in '{slow.most_in.replace('_', ' ')}'; the others wait for it in the all-reduce.",
+            f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
+            slow.slower,
+        )
+    # What is left out with the loading is left out with these, too: they say more.
+    narrow = {name: entry for name, entry in counting.items() if name not in ("loading", *_IN_THE_LOADER)}
+    worst = max(narrow.values(), key=lambda entry: entry.gain, default=None)
+    loading = counting.get("loading")
+    if loading is not None and _is_contention(evidence):
+        gain = counting["decode"].gain if "decode" in counting else loading.gain
+        return _Verdict(
+            "GPU decode contention",
+            f"Without decoding the run would be {gain:.0%} faster, though it hardly waits for data: forward and "
+            "backward themselves get shorter. Decoding on the GPU takes its computing units from the training.",
+            "Decode on the CPU (--decoder turbo) where cores are free, or leave more of the decoding to the hardware "
+            "decoder (baseline JPEGs, larger batches).",
+            gain,
+        )
+    if worst is not None and (loading is None or worst.gain >= 0.9 * loading.gain):
+        return _outside_the_loader(worst, evidence.as_it_is)
+    if loading is not None:
+        return _in_the_loader(evidence, figures, counting, loading)
+    if worst is not None:
+        return _outside_the_loader(worst, evidence.as_it_is)
+    return _undisturbed(evidence.as_it_is, figures)
+
+
+def _outside_the_loader(worst: Counterfactual, report: Report) -> _Verdict:
+    gain = worst.gain
+    if worst.left_out == "copy":
+        return _Verdict(
+            "host to device",
+            f"If batches were on the device at once the run would be {gain:.0%} faster: the step waits for the copy.",
+            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the network's input size, and see "
+            "that the card sits in a slot of full width.",
+            gain,
+        )
+    if worst.left_out == "launches":
+        return _Verdict(
+            "kernel launches",
+            f"If queueing kernels cost nothing the run would be {gain:.0%} faster: the device idles between kernels "
+            "that are too small for the host to keep up with.",
+            "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
+            gain,
+        )
+    nominal = report.options["accumulation"]
+    return _Verdict(
+        "all-reduce",
+        f"Without the all-reduce the run would be {gain:.0%} faster.",
+        f"Accumulate gradients over more batches than {nominal}, reduce in bf16, or use a faster link between the "
+        "ranks.",
+        gain,
+    )
+
+
+def _in_the_loader(
+    evidence: Evidence,
+    figures: Figures,
+    counting: Mapping[LeaveOut, Counterfactual],
+    loading: Counterfactual,
+) -> _Verdict:
+    stages = [counting[name] for name in _IN_THE_LOADER if name in counting]
+    worst = max(stages, key=lambda entry: entry.gain, default=None)
+    start = f"With batches from memory the run would be {loading.gain:.0%} faster"
+    if worst is None:
+        return _Verdict(
+            "loader",
+            f"{start}, but no stage alone accounts for it: {_busiest_stage(figures)}",
+            f"{_threads_advice(evidence.as_it_is)} `fuelrail bench loader` shows each stage.",
+            loading.gain,
+        )
+    gain = worst.gain
+    start = f"{start}; {gain:.0%} of it without "
+    if worst.left_out == "storage":
+        return _storage(evidence, f"{start}reading.", gain)
+    if worst.left_out == "decompression":
+        return _Verdict(
+            "decompression",
+            f"{start}decompressing and parsing members: one thread, or all CPUs, cannot keep up with it.",
+            "Store only the members that training reads, and lidar sweeps or large members raw or at a lower level.",
+            gain,
+        )
+    if worst.left_out == "transform":
+        return _Verdict(
+            "Python",
+            f"{start}the transform: its Python code runs under the interpreter's lock, one thread at a time.",
+            "Move its loops into numpy, torch or OpenCV, do it on whole batches on the device, or prepare it when "
+            "sharding.",
+            gain,
+        )
+    return _Verdict("CPU decode", f"{start}decoding images.", _threads_advice(evidence.as_it_is), gain)
+
+
+def _was_cold(evidence: Evidence, again: Counterfactual) -> bool:
+    """Whether the second run was faster because reading was: the runs in between differ from the first by that, too."""
+    first, second = _fetch_busy(evidence.as_it_is), _fetch_busy(evidence.again)
+    return again.counts and again.gain > _SLOWER and first > _READING and second < _WARMED * first
+
+
+def _fetch_busy(report: Report | None) -> float:
+    """Share of time in which reading was under way."""
+    stages = report.figures.stages if report is not None and report.figures is not None else []
+    return next((stage.busy for stage in stages if stage.name == "fetch"), 0.0)
+
+
+def _cold(again: Counterfactual) -> _Verdict:
+    return _Verdict(
+        "cold cache",
+        f"The second run over the same samples was {again.gain:.0%} faster: what the first one read from slow storage "
+        "lay in a cache by then.",
+        "Nothing to mend where epochs fit into memory or the cache: the first one pays. Else warm it up before the job "
+        "(`cat OUT/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
+        again.gain,
+    )
+
+
+def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
+    if evidence.shard_scaling is not None and evidence.shard_scaling >= _ADDS_UP:
+        count = evidence.as_it_is.dataset.num_shards
+        return _Verdict(
+            "too few shards",
+            f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
+            f"one: the storage serves each file slowly, and {count} are too few to add up.",
+            "Shard anew with a smaller --shard-size (`fuelrail reshard OUT NEW --shard-size 64MB`), so that "
+            "more files are read at once.",
+            gain,
+        )
+    if evidence.is_remote:
+        return _Verdict(
+            "network",
+            f"{start} The dataset is remote: the link, or the store behind it, delivers too little.",
+            "Keep what was read on a local disk (--cache-dir), move the data nearer, or use fewer ranks a link.",
+            gain,
+        )
+    return _Verdict(
+        "storage",
+        f"{start} The disk is too slow, and reading again is no faster.",
+        "Put the dataset on local NVMe or into memory, read in longer runs (--window), or store smaller images.",
+        gain,
+    )
+
+
+def _undisturbed(report: Report, figures: Figures) -> _Verdict:
+    if report.accelerator["kind"] == "cuda" and figures.launch_share >= _LAUNCH_BOUND:
+        return _Verdict(
+            "kernel launches",
+            f"The host needs {figures.launch_share:.0%} of the device's time to queue its work: the device waits for "
+            "launches.",
+            "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
+            0.0,
+        )
+    other = next(phase.share for phase in figures.phases if phase.phase == "other")
+    if other > _SLOWER:
+        finding = f"Neither loading nor all-reduce holds the run up, but {other:.0%} of its time goes by on the host."
+        advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
+        return _Verdict("host", finding, advice, other / (1 - other))
+    finding = (
+        "Healthy: leaving anything out gains nothing beyond noise, and the accelerators compute "
+        f"{figures.occupancy.mean:.1%} of the time."
+    )
+    return _Verdict("compute", finding, "Only a faster accelerator or a cheaper model makes this run faster.", 0.0)
+
+
+def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
+    """Whether a rank is slow where nobody waits for it, too.
+
+    In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
+    """
+    apart = evidence.without["all-reduce"].figures
+    return apart is not None and any(pace.rank == rank and pace.is_slow for pace in apart.paces)
+
+
+def _is_contention(evidence: Evidence) -> bool:
+    """Whether leaving out the decoding shortens forward and backward themselves, by more than the wait for data."""
+    undecoded = evidence.without.get("decode")
+    if undecoded is None:
+        return False
+    (before, waited), (after, waited_after) = _device_and_wait_ms(evidence.as_it_is), _device_and_wait_ms(undecoded)
+    return before - after > max(2 * _NOTABLE * before, waited - waited_after)
+
+
+def _device_and_wait_ms(report: Report) -> tuple[float, float]:
+    """Mean time of forward and backward on the device, and of the wait for data."""
+    figures = report.figures
+    assert figures is not None
+    mean_ms = {phase.phase: phase.time.mean_ms for phase in figures.phases}
+    return mean_ms["forward"] + mean_ms["backward"], mean_ms["data_wait"]
+
+
+def _samples_a_step(report: Report) -> int:
+    options = report.options
+    return int(report.num_ranks * options["batch_size"] * options["accumulation"])
+
+
+def _busiest_stage(figures: Figures) -> str:
+    if not figures.stages:
+        return "the loader cannot keep up."
+    stage = max(figures.stages, key=lambda stage: stage.busy)
+    return f"the loader cannot keep up, and its stage '{stage.name}' is at work {stage.busy:.0%} of the time."
+
+
+def _threads_advice(report: Report) -> str:
+    figures, cpus = report.figures, report.machine.num_cpus
+    threads = next((stage.num_threads for stage in figures.stages if stage.name == "decode"), 0) if figures else 0
+    if report.cpu is not None and report.cpu.disturbed:
+        return (
+            f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop those, or give the ranks more "
+            "cores."
+        )
+    if threads >= cpus:
+        return "The CPUs are used up: give each rank more cores, store smaller images, or decode on the GPU."
+    per_rank = max(1, int(cpus) // report.num_ranks)
+    return f"Use more decoding threads: --workers {per_rank} gives each rank its share of the {cpus:g} CPUs."

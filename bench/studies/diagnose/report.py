@@ -1,0 +1,188 @@
+"""The report of ``fuelrail bench diagnose``: what was found, from which runs, and what came of the advice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from fuelrail.bench.report.files import ReportHeader
+from fuelrail.bench.studies.diagnose.judge import (
+    Counterfactual,
+    Diagnosis,
+    counterfactual,
+)
+from fuelrail.loaders.config import default_num_workers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from fuelrail.bench.studies.diagnose.judge import Bound
+    from fuelrail.bench.studies.train.report import Report
+    from fuelrail.bench.trainer.settings import TrainSettings
+
+SCHEMA = "fuelrail-bench-diagnose"
+
+
+VERSION = 4
+
+
+class RunMade(msgspec.Struct, frozen=True, kw_only=True):
+    """One run that was made whole; its own report lies in a folder beside this one."""
+
+    name: str
+    report: str
+    step_ms: float
+    occupancy: float
+    samples_per_s: float
+
+
+class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
+    """A whole report. ``cut_off`` says why it is partial: then ``diagnosis`` may be None, as not all runs were made."""
+
+    accelerator: dict[str, Any]
+    num_ranks: int
+    diagnosis: Diagnosis | None
+    tried: list[Tried] | None
+    runs: list[RunMade]
+
+
+RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
+
+
+TRIED_HEADER = ("tried", "samples/s", "faster by", "95 % interval", "")
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict in a few words."""
+    if diagnosis.bound == "not told apart":
+        return f"not told apart from noise (the repeat differed by {diagnosis.noise or 0:.1%})"
+    return f"bound by: {diagnosis.bound}"
+
+
+def title_of(entry: Counterfactual) -> str:
+    """What a run was made without, for readers."""
+    return "as it is, again" if entry.left_out == "again" else f"without {entry.left_out}"
+
+
+def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
+    """The run as it is, and each of the others against it."""
+    rows = [["as it is", f"{diagnosis.step_ms:.2f}", "", ""]]
+    return rows + [
+        [
+            title_of(entry),
+            f"{entry.step_ms:.2f}",
+            f"{entry.gain:+.1%}",
+            f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}",
+        ]
+        for entry in diagnosis.counterfactuals
+    ]
+
+
+def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
+    """What was tried, and what came of it."""
+    return [
+        [
+            entry.options,
+            f"{entry.samples_per_s:.1f}",
+            f"{entry.gain:+.1%}",
+            f"{entry.gain_low:+.1%} to {entry.gain_high:+.1%}",
+            verdict_on(entry),
+        ]
+        for entry in tried
+    ]
+
+
+def verdict_on(entry: Tried) -> str:
+    """Whether something that was tried helps."""
+    return "helps" if entry.helps else "no difference shown" if entry.gain_high > -entry.noise else "is slower"
+
+
+def conclusion(tried: Sequence[Tried] | None) -> str:
+    """What to use; empty where nothing was to be tried."""
+    if tried is None:
+        return ""
+    if not tried:
+        return "tried nothing: no setting of this command lifts that bound; see the advice"
+    winner = best(list(tried))
+    return "none of the settings tried is shown to help; see the advice" if winner is None else f"use: {winner.options}"
+
+
+_LOOK_AHEAD_BYTES = 512 << 20
+
+
+# Gains below this are not worth a changed setting.
+_WORTH = 0.02
+
+
+class Trial(NamedTuple):
+    """Something to try: the options that do it, and the settings that they change.
+
+    ``twice``: it pays from the second time on that samples are read, so that one counts.
+    """
+
+    options: str
+    changes: dict[str, Any]
+    twice: bool = False
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trial brought: samples/s against the run as it is, with a 95 % interval, beside the noise of a repeat."""
+
+    options: str
+    samples_per_s: float
+    gain: float
+    gain_low: float
+    gain_high: float
+    noise: float = 0.0
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is faster by more than noise, and by enough to be worth it."""
+        return self.gain > _WORTH and self.gain_low > self.noise
+
+
+def trials(bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path) -> list[Trial]:
+    """What may help against a bound, within the settings of `bench train`; empty where no setting does."""
+    workers = settings.num_workers or max(1, default_num_workers() // num_ranks)
+    more = [Trial(f"--workers {count}", {"num_workers": count}) for count in (workers + 1, 2 * workers + 1)]
+    ahead = Trial("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
+    window = [Trial("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []
+    cache = Trial(
+        "--cache-dir OUT/cache", {"cache_dir": str((out / "cache").absolute()), "storage": "auto"}, twice=True
+    )
+    doubled = 2 * settings.accumulation
+    known: dict[str, list[Trial]] = {
+        "CPU decode": more,
+        "decompression": more,
+        "loader": more,
+        "Python": [*([Trial("--workers 1", {"num_workers": 1})] if workers > 1 else []), *more[:1]],
+        "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
+        "cold cache": [Trial("nothing changed, the same samples again", {}, twice=True)],
+        "network": [ahead, *([] if settings.cache_dir else [cache])],
+        "too few shards": [ahead, *([] if settings.cache_dir else [cache])],
+        "GPU decode contention": [Trial("--decoder turbo", {"decoder": "turbo"})] if settings.decoder == "dali" else [],
+        "kernel launches": [Trial(f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size})],
+        "all-reduce": [Trial(f"--accumulation {doubled}", {"accumulation": doubled})],
+    }
+    return known.get(bound, [])
+
+
+def judge(trial: Trial, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
+    """What a trial brought; both reports have figures. ``noise``: by how much a repeat of the same run differed."""
+    assert tried.figures is not None
+    found = counterfactual(trial.options, as_it_is, tried)
+    return Tried(
+        options=trial.options,
+        samples_per_s=tried.figures.throughput.samples_per_s,
+        gain=found.gain,
+        gain_low=found.gain_low,
+        gain_high=found.gain_high,
+        noise=noise,
+    )
+
+
+def best(tried: list[Tried]) -> Tried | None:
+    """The one that helps most, if any does."""
+    return max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)

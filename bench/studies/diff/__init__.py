@@ -1,0 +1,1 @@
+"""`fuelrail bench diff`: two reports of one kind compared, with their noise."""

@@ -1,0 +1,1 @@
+"""`fuelrail bench loader`: each stage alone and together."""

@@ -1,0 +1,399 @@
+"""The report of ``fuelrail bench loader``: repeats to medians with intervals, the waterfall, the bound, and JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from fuelrail.bench.measure.limits import SampleSizes, device_limit, jpeg_limit
+from fuelrail.bench.measure.machine import (
+    DatasetFacts,  # noqa: TC001 (likewise)
+    MachineFacts,  # noqa: TC001 (msgspec resolves the field's type)
+)
+from fuelrail.bench.measure.rates import (
+    Interval,
+    Rate,
+    interval_of,
+)
+from fuelrail.bench.report.files import ReportHeader, created_now
+from fuelrail.bench.studies.loader.run import MIN_STEADY_BATCHES, LoaderRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.bench.measure.machine import CpuUse
+    from fuelrail.bench.measure.records import Stage
+
+SCHEMA = "fuelrail-bench-loader"
+
+
+VERSION = 3
+
+
+# A few pages are read anew by any process.
+_MANY_FAULTS = 100
+
+
+# A step that is faster than the one before it by more than this share is above its limit.
+_ABOVE = 0.02
+
+
+CLOCK_JUMP_S = 0.25
+"""A run whose wall clock and monotonic clock differ by more is left out."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of the waterfall: a rate with all threads, and the share that is left of the step before.
+
+    Both are None for what this machine doesn't have.
+    """
+
+    name: str
+    samples_per_s: float | None
+    of_previous: float | None
+
+
+class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the repeats say together; rates of the steady part of each.
+
+    ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats
+    differ by more than any of its steps, so it is not shown.
+    """
+
+    samples_per_s: Interval
+    images_per_s: Interval
+    stored_mb_per_s: float
+    cpu_ms_per_sample: Interval
+    cpu_s_per_1000_images: float
+    first_batch_s: Interval
+    peak_rss_bytes: int
+    waterfall: list[Step]
+    bound: Bound
+    waterfall_doubt: str | None = None
+    is_waterfall_noise: bool = False
+
+
+class LoaderReport(ReportHeader, frozen=True, kw_only=True):
+    """A whole report.
+
+    ``limits``: the libraries alone. ``stages``: each stage alone. ``stacked``: the loader with its first stage, with
+    its first two, and so on. ``figures`` is None when no repeat became steady, and ``too_short`` says so;
+    ``cut_off`` says why a report is partial.
+    """
+
+    sizes: SampleSizes
+    limits: list[Rate]
+    stages: list[Rate]
+    stacked: list[Rate]
+    runs: list[LoaderRun]
+    figures: LoaderFigures | None
+    too_short: str | None
+
+
+def build_loader_report(
+    *,
+    machine: MachineFacts,
+    dataset: DatasetFacts,
+    options: dict[str, Any],
+    sizes: SampleSizes,
+    limits: Sequence[Rate],
+    stages: Sequence[Rate],
+    stacked: Sequence[Rate],
+    runs: Sequence[LoaderRun],
+    peak_rss_bytes: int,
+    cut_off: str | None = None,
+) -> LoaderReport:
+    """Put the parts together and judge them."""
+    steady = [run for run in runs if run.samples_per_s is not None and abs(run.clock_jump_s) <= CLOCK_JUMP_S]
+    too_short = None
+    figures = None
+    if steady:
+        figures = _figures(dataset, sizes, limits, stages, stacked, steady, peak_rss_bytes)
+    else:
+        longest = max(len(run.batch_s) for run in runs)
+        too_short = (
+            f"no run became steady: the longest made {longest} batches, and {MIN_STEADY_BATCHES} are needed after "
+            "warm-up; give it more --seconds or a smaller --batch-size"
+        )
+    return LoaderReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        machine=machine,
+        dataset=dataset,
+        options=options,
+        sizes=sizes,
+        limits=list(limits),
+        stages=list(stages),
+        stacked=list(stacked),
+        runs=list(runs),
+        figures=figures,
+        too_short=too_short,
+        cut_off=cut_off,
+        warnings=_warnings(runs, steady, figures),
+    )
+
+
+def _figures(
+    dataset: DatasetFacts,
+    sizes: SampleSizes,
+    limits: Sequence[Rate],
+    stages: Sequence[Rate],
+    stacked: Sequence[Rate],
+    steady: Sequence[LoaderRun],
+    peak_rss_bytes: int,
+) -> LoaderFigures:
+    rates = [run.samples_per_s for run in steady if run.samples_per_s is not None]
+    samples_per_s = interval_of(rates)
+    num_cameras = len(dataset.cameras)
+    cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
+    # The median run stands for all where one run is to be judged.
+    middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
+    assert middle.samples_per_s is not None
+    waterfall = _waterfall(limits, stages, stacked, samples_per_s.median)
+    doubt, is_noise = _doubt_of(waterfall, samples_per_s)
+    return LoaderFigures(
+        samples_per_s=samples_per_s,
+        images_per_s=interval_of([rate * num_cameras for rate in rates]),
+        stored_mb_per_s=samples_per_s.median * sizes.stored_bytes / 1e6,
+        cpu_ms_per_sample=cpu_ms,
+        cpu_s_per_1000_images=cpu_ms.median / num_cameras,
+        first_batch_s=interval_of([run.first_batch_s for run in steady]),
+        peak_rss_bytes=peak_rss_bytes,
+        waterfall=waterfall,
+        waterfall_doubt=doubt,
+        is_waterfall_noise=is_noise,
+        bound=find_bound(
+            middle.samples_per_s, middle.cpu_ms_per_sample, middle.cpu, middle.stages, stages, jpeg_limit(limits)
+        ),
+    )
+
+
+def _waterfall(
+    limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
+) -> list[Step]:
+    """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads; and
+    what of it reaches the device, if there is one. Copies go on beside the loading, so the slower of both counts.
+    """
+    named = []
+    jpeg = jpeg_limit(limits)
+    if jpeg is not None:
+        named.append((f"{jpeg.name}, nothing else", jpeg.samples_per_s))
+    decode = next((rate for rate in stages if rate.name == "decode"), None)
+    if decode is not None:
+        named.append(("decode stage: resize, crop, planes as well", decode.samples_per_s))
+    # The stages before decoding are many times as fast; what they take away from it is what counts.
+    upon = next((rate for rate in stacked if rate.name.endswith("decode")), None)
+    if upon is not None:
+        named.append((f"{upon.name}, in the loader's threads", upon.samples_per_s))
+    named.append(("whole loader: batches assembled as well", samples_per_s))
+    steps = []
+    for number, (name, rate) in enumerate(named):
+        before = named[number - 1][1] if number else rate
+        steps.append(Step(name=name, samples_per_s=rate, of_previous=rate / before))
+    bus = device_limit(limits)
+    if bus is None:
+        steps.append(Step(name="host to device: no GPU", samples_per_s=None, of_previous=None))
+    else:
+        left = min(1.0, bus.samples_per_s / samples_per_s)
+        name = f"to the device, which takes {bus.samples_per_s:,.0f} samples/s"
+        steps.append(Step(name=name, samples_per_s=left * samples_per_s, of_previous=left))
+    return steps
+
+
+def _doubt_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bool]:
+    """What speaks against the waterfall, None if nothing does; and whether the repeats' spread hides all its steps."""
+    changes = [step.of_previous for step in waterfall[1:] if step.of_previous is not None]
+    if not changes:
+        return None, False
+    spread = (rate.high - rate.low) / rate.median
+    largest = max(abs(1 - change) for change in changes)
+    if spread > largest:
+        noise = (
+            f"not shown: the repeats of the same run differ by {spread:.0%}, the steps by {largest:.0%} at most, so "
+            "they are not told apart from noise. Repeat the measurement on an idle machine, or with more --repeats."
+        )
+        return noise, True
+    above = [step for step in waterfall[1:] if step.of_previous is not None and step.of_previous > 1 + _ABOVE]
+    if not above:
+        return None, False
+    which = "; ".join(f"'{step.name}' reaches {step.of_previous:.0%} of the step before it" for step in above)
+    beyond = (
+        f"{which}, which should be its limit. Either the loader does less work than the limit (it leaves out what the "
+        "crop leaves out), or other processes disturbed the measurement."
+    )
+    return beyond, False
+
+
+def step_cells(step: Step) -> list[str]:
+    """A step of the waterfall as a table's row."""
+    if step.samples_per_s is None or step.of_previous is None:
+        return [step.name, "", ""]
+    return [step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"]
+
+
+def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: LoaderFigures | None) -> list[str]:
+    warnings = []
+    others = [run.cpu.others for run in runs if run.cpu.disturbed and run.cpu.others is not None]
+    if others:
+        warnings.append(
+            f"Other processes used up to {max(others):.1f} of the {runs[0].cpu.usable:g} CPUs meanwhile: the rates are "
+            "too low. CPU time a sample suffers less."
+        )
+    faults = max(run.num_storage_faults for run in runs)
+    if faults > _MANY_FAULTS:
+        warnings.append(
+            f"Up to {faults:,} pages a run came from storage, not from the page cache: the dataset does not fit into "
+            "memory, or was not there yet. The limits below are those of cached bytes."
+        )
+    jumps = [run.clock_jump_s for run in runs if abs(run.clock_jump_s) > CLOCK_JUMP_S]
+    if jumps:
+        warnings.append(
+            f"The wall clock jumped by {max(jumps, key=abs):+.1f} s during a run: it was set, or the machine slept. "
+            f"{len(jumps)} runs are left out for it."
+        )
+    if figures is not None and len(steady) < len(runs):
+        warnings.append(f"{len(runs) - len(steady)} of {len(runs)} runs did not become steady and are left out.")
+    if figures is not None:
+        rate = figures.samples_per_s
+        spread = (rate.high - rate.low) / rate.median
+        if spread > 0.1:
+            warnings.append(f"The repeats differ by {spread:.0%} of their median: don't trust small differences.")
+    return warnings
+
+
+Kind = Literal["cpu", "threads", "single thread", "storage", "waiting", "hand-over"]
+
+# Shares from which a resource counts as used up, and a thread as always busy.
+_USED_UP = 0.85
+
+
+_ALWAYS_BUSY = 0.9
+
+
+# A thread that computes for less than this share of its busy time mostly waits.
+_COMPUTING = 0.5
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True):
+    """What bounds the loader.
+
+    ``gain`` is the factor by which the loader could be faster at best if the advice were followed, as far as the next
+    bound that is known; None where it cannot be told.
+    """
+
+    kind: Kind
+    stage: str | None
+    finding: str
+    advice: str
+    gain: float | None
+
+
+def find_bound(
+    samples_per_s: float,
+    cpu_ms_per_sample: float,
+    cpu: CpuUse,
+    clocks: Sequence[Stage],
+    alone: Sequence[Rate],
+    jpeg: Rate | None,
+) -> Bound:
+    """Judge a run: its rate and CPU time, who used the CPUs, its stages' clocks, and the stages' rates alone.
+
+    ``jpeg`` is what the JPEG library alone takes for the same images; None where they are none.
+    """
+    free = max(cpu.usable - (cpu.others or 0.0), 0.1)
+    capacity = 1e3 * cpu.usable / cpu_ms_per_sample
+    if cpu.own >= _USED_UP * free:
+        return _cpu_bound(cpu_ms_per_sample, cpu, free, alone, jpeg)
+    busiest = max(clocks, key=_busy_share)
+    if _busy_share(busiest) < _ALWAYS_BUSY:
+        return Bound(
+            kind="hand-over",
+            stage=None,
+            finding=f"No stage is always busy (the busiest, {busiest.name}, {_busy_share(busiest):.0%}) and CPUs are "
+            "free: time goes into handing items from thread to thread, or the consumer is slow.",
+            advice="Use larger batches and a larger prefetch_factor.",
+            gain=None,
+        )
+    cost = next(rate for rate in alone if rate.name == busiest.name)
+    num_samples = samples_per_s * cpu.seconds
+    computing = cost.cpu_ms_per_sample * num_samples / 1e3 / busiest.busy_s
+    if computing < _COMPUTING:
+        return _waiting(busiest, computing)
+    if busiest.num_threads == 1 and busiest.name != "decode":
+        others = [rate.samples_per_s for rate in alone if rate.name != busiest.name]
+        return Bound(
+            kind="single thread",
+            stage=busiest.name,
+            finding=f"The stage '{busiest.name}' runs in one thread and is always busy, while CPUs are free.",
+            advice=f"Make its work cheaper: what the samples hold decides what '{busiest.name}' costs.",
+            gain=min([capacity, *others]) / samples_per_s,
+        )
+    return Bound(
+        kind="threads",
+        stage=busiest.name,
+        finding=f"The {busiest.num_threads} threads of '{busiest.name}' are always busy, and {free - cpu.own:.1f} of "
+        f"{cpu.usable:g} CPUs are idle.",
+        advice=f"Use more threads: --workers {max(busiest.num_threads + 1, int(free))}.",
+        gain=min(capacity, samples_per_s * free / busiest.num_threads) / samples_per_s,
+    )
+
+
+def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequence[Rate], jpeg: Rate | None) -> Bound:
+    dearest = max(alone, key=lambda rate: rate.cpu_ms_per_sample)
+    share = min(dearest.cpu_ms_per_sample / cpu_ms_per_sample, 1.0)
+    left = f" that others left of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
+    finding = (
+        f"The CPUs are used up: the loader took {cpu.own:.1f} of the {free:.1f}{left}. '{dearest.name}' makes "
+        f"{share:.0%} of its work: {dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
+    )
+    if dearest.name == "decode" and jpeg is not None and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample:
+        return Bound(  # the loader decodes no more of an image than its crop keeps
+            kind="cpu",
+            stage="decode",
+            finding=f"{finding} The JPEG library alone, on whole images, takes {jpeg.cpu_ms_per_sample:.1f} ms.",
+            advice="Give each rank more CPU cores, store smaller images, or decode on the GPU.",
+            gain=None,
+        )
+    if dearest.name == "decode" and jpeg is not None:
+        return Bound(
+            kind="cpu",
+            stage="decode",
+            finding=f"{finding} The JPEG library alone takes {jpeg.cpu_ms_per_sample:.1f} ms of that.",
+            advice="Give each rank more CPU cores, store smaller images, or decode on the GPU; on these cores and with "
+            "these images no loader can do better than the library.",
+            gain=cpu_ms_per_sample / jpeg.cpu_ms_per_sample,
+        )
+    advice = {
+        "fetch": "Leave out the digest check once the dataset is verified, and members that training does not read.",
+        "parse": "Store only the members that training reads.",
+    }.get(dearest.name, "Give each rank more CPU cores.")
+    return Bound(
+        kind="cpu", stage=dearest.name, finding=finding, advice=advice, gain=1 / (1 - share) if share < 1 else None
+    )
+
+
+def _waiting(stage: Stage, computing: float) -> Bound:
+    if stage.name == "fetch":
+        return Bound(
+            kind="storage",
+            stage=stage.name,
+            finding=f"Reading is always under way and computes for only {computing:.0%} of that time: storage is "
+            "slower than the loader.",
+            advice="Read ahead with more parallel requests, keep the dataset on local NVMe, or warm the page cache.",
+            gain=None,
+        )
+    return Bound(
+        kind="waiting",
+        stage=stage.name,
+        finding=f"The threads of '{stage.name}' are always at work, but compute for only {computing:.0%} of that time: "
+        "they wait for Python's global lock, or for a CPU.",
+        advice="Use fewer threads in this process and more ranks, and look for Python code in transforms.",
+        gain=None,
+    )
+
+
+def _busy_share(stage: Stage) -> float:
+    total_s = stage.busy_s + stage.starved_s + stage.blocked_s
+    return stage.busy_s / total_s if total_s else 0.0

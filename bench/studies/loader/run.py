@@ -1,0 +1,204 @@
+"""The whole loader as fast as it goes, with a consumer that takes batches and does nothing with them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from fuelrail.bench.measure.clock import clock_jump_s
+from fuelrail.bench.measure.cuda import pinned_copy
+from fuelrail.bench.measure.limits import measure_limits, sample_sizes
+from fuelrail.bench.measure.machine import CpuUse, CpuWatch, peak_memory_bytes
+from fuelrail.bench.measure.processes import NOTHING_MEASURED
+from fuelrail.bench.measure.rates import warm_up_length
+from fuelrail.bench.measure.records import Stage, snapshot
+from fuelrail.bench.studies.loader.stages import make_loader, measure_stacked, measure_stages, record_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fuelrail.bench.measure.limits import SampleSizes
+    from fuelrail.bench.measure.rates import Rate
+    from fuelrail.bench.studies.loader.stages import LoaderChoice, Recorded
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.transforms.image import ImageAugment
+
+MIN_STEADY_BATCHES = 8
+
+
+_QUEUE_EVERY_S = 0.02
+
+
+class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
+    """How many results stood behind each stage, in the stages' order, when a batch was taken."""
+
+    at_s: float
+    waiting: list[int]
+
+
+class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. Rates are of the steady part, after ``num_warm_up_batches``; stage clocks and CPU use of the whole run.
+
+    ``num_storage_faults`` counts the pages that were not in memory when they were touched.
+    ``batch_s`` is the time between batches, the first from the loader's making. ``samples_per_s`` is None when fewer
+    than ``MIN_STEADY_BATCHES`` were steady. ``clock_jump_s``: by how much wall clock and monotonic clock disagree about
+    the run's length.
+    """
+
+    first_batch_s: float
+    num_warm_up_batches: int
+    batch_s: list[float]
+    samples_per_s: float | None
+    cpu_ms_per_sample: float
+    cpu: CpuUse
+    stages: list[Stage]
+    num_storage_faults: int
+    queues: list[QueueDepths]
+    clock_jump_s: float
+
+
+def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seconds: float) -> LoaderRun:
+    """Make a loader and take batches for ``seconds``, epoch after epoch; always one batch at least."""
+    watch, faults, jump_s = CpuWatch(), _storage_faults(), clock_jump_s()
+    started_s = taken_s = time.perf_counter()
+    batch_s: list[float] = []
+    queues: list[QueueDepths] = []
+    with make_loader(dataset, image, choice) as loader:
+        while not batch_s or taken_s - started_s < seconds:
+            for _ in loader:
+                now_s = time.perf_counter()
+                batch_s.append(now_s - taken_s)
+                taken_s = now_s
+                if not queues or now_s - started_s - queues[-1].at_s >= _QUEUE_EVERY_S:
+                    waiting = [clock.waiting for clock in loader.stats().stages]
+                    queues.append(QueueDepths(at_s=now_s - started_s, waiting=waiting))
+                if now_s - started_s >= seconds:
+                    break
+        stages = snapshot(len(batch_s), loader.stats().stages).stages
+    cpu = watch.use()
+    # The first batch waits for threads to start and queues to fill; it is told by itself.
+    warm_up = 1 + warm_up_length(batch_s[1:])
+    steady = batch_s[warm_up:]
+    num_loaded = stages[-1].items * choice.batch_size
+    return LoaderRun(
+        first_batch_s=batch_s[0],
+        num_warm_up_batches=warm_up,
+        batch_s=batch_s,
+        samples_per_s=len(steady) * choice.batch_size / sum(steady) if len(steady) >= MIN_STEADY_BATCHES else None,
+        cpu_ms_per_sample=1e3 * cpu.own * cpu.seconds / num_loaded,
+        cpu=cpu,
+        stages=stages,
+        num_storage_faults=_storage_faults() - faults,
+        queues=queues,
+        clock_jump_s=clock_jump_s() - jump_s,
+    )
+
+
+def _storage_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+_NUM_BATCHES_KEPT = 3
+
+
+_NUM_SAMPLES_KEPT = 12
+
+
+class Round(NamedTuple):
+    """One round."""
+
+    run: LoaderRun
+    stages: list[Rate]
+    stacked: list[Rate]
+    limits: list[Rate]
+
+
+class Rounds(NamedTuple):
+    """The whole rounds, one at least; ``cut_off`` says why they are fewer than were asked for."""
+
+    rounds: list[Round]
+    sizes: SampleSizes
+    peak_rss_bytes: int
+    cut_off: str | None
+
+
+def measure_rounds(
+    dataset: Dataset,
+    image: ImageAugment,
+    choice: LoaderChoice,
+    *,
+    num_rounds: int,
+    seconds: float,
+    tell: Callable[[str], None],
+) -> Rounds:
+    """Warm up and measure; ``tell`` is told what is under way.
+
+    Interrupted, it returns the rounds before; raises KeyboardInterrupt, saying so, where there are none.
+    """
+    rounds: list[Round] = []
+    cut_off = None
+    try:
+        tell("warming up")
+        run_loader(dataset, image, choice, seconds)
+        # Read now: what follows keeps batches that a loader would not.
+        peak_rss_bytes = peak_memory_bytes()
+        num_batches = max(_NUM_BATCHES_KEPT, -(-_NUM_SAMPLES_KEPT // choice.batch_size))
+        bench = _Bench(dataset, image, choice, record_stages(dataset, image, choice, num_batches), seconds)
+        for number in range(num_rounds):
+            where = f"round {number + 1} of {num_rounds}"
+            rounds.append(bench.round(where, tell))
+    except KeyboardInterrupt:
+        if not rounds:
+            raise KeyboardInterrupt(NOTHING_MEASURED) from None
+        cut_off = f"it was interrupted after {len(rounds)} of {num_rounds} rounds"
+    return Rounds(rounds, bench.sizes(), peak_rss_bytes, cut_off)
+
+
+class _Bench:
+    """All that a round needs."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        image: ImageAugment,
+        choice: LoaderChoice,
+        recorded: list[Recorded],
+        seconds: float,
+    ) -> None:
+        self._dataset, self._image, self._choice, self._recorded = dataset, image, choice, recorded
+        self._seconds, self._part_s = seconds, min(1.0, seconds / 8)
+        self._items = {entry.stage.name: entry.items for entry in recorded}
+        manifest = dataset.manifest
+        self._output_bytes = len(manifest.cameras) * 3 * image.height * image.width
+        self._lidars = {lidar.channel for lidar in manifest.lidars if not choice.points}
+        self._to_device = pinned_copy(self._output_bytes)
+
+    def sizes(self) -> SampleSizes:
+        """How large the recorded samples are."""
+        return sample_sizes(self._items["parse"], self._items["decode"], self._output_bytes)
+
+    def round(self, where: str, tell: Callable[[str], None]) -> Round:
+        """Measure all four once."""
+        dataset, image, choice, part_s = self._dataset, self._image, self._choice, self._part_s
+        tell(f"{where}: the whole loader")
+        run = run_loader(dataset, image, choice, self._seconds)
+        tell(f"{where}: each stage alone")
+        alone = measure_stages(self._recorded, choice.batch_size, part_s)
+        tell(f"{where}: stage upon stage")
+        names = [entry.stage.name for entry in self._recorded]
+        stacked = measure_stacked(dataset, image, choice, names[:-1], part_s)
+        tell(f"{where}: this machine's limits")
+        limits = measure_limits(
+            self._items["parse"],
+            self._items["decode"],
+            self._lidars,
+            self._output_bytes,
+            choice.num_workers,
+            part_s,
+            dataset,
+            self._to_device,
+        )
+        return Round(run, alone, stacked, limits)

@@ -1,0 +1,173 @@
+"""What each of the loader's stages costs on its own: the stages of a real loader, on items that it had in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from fuelrail.bench.measure.rates import Rate, measure_rate
+from fuelrail.loaders import DataLoader, World
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.runtime.stages import Stage
+    from fuelrail.pipeline.transforms.image import ImageAugment
+
+_L = TypeVar("_L", bound=DataLoader)
+
+
+class LoaderChoice(Settings, frozen=True):
+    """The loader to be measured: what its constructor gets."""
+
+    split: str
+    batch_size: int
+    num_workers: int
+    decoder: str
+    verify: bool
+    points: bool
+    seed: int
+
+
+class Recorded(NamedTuple):
+    """One stage of a loader and the first items that went into it; ``per_batch``: an item is a batch, not a sample."""
+
+    stage: Stage
+    items: list[Any]
+    per_batch: bool
+
+
+def make_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice) -> DataLoader:
+    """The loader that is measured, in host memory, as one rank of one."""
+    return _make(DataLoader, dataset, image, choice)
+
+
+def record_stages(
+    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, num_batches: int, device: str | None = None
+) -> list[Recorded]:
+    """Run a loader for some batches and keep what its stages worked on, in the order in which data flows.
+
+    ``device``: where its batches go; host memory unless given.
+    """
+    with _make(_Recorder, dataset, image, choice, device) as loader:
+        batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
+        for _ in batches:
+            pass
+        recorded = loader.recorded
+    keep = num_batches * choice.batch_size
+    result, per_batch = [], False
+    for stage, items in recorded:
+        per_batch = per_batch or stage.group is not None
+        result.append(Recorded(stage, items[: num_batches if per_batch else keep], per_batch))
+    return result
+
+
+def measure_stages(recorded: Sequence[Recorded], batch_size: int, seconds: float) -> list[Rate]:
+    """The rate of each stage alone for ``seconds``, with the threads that the loader gives it."""
+    return [_alone(entry, batch_size, seconds) for entry in recorded]
+
+
+def _alone(entry: Recorded, batch_size: int, seconds: float) -> Rate:
+    stage, items, per_batch = entry
+
+    def work(number: int) -> None:
+        stage.work(items[number % len(items)])
+
+    rate = measure_rate(stage.name, work, stage.num_threads, seconds)
+    if not per_batch:
+        return rate
+    return Rate(
+        name=rate.name,
+        num_threads=rate.num_threads,
+        samples_per_s=rate.samples_per_s * batch_size,
+        cpu_ms_per_sample=rate.cpu_ms_per_sample / batch_size,
+    )
+
+
+def measure_stacked(
+    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, names: Sequence[str], seconds: float
+) -> list[Rate]:
+    """The rate of the loader with its first stage alone, with its first two, and so on; the others hand through.
+
+    ``names`` are the stages' names. What is lost from one to the next is what that stage costs in company: threads,
+    CPUs and Python's lock are shared, as in the whole loader, which is the last of them.
+    """
+    return [_stacked(dataset, image, choice, names[: number + 1], seconds) for number in range(len(names))]
+
+
+def _stacked(
+    dataset: Dataset, image: ImageAugment, choice: LoaderChoice, working: Sequence[str], seconds: float
+) -> Rate:
+    with _make(_Truncated, dataset, image, choice) as loader:
+        loader.working = frozenset(working)
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        next(batches)
+        count, started_s, cpu_s = 0, time.perf_counter(), time.process_time()
+        while count == 0 or time.perf_counter() - started_s < seconds:
+            next(batches)
+            count += 1
+        elapsed_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    num_samples = count * choice.batch_size
+    return Rate(
+        name=" + ".join(working),
+        num_threads=choice.num_workers,
+        samples_per_s=num_samples / elapsed_s,
+        cpu_ms_per_sample=1e3 * cpu_s / num_samples,
+    )
+
+
+class _Truncated(DataLoader):
+    """A loader of whose stages only some work; its batches are whatever those have made."""
+
+    working: frozenset[str] = frozenset()
+
+    def stages(self) -> list[Stage]:
+        return [
+            stage if stage.name in self.working else dataclasses.replace(stage, work=_hand_through)
+            for stage in super().stages()
+        ]
+
+
+def _hand_through(item: Any) -> Any:  # noqa: ANN401
+    return item
+
+
+class _Recorder(DataLoader):
+    """A loader that keeps every item that goes into one of its stages."""
+
+    recorded: list[tuple[Stage, list[Any]]]
+
+    def stages(self) -> list[Stage]:
+        stages = super().stages()
+        self.recorded = [(stage, []) for stage in stages]
+        lock = threading.Lock()
+
+        def work(number: int, item: Any) -> Any:  # noqa: ANN401
+            stage, items = self.recorded[number]
+            with lock:
+                items.append(item)
+            return stage.work(item)
+
+        return [dataclasses.replace(stage, work=partial(work, number)) for number, stage in enumerate(stages)]
+
+
+def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderChoice, device: str | None = None) -> _L:
+    return kind(
+        dataset,
+        choice.batch_size,
+        split=choice.split,
+        image=image,
+        seed=choice.seed,
+        num_workers=choice.num_workers,
+        decoder=choice.decoder,
+        verify=choice.verify,
+        points=choice.points,
+        device=device,
+        world=World(rank=0, size=1),
+    )

@@ -1,0 +1,1 @@
+"""`fuelrail order`: what an order selects, and how well it shuffles."""

@@ -1,0 +1,1 @@
+"""`fuelrail bench scale`: scaling, measured and simulated."""

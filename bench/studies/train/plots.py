@@ -1,0 +1,210 @@
+"""The plots of a training report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.report.plots import (
+    FuncFormatter,
+    PercentFormatter,
+    legend_above,
+    new_figure,
+    stage_bars,
+    style,
+    to_svg,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+    from fuelrail.bench.studies.train.report import Report
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart: work in blues and greens, waiting in orange.
+PHASE_COLOURS = {
+    "data_wait": "#d55e00",
+    "host_to_device": "#e69f00",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "all_reduce": "#cc79a7",
+    "optimiser": "#009e73",
+    "other": "#999999",
+}
+PHASE_LABELS = {
+    "data_wait": "data wait",
+    "host_to_device": "host to device",
+    "forward": "forward",
+    "backward": "backward",
+    "all_reduce": "exposed all-reduce",
+    "optimiser": "optimiser",
+    "other": "other",
+}
+_RANK_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_MAX_BARS = 120
+_MAX_RANK_LINES = 8
+_MAX_TIMELINE_RANKS = 8
+_TIMELINE_STEPS = 6
+_SHORTEST_MS = 0.01
+
+
+def plots(report: Report) -> dict[str, str]:
+    """All plots that the report has data for, by name, each an ``<svg>`` element."""
+    drawn: dict[str, str] = {}
+    # A rank that died before its first step has nothing to draw, and must not cut the others short.
+    report = msgspec.structs.replace(report, series=[series for series in report.series if series.end_s])
+    if not report.series:
+        return drawn
+    with style():
+        drawn["occupancy"] = _occupancy(report)
+        drawn["breakdown"] = _breakdown(report)
+        if report.figures is not None:
+            if report.options["accumulation"] == 1:  # else phases take turns, which a step's sums don't tell
+                drawn["timeline"] = _timeline(report)
+            drawn["waits"] = _waits(report)
+            drawn["histogram"] = _histogram(report)
+            if report.figures.stages:
+                drawn["stages"] = stage_bars(
+                    [
+                        (f"{stage.name} x{stage.num_threads}", stage.busy, stage.starved, stage.blocked)
+                        for stage in report.figures.stages
+                    ]
+                )
+        drawn["loss"] = _loss(report)
+    return drawn
+
+
+def _occupancy(report: Report) -> str:
+    figure, axes = new_figure(2.7)
+    for series, colour in _ranks(report):
+        axes.plot(series.end_s, series.occupancy, color=colour, linewidth=1.4, label=f"rank {series.rank}")
+    _shade_warmup(axes, report, "end_s")
+    if report.figures is not None:
+        mean = report.figures.occupancy.mean
+        axes.axhline(mean, color="#333333", linewidth=0.9, linestyle=(0, (5, 3)), label=f"mean {mean:.1%}")
+    axes.set_ylim(0, 1.05)
+    axes.set_xlim(left=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("time since the first step began [s]")
+    axes.set_ylabel("occupancy")
+    legend_above(axes)
+    return to_svg(figure, "Occupancy over time, one line a rank")
+
+
+def _timeline(report: Report) -> str:
+    """What each rank did when, over the first steps of the measured window; nothing is averaged."""
+    first = report.window.num_warmup_steps
+    shown = report.series[:_MAX_TIMELINE_RANKS]
+    origin = min(series.end_s[first] - series.wall_ms[first] / 1e3 for series in shown)
+    figure, axes = new_figure(0.95 + 0.34 * len(shown))
+    for row, series in enumerate(shown):
+        for step in range(first, min(first + _TIMELINE_STEPS, len(series.end_s))):
+            at_ms = (series.end_s[step] - origin) * 1e3 - series.wall_ms[step]
+            for phase, colour in PHASE_COLOURS.items():
+                length = series.phases_ms[phase][step]
+                axes.broken_barh([(at_ms, length)], (row - 0.36, 0.72), facecolor=colour, linewidth=0)
+                at_ms += length
+            axes.plot([at_ms, at_ms], [row - 0.44, row + 0.44], color="#333333", linewidth=0.7)
+    axes.set_yticks(range(len(shown)), [f"rank {series.rank}" for series in shown])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(f"time from the start of step {first} [ms]")
+    return to_svg(figure, "Timeline of a few steps")
+
+
+def _breakdown(report: Report) -> str:
+    """Stacked bars over steps, the mean over ranks; neighbouring steps are averaged when there are many."""
+    count = min(len(series.wall_ms) for series in report.series)
+    figure, axes = new_figure(2.9)
+    width = max(1, -(-count // _MAX_BARS))
+    starts = range(0, count, width)
+    middles = np.array([(start + min(start + width, count) - 1) / 2 for start in starts])
+    base = np.zeros(len(starts))
+    for phase, colour in PHASE_COLOURS.items():
+        values = np.mean([series.phases_ms[phase][:count] for series in report.series], axis=0)
+        heights = np.array([values[start : start + width].mean() for start in starts])
+        axes.bar(middles, heights, width * 0.92, bottom=base, color=colour, linewidth=0)
+        base = base + heights
+    _shade_warmup(axes, report, "step")
+    axes.set_xlim(-0.5 * width, max(count, 1) - 0.5 + 0.5 * width)
+    # The first steps fill queues and caches; they may tower over the rest, which is what the plot is for.
+    usual = base[min(len(base) - 1, report.window.num_warmup_steps // width) :].max()
+    if base.max() > 2 * usual:
+        axes.set_ylim(0, 1.6 * usual)
+        tallest = int(base.argmax())
+        beside = middles[tallest] + 0.6 * width
+        axes.text(beside, 1.53 * usual, f"to {base[tallest]:,.0f} ms", va="top", fontsize=8, zorder=4)
+    axes.set_xlabel("step" if width == 1 else f"step (each bar is the mean of {width})")
+    axes.set_ylabel("time [ms]")
+    axes.grid(visible=False, axis="x")
+    return to_svg(figure, "Step time by phase")
+
+
+def _measured(report: Report, columns: Sequence[list[float]]) -> NDArray[np.float64]:
+    """The measured window of one column a rank, joined."""
+    first = report.window.num_warmup_steps
+    return np.concatenate([column[first : first + report.window.num_measured_steps] for column in columns])
+
+
+def _waits(report: Report) -> str:
+    """How many steps waited how long for data, on a logarithmic axis from 10 us: most waits are tiny, some are not."""
+    assert report.figures is not None
+    values = np.maximum(_measured(report, [series.phases_ms["data_wait"] for series in report.series]), _SHORTEST_MS)
+    longest = max(float(values.max()), 10 * _SHORTEST_MS)
+    figure, axes = new_figure(2.4, 3.6)
+    axes.hist(values, bins=np.geomspace(_SHORTEST_MS, longest * 1.01, 25).tolist(), color=PHASE_COLOURS["data_wait"])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("data wait of a step [ms]")
+    axes.set_ylabel("steps (all ranks)")
+    return to_svg(figure, "Histogram of data waits")
+
+
+def _histogram(report: Report) -> str:
+    assert report.figures is not None
+    values = _measured(report, [series.wall_ms for series in report.series])
+    figure, axes = new_figure(2.4, 3.6)
+    axes.hist(values, bins=min(40, max(8, round(2 * len(values) ** 0.5))), color="#0072b2", alpha=0.85)
+    summary = report.figures.step_time
+    for name, value, dashes in (("p50", summary.p50_ms, "-"), ("p99", summary.p99_ms, (0, (4, 2)))):
+        axes.axvline(value, color="#d55e00", linewidth=1.2, linestyle=dashes, label=f"{name} {value:.1f} ms")
+    axes.set_xlabel("step time [ms]")
+    axes.set_ylabel("steps (all ranks)")
+    legend_above(axes)
+    return to_svg(figure, "Histogram of step times")
+
+
+def _loss(report: Report) -> str:
+    figure, axes = new_figure(2.4, 3.6)
+    count = min(len(series.loss) for series in report.series)
+    losses = np.array([series.loss[:count] for series in report.series], dtype=np.float64)  # None becomes NaN
+    mean = losses.mean(axis=0)
+    axes.plot(np.arange(count), mean, color="#009e73", linewidth=1.4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (mean of ranks)")
+    axes.set_ylim(bottom=0)
+    return to_svg(figure, "Training loss")
+
+
+def _ranks(report: Report) -> list[tuple[Any, str]]:
+    shown = report.series[:_MAX_RANK_LINES]
+    return [(series, _RANK_COLOURS[number % len(_RANK_COLOURS)]) for number, series in enumerate(shown)]
+
+
+def _shade_warmup(axes: Axes, report: Report, unit: str) -> None:
+    warmup = report.window.num_warmup_steps
+    longest = max(report.series, key=lambda series: len(series.end_s))
+    if not warmup or not longest.end_s:
+        return
+    end = (
+        longest.end_s[min(warmup, len(longest.end_s)) - 1] if unit == "end_s" else min(warmup, len(longest.end_s)) - 0.5
+    )
+    start = 0 if unit == "end_s" else -0.5
+    axes.axvspan(
+        start, end, color="#000000", alpha=0.07, linewidth=0, label="warm-up", zorder=3 if unit == "step" else 0
+    )

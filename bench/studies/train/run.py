@@ -1,0 +1,252 @@
+"""One measured training run: from the command line's arguments to the ranks, and from their records to a report."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, profile_names
+from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
+from fuelrail.bench.measure.nvml import NvmlWatch
+from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
+from fuelrail.bench.studies.train.report import Report, build_report
+from fuelrail.bench.trainer.launch import Outcome, run_ranks
+from fuelrail.bench.trainer.settings import LeaveOut, TrainSettings
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.storage.filesystem import is_url
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from fuelrail.bench.measure.accelerator import AcceleratorProfile
+    from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
+    from fuelrail.bench.measure.nvml import GpuUse
+
+_SETTINGS_FILE = "settings.json"
+_LOG_FILE = "ranks.log"
+_RECORDS = "records"
+
+
+class TrainRun:
+    """A training run whose arguments are checked; :func:`measure_all` runs it.
+
+    ``arguments`` are those of ``fuelrail bench train``; ``changes`` replaces fields of the settings made of them.
+    Raises ConfigError and DatasetErrors.
+    """
+
+    def __init__(
+        self, arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut] = (), **changes: object
+    ) -> None:
+        self._dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
+        settings = msgspec.structs.replace(_settings(arguments, records, leave_out), **changes)
+        self.settings = settings
+        self.num_ranks: int = arguments.ranks
+        self._price: float | None = arguments.price_per_gpu_hour
+        self.records = records
+        _check_world(self.num_ranks, self.settings, self._dataset)
+        check_decoder(self.settings)
+
+    def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
+        """The report of what the ranks left; raises FuelrailError, or KeyboardInterrupt, where there is no step."""
+        logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
+        # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
+        complete = all(log.end is not None for log in logs)
+        cut_off = None if complete else why_cut_off(outcome, logs)
+        if cut_off is not None and not any(log.steps for log in logs):
+            if outcome.interrupted:
+                raise KeyboardInterrupt
+            raise FuelrailError(f"no step was run: {cut_off}")
+        return build_report(
+            self.settings,
+            logs,
+            machine=machine,
+            dataset=self._dataset,
+            cut_off=cut_off,
+            cpu=cpu,
+            price_per_gpu_hour=self._price,
+            gpus=gpus,
+        )
+
+
+class Made(NamedTuple):
+    """The reports of runs that were made one after the other.
+
+    ``cut_off`` says why there are fewer than there should be, or why the last one is partial; ``interrupted``, that
+    somebody asked for it.
+    """
+
+    reports: list[Report]
+    cut_off: str | None
+    interrupted: bool
+
+
+def measure_all(runs: Sequence[TrainRun]) -> Made:
+    """Run several runs one after the other on the same ranks, whose start they share; a report of each.
+
+    The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
+    it made a step; those behind it are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
+    raises. Who used the CPUs is told of all runs together.
+    """
+    for run in runs:
+        _prepare(run.records)
+    first = runs[0]
+    settings_file = first.records / _SETTINGS_FILE
+    settings_file.write_bytes(msgspec.json.encode([run.settings for run in runs]))
+    machine = machine_facts()
+    watch = CpuWatch()
+    with NvmlWatch(first.num_ranks if first.settings.profile is None else 0) as gpus:
+        outcome = _launch(first.num_ranks, runs, settings_file)
+    cpu = watch.use()
+    reports: list[Report] = []
+    cut_off = None
+    for run in runs:
+        try:
+            report = run.report(machine, outcome, cpu, gpus.use())
+        except (FuelrailError, KeyboardInterrupt) as error:
+            if not reports:
+                raise
+            cut_off = str(error) or "the run was interrupted"
+            break
+        reports.append(report)
+        cut_off = report.cut_off
+        if cut_off is not None:
+            break
+    return Made(reports, cut_off, outcome.interrupted)
+
+
+def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut]) -> TrainSettings:
+    counts = ("ranks", "batch_size", "steps", "epochs", "workers", "accumulation", "prefetch_factor", "window")
+    positive = dict.fromkeys(counts, 1)
+    not_negative = dict.fromkeys(("warmup", "seed", "price_per_gpu_hour", "learning_rate"), 0)
+    for name, least in (positive | not_negative).items():
+        value = getattr(arguments, name)
+        if value is not None and not least <= value < math.inf:  # so put, NaN is refused too
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be {least} or more")
+    profile = _profile(arguments.accelerator)
+    steps = arguments.steps if arguments.steps is not None or arguments.epochs is not None else 60
+    return TrainSettings(
+        dataset=arguments.dataset if is_url(arguments.dataset) else str(Path(arguments.dataset).absolute()),
+        split=arguments.split,
+        batch_size=arguments.batch_size,
+        num_steps=steps,
+        num_epochs=arguments.epochs,
+        num_warmup_steps=arguments.warmup,
+        num_workers=arguments.workers,
+        decoder=arguments.decoder,
+        seed=arguments.seed,
+        accumulation=arguments.accumulation,
+        precision=arguments.precision or ("fp32" if profile else "bf16"),
+        learning_rate=arguments.learning_rate,
+        model_name=arguments.model or ("stand-in" if profile else "base"),
+        profile=profile,
+        records=str(records.absolute()),
+        leave_out=tuple(leave_out),
+        prefetch_factor=arguments.prefetch_factor,
+        storage=arguments.storage,
+        cache_dir=None if arguments.cache_dir is None else str(arguments.cache_dir.absolute()),
+        window=arguments.window,
+        verify=not arguments.no_verify,
+        transform=arguments.transform,
+        trace=str((records.parent / "trace").absolute()) if getattr(arguments, "trace", False) else None,
+    )
+
+
+def _profile(choice: str) -> AcceleratorProfile | None:
+    """The profile to emulate, or None for CUDA."""
+    if choice == "auto":
+        return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
+    if choice == "cuda":
+        if not installed_gpus():
+            raise ConfigError("--accelerator cuda: the NVIDIA driver shows no GPU here; use emulated:PROFILE")
+        return None
+    kind, _, name = choice.partition(":")
+    if kind != "emulated" or not name:
+        raise ConfigError(
+            f"--accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
+        )
+    return load_profile(name)
+
+
+def check_decoder(settings: TrainSettings) -> None:
+    """Refuse a decoder that the ranks' loaders would refuse, before ranks are started; without torch where possible.
+
+    Raises ConfigError.
+    """
+    if settings.decoder == "auto":
+        return
+    from fuelrail.loaders.decode import make_decoder
+
+    make_decoder(settings.decoder)
+
+
+def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
+    global_batch = num_ranks * settings.batch_size * settings.accumulation
+    if dataset.num_samples < global_batch:
+        raise ConfigError(
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = {num_ranks} "
+            f"ranks x {settings.batch_size} samples x {settings.accumulation} batches: use fewer ranks or smaller "
+            "batches"
+        )
+    num_gpus = len(installed_gpus())
+    if settings.profile is None and num_ranks > num_gpus:
+        raise ConfigError(f"--ranks {num_ranks}: each rank takes a GPU, and the NVIDIA driver shows {num_gpus} here")
+
+
+def _prepare(records: Path) -> None:
+    """Make the folder of the ranks' records; those of an earlier run must not be taken for this run's."""
+    try:
+        if records.exists():
+            shutil.rmtree(records)
+        records.mkdir()
+    except OSError as error:
+        raise ConfigError(f"--out '{records.parent}' cannot be written: {error.strerror}") from error
+
+
+def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:
+    program = ["fuelrail.bench.trainer.worker", str(settings_file)]
+    console = Console(stderr=True)
+    what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    with console.status(f"starting {what}") as status:
+
+        def show_progress() -> None:
+            if not console.is_terminal:
+                return
+            under_way = [run for run in runs if rank_path(run.records, 0).exists()] or runs[:1]
+            settings = under_way[-1].settings
+            done = len(read_rank(rank_path(under_way[-1].records, 0)).steps)
+            target = f" of {settings.num_steps}" if settings.num_steps else ""
+            without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
+            status.update(f"run {len(under_way)} of {len(runs)}{without} on {what}: step {done}{target}")
+
+        return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
+
+
+def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
+    """One sentence on why a run ended early, or None: the first cause, not what the other ranks died of after it."""
+    if outcome.interrupted:
+        return "the run was interrupted"
+    if outcome.exit_code == 0:
+        return None
+    log_hint = f"their output is in records/{_LOG_FILE} beside the report"
+    # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
+    for exit_ in outcome.failed:
+        if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:
+            name = signal.Signals(-exit_.exit_code).name
+            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+            num_steps = len(logs[exit_.rank].steps)
+            return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
+    failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
+    if failures:
+        failure, rank = min(failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns))
+        message = f"rank {rank}: {failure.message}"
+        return message if failure.kind == "refused" else f"{message} (the ranks' {log_hint[6:]})"
+    ended = ", ".join(str(rank) for rank, log in enumerate(logs) if log.end is None)
+    return f"rank {ended or 'unknown'} ended early with exit code {outcome.exit_code}; {log_hint}"

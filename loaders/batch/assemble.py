@@ -1,0 +1,192 @@
+"""Decoded samples to one batch: the tensors of FORMAT's sample, stacked, after image augmentation.
+
+B samples, N cameras of the rig, output images H x W. Computed in float64, cast last. Frames of reference as in
+:mod:`fuelrail.pipeline.sample.schema`; `ego` is the ego frame at the sample's own time, moved by ``bda_mat`` where
+the loader
+augments it (:mod:`fuelrail.pipeline.transforms.ego`): boxes, points and all matrices from and to ego agree with each
+other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
+
+Boxes are in ego and pair with ``ego2img``. With ``DataLoader(box_frame="lidar")`` they are in the first lidar's frame
+at its own time, beside ``points``, and pair with ``lidar2img``; yaw then counts counter-clockwise from the lidar's +x.
+In both frames x y z is the gravity centre; mmdetection3d's boxes have the centre of the bottom, half a height below.
+
+With temporal windows an axis of T frames follows B in some of these: :mod:`fuelrail.loaders.batch.temporal`. A mix of
+datasets adds ``dataset``, a list of str: the name that the mix gives each sample's.
+
+==================== ============================ ============================================================
+name                 shape, dtype                 meaning
+==================== ============================ ============================================================
+``img``              [B, N, 3, H, W] uint8        RGB, planes; zeros where ``cam_valid`` is 0
+``cam_valid``        [B, N] bool                  the camera's image exists
+``intrinsics``       [B, N, 3, 3] float32         K of the output image: ida (3 x 3) @ K of the stored one
+``dist``             [B, N, 14] float32           coefficients of the stored image's lens; 0 without, and where they
+                                                  were undone (``undistort=``)
+``ida_mat``          [B, N, 4, 4] float32         stored pixels to output pixels (centre-origin), homogeneous
+``cam2ego``          [B, N, 4, 4] float32         static extrinsic
+``cam2keyego``       [B, N, 4, 4] float32         camera at its exposure to ego at the sample's time
+``ego2img``          [B, N, 4, 4] float32         ego to (u d, v d, d, 1) of the output image
+``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
+``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego, not augmented
+``ego2global``       [B, 4, 4] float64            ego pose
+``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``bev``
+``timestamp_ns``     [B] int64                    the sample's time
+``img_timestamp_ns`` [B, N] int64                 each camera's exposure
+``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw; x y z is the gravity centre; in ego, or the lidar's
+                                                  frame (``box_frame``). Labelled datasets; so are the next four
+``gt_labels_3d``     list of [M] int64            class, -1 outside the manifest's classes
+``gt_velocity``      list of [M, 3] float32       m/s over ground, axes of the boxes' frame, NaN unknown
+``gt_valid``         list of [M] bool             has lidar or radar points, or unknown
+``instance_id``      list of [M] int64            track
+``points``           list of [P, C] float32       first lidar, its own frame and columns (with ``points=True``); with
+                                                  several sweeps (``points=PointSweeps(...)``) ``dt_s``, the seconds
+                                                  since each was measured, stands in the place of ``ring`` or last
+``sample_key``       list of str
+``clip_id``          list of str
+``frame``            [B] int64                    index in the clip
+``global_index``     [B] int64                    row of the dataset's index
+``valid``            [B] bool                     False: repeated (``drop_last=False``, lanes that ended)
+``lane``             [B] int64                    lane of the global batch (order kind ``lanes``; so is the next one)
+``prev_exists``      [B] bool                     the lane showed the frame before; False: forget the past
+``epoch``, ``step``  int                          which global batch this is
+==================== ============================ ============================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fuelrail.loaders.batch.temporal import Frames, frame_facts
+from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
+from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, apply_to_projection, ida_mats
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.config import BoxFrame
+    from fuelrail.loaders.records import DecodedSample
+    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.sample.schema import Boxes, Sample
+    from fuelrail.pipeline.transforms.ego import BevMap
+
+
+def assemble(
+    decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = None, box_frame: BoxFrame = "ego"
+) -> dict[str, Any]:
+    """Build the batch of samples that share a slot and a rig; see the module's table.
+
+    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes. Raises SchemaError
+    where some samples are labelled and some are not.
+    """
+    slot = decoded[0].slot
+    samples = [entry.sample for entry in decoded]
+    frames = Frames.of(decoded)
+    stack, of_frames = frames.stack, frames.broadcast
+    ego2global = stack("ego2global")
+    cam2ego = stack("cam2ego")
+    cam2global = stack("cam_ego2global") @ cam2ego
+    key2global = ego2global if frames.num_frames is None else np.stack([s.geometry.ego2global for s in samples])
+    cam2keyego = of_frames(invert_rigid(key2global))[..., None, :, :] @ cam2global
+    cam2ownego = cam2keyego if frames.num_frames is None else invert_rigid(ego2global)[..., None, :, :] @ cam2global
+    stored_intrinsics = stack("intrinsics")
+    ida_mat = frames.shaped([ida_mats(maps) for maps in frames.maps])
+    bda_mat, undo_bda = (np.stack([getattr(entry.bev, name) for entry in decoded]) for name in ("matrix", "inverse"))
+    ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2ownego))
+    ego2img = ego2img @ of_frames(undo_bda)[..., None, :, :]
+    batch: dict[str, Any] = {
+        "img": slot.img(),
+        "cam_valid": torch.from_numpy(stack("cam_valid").astype(bool)),
+        "intrinsics": _float32(apply_to_intrinsics(ida_mat, stored_intrinsics)),
+        "dist": _float32(np.nan_to_num(stack("dist"))),
+        "ida_mat": _float32(ida_mat),
+        "cam2ego": _float32(cam2ego),
+        "cam2keyego": _float32(of_frames(bda_mat)[..., None, :, :] @ cam2keyego),
+        "ego2img": _float32(ego2img),
+        "ego2global": torch.from_numpy(ego2global @ of_frames(undo_bda)),
+        "bda_mat": _float32(bda_mat),
+        "timestamp_ns": torch.from_numpy(frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])),
+        "img_timestamp_ns": torch.from_numpy(stack("cam_timestamp_ns")),
+        "sample_key": [sample.key for sample in samples],
+        "clip_id": [sample.meta.clip_id for sample in samples],
+        "frame": torch.tensor([sample.meta.frame_idx for sample in samples]),
+        "global_index": torch.tensor([entry.row for entry in decoded]),
+        "valid": torch.tensor([entry.valid for entry in decoded]),
+        "epoch": slot.epoch,
+        "step": slot.step,
+    }
+    at = [entry.at for entry in decoded]
+    batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
+    if decoded[0].dataset is not None:
+        batch["dataset"] = [entry.dataset for entry in decoded]
+    if frames.num_frames is not None:
+        ego2key = invert_rigid(key2global)[:, None] @ ego2global
+        batch["ego2key"] = _float32(bda_mat[:, None] @ ego2key @ undo_bda[:, None])
+        batch.update(frame_facts(decoded))
+    if all(len(sample.geometry.lidar2ego) for sample in samples):
+        lidar2ego = frames.shaped([sample.geometry.lidar2keyego() for sample in frames.samples])
+        batch["lidar2ego"] = _float32(lidar2ego)
+        batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
+    if lidar is not None:
+        bevs = [entry.bev for entry in decoded for _ in range(frames.num_frames or 1)]
+        sweeps = [
+            torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in zip(frames.samples, bevs, strict=True)
+        ]
+        batch["points"] = frames.listed(sweeps)
+    if any(sample.boxes is not None for sample in samples):
+        bevs = [entry.bev for entry in decoded]
+        batch.update(_labels([_boxes(sample) for sample in samples], bevs))
+        if box_frame == "lidar":
+            moved = [_in_lidar(sample, bev) for sample, bev in zip(samples, bevs, strict=True)]
+            batch["gt_boxes_3d"], batch["gt_velocity"] = map(list, zip(*moved, strict=True))
+    return batch
+
+
+def _labels(boxes: Sequence[Boxes], bevs: Sequence[BevMap]) -> dict[str, list[torch.Tensor]]:
+    pairs = list(zip(boxes, bevs, strict=True))
+    return {
+        "gt_boxes_3d": [torch.from_numpy(bev.boxes3d(b.boxes3d)) for b, bev in pairs],
+        "gt_labels_3d": [torch.from_numpy(b.label.astype(np.int64)) for b in boxes],
+        "gt_velocity": [torch.from_numpy(bev.vectors(b.velocity)) for b, bev in pairs],
+        "gt_valid": [torch.from_numpy(b.valid.astype(bool)) for b in boxes],
+        "instance_id": [torch.from_numpy(b.instance_id.copy()) for b in boxes],
+    }
+
+
+def _in_lidar(sample: Sample, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
+    """Boxes and velocities of a sample, as augmented, in the first lidar's frame.
+
+    The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the yaw.
+    """
+    boxes = _boxes(sample)
+    ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
+    moved = ego2lidar @ bev.matrix
+    boxes3d = boxes.boxes3d.astype(np.float64)
+    heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ moved[:3, :3].T
+    centre = boxes3d[:, :3] @ moved[:3, :3].T + moved[:3, 3]
+    yaw = np.arctan2(heading[:, 1], heading[:, 0])
+    found = np.column_stack([centre, boxes3d[:, 3:6] * bev.scale, yaw])
+    velocity = boxes.velocity.astype(np.float64) @ moved[:3, :3].T
+    return _float32(found), _float32(velocity)
+
+
+def _boxes(sample: Sample) -> Boxes:
+    if sample.boxes is None:
+        raise SchemaError("the sample has no boxes, others of its batch have", key=sample.key)
+    return sample.boxes
+
+
+def _sweep(sample: Sample, bev: BevMap, lidar: LidarEntry) -> NDArray[np.float32]:
+    points = sample.points.get(lidar.channel)
+    # A sweep that is missing is an empty one: the batch's list must keep its length.
+    if points is None:
+        return np.empty((0, len(lidar.columns)), np.float32)
+    return bev.points(points, sample.geometry.lidar2keyego())
+
+
+def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:
+    return torch.from_numpy(matrices.astype(np.float32))

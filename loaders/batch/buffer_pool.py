@@ -1,0 +1,105 @@
+"""Reused batch buffers that nobody can overwrite while somebody still looks at them."""
+
+from __future__ import annotations
+
+import collections
+import math
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fuelrail.loaders.records import BatchSlot, FrameTask, Task
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.records import Ahead, Source
+    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.order.windows import FrameWindow
+
+
+class BufferPool:
+    """uint8 buffers of one shape, pinned at choice, handed out as tensors and taken back when the last view is gone.
+
+    Taking fresh memory for each batch costs a page fault every 4 KiB. Here a buffer comes back when the array dies
+    that every view and tensor refers to, so a batch that the user keeps is simply not reused. The pool keeps at most
+    ``keep`` free buffers. Thread-safe.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, pinned: bool, keep: int) -> None:
+        self._shape, self._pinned, self._keep = shape, pinned, keep
+        self._free: list[NDArray[np.uint8]] = []
+        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
+        self._returned: collections.deque[weakref.ref[NDArray[np.uint8]]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def take(self) -> NDArray[np.uint8]:
+        """A buffer with undefined content.
+
+        It is free again when the returned array and all views of it, numpy's and torch's, are gone.
+        """
+        with self._lock:
+            self._take_back()
+            base = self._free.pop() if self._free else self._new()
+            # numpy lets a view of a view refer to the array that owns the memory, which would be `base`. An array on a
+            # memoryview ends that chain: all views of it refer to it.
+            lent = np.frombuffer(base.data, np.uint8)
+            # The callback is C code on purpose. Batches die in the training loop, and a Ctrl-C that struck at the start
+            # of a Python function called from there would be printed and dropped.
+            ref = weakref.ref(lent, self._returned.append)
+            self._lent[id(ref)] = ref, base
+        return lent.reshape(self._shape)
+
+    def _take_back(self) -> None:
+        """Move the buffers whose arrays died since the last call to the free ones."""
+        while self._returned:
+            _, base = self._lent.pop(id(self._returned.popleft()))
+            if len(self._free) < self._keep:
+                self._free.append(base)
+
+    def _new(self) -> NDArray[np.uint8]:
+        try:
+            if self._pinned:
+                pinned: NDArray[np.uint8] = torch.empty(self._shape, dtype=torch.uint8, pin_memory=True).numpy()
+                return pinned
+            return np.empty(self._shape, np.uint8)
+        except (MemoryError, RuntimeError, ValueError) as error:  # numpy's, torch's, and numpy's beyond all addresses
+            raise ConfigError(
+                f"no memory for a batch of images of shape {list(self._shape)}, {math.prod(self._shape)} bytes: take a "
+                f"smaller batch_size, prefetch_factor or image size, or fewer frames ({error})"
+            ) from error
+
+
+def tasks(
+    asked_for: Iterator[Ahead], sources: Sequence[Source], buffers: BufferPool, window: FrameWindow | None = None
+) -> Iterator[Task]:
+    """The samples with their places in batches; a batch's buffer is taken when its first sample's turn comes."""
+    slot: BatchSlot | None = None
+    current = 0 if window is None else window.current
+    for due, entries, takes in asked_for:
+        if due.at == 0:
+            slot = BatchSlot(due.epoch, due.step, buffers.take(), due.flags, window is not None)
+        assert slot is not None, "a batch begins with its first sample"
+        frames = frame_tasks(due.rows, due.present, entries, takes)
+        yield Task(slot, due.at, sources[due.part], frames, current, due.valid, due.position)
+
+
+def frame_tasks(
+    rows: Sequence[int],
+    present: Sequence[bool] | None,
+    entries: Sequence[IndexRow],
+    takes: Sequence[PendingSpan],
+) -> tuple[FrameTask, ...]:
+    """A sample's frames; without ``entries`` (the index could not tell) the only take says why, whichever is taken."""
+    if not entries:
+        return tuple(FrameTask(row, True, None, takes[0]) for row in rows)
+    if present is None:
+        return tuple(FrameTask(row, True, entry, take) for row, entry, take in zip(rows, entries, takes, strict=True))
+    return tuple(map(FrameTask, rows, present, entries, takes))

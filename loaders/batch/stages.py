@@ -1,0 +1,307 @@
+"""How batches are made: the stages from a sample's bytes to a batch on its device, and the buffers they share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fuelrail.loaders.autotune import decode_ahead
+from fuelrail.loaders.batch import samples, user
+from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.batch.samples import fetch
+from fuelrail.loaders.decode import BatchDecoder
+from fuelrail.loaders.decode.pixels import change_pixels
+from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fuelrail.loaders.autotune import Autotuner, Tuning
+    from fuelrail.loaders.batch.transfer import CudaTransfer
+    from fuelrail.loaders.config import BoxFrame, Normalize
+    from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
+    from fuelrail.loaders.schedule.bad_samples import BadSamples
+    from fuelrail.loaders.schedule.prefetch import Shelf
+    from fuelrail.loaders.storage import StorageStats
+    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.order.batching import Cursor
+    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.pipeline.runtime.stages import Observer, StageClock
+    from fuelrail.pipeline.transforms.pixels import PixelAugment
+
+
+class Production(NamedTuple):
+    """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
+
+    bad: BadSamples
+    cameras: tuple[str, ...]
+    lidar: LidarEntry | None
+    augments: samples.Augments
+    decoder: ImageDecoder | BatchDecoder
+    batch_size: int
+    window: FrameWindow | None
+    transform: Callable[[dict[str, Any]], Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    normalize: Normalize | None
+    transfer: CudaTransfer | None
+    box_frame: BoxFrame
+
+    def stages(self, tuning: Tuning) -> list[Stage]:
+        """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
+        num_workers = tuning.num_workers
+        parse = partial(samples.parse, self.augments, self.bad, self.window)
+        fill = self.augments.pixels.grid_mask_fill
+        stages = [
+            Stage("fetch", partial(samples.fetch, self.bad), 1, 2 * num_workers),
+            # Putting sweeps together is real work, most of it without the interpreter's lock.
+            Stage("parse", parse, num_workers if self.augments.accumulation else 1, 2 * num_workers),
+        ]
+        group: int | None = self.batch_size
+        if isinstance(self.decoder, BatchDecoder):
+            decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
+            if self.decoder.device.type == "cpu":
+                stages.append(Stage("decode", decode_all, 1, 1, group=group))
+            else:
+                # Two threads: while one waits for its pictures, the other parses headers and feeds the next batch.
+                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, 2, 1)]
+            group = None  # from here on the items are batches
+        else:
+            decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
+            stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
+        if self.transform is None and self.collate_fn is None:
+            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame)
+            collate = partial(_rechecked, self.bad, assembled)
+        else:
+            transform = partial(
+                user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame
+            )
+            each = partial(_transformed, self.bad, transform)
+            each = each if group else partial(samples.for_each, each)
+            stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
+            collate = partial(user.collate, self.collate_fn)
+        stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
+        if self.normalize is not None and self.transfer is None:
+            stages.append(Stage("normalize", self.normalize, 1, tuning.ready))
+        if self.transfer is not None:
+            stages.append(Stage("transfer", self.transfer, 1, tuning.ready))
+            return [with_ranges(stage) for stage in stages]
+        return stages
+
+
+def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decoded: Sequence[Any]) -> Any:  # noqa: ANN401
+    """What becomes of decoded samples, once it is sure that their bytes did not change while they were read."""
+    try:
+        made = function(decoded)
+    except Exception:
+        bad.recheck(decoded)  # an error that explains this one
+        raise
+    bad.recheck(decoded)
+    return made
+
+
+def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
+    return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
+
+
+def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
+    """Raise ConfigError where pixel values are to be changed that never are in host memory."""
+    if isinstance(decoder, BatchDecoder) and decoder.device.type != "cpu" and not pixels.changes_nothing:
+        raise ConfigError(
+            f"pixels can be changed in host memory only, and decoder={decoder.name!r} decodes on {decoder.device}: "
+            "leave out pixels, or take decoder='turbo'"
+        )
+
+
+class BatchDecode:
+    """The stage's work: decodes all images of a batch in one call, B x T x N of them, of any sizes.
+
+    Into the slot's host buffer, or, with a decoder on a GPU, into memory of that device, which takes the buffer's place
+    in the slot. A bad image makes its sample bad, as with other decoders; the rest of the batch is not decoded again.
+    """
+
+    def __init__(
+        self,
+        decoder: BatchDecoder,
+        cameras: Sequence[str],
+        fill: tuple[int, int, int],
+        bad: BadSamples,
+        parse_again: Callable[[Fetched], Parsed],
+    ) -> None:
+        self._decoder, self._cameras, self._fill = decoder, cameras, fill
+        self._bad, self._parse_again = bad, parse_again
+
+    def __call__(self, batch: Sequence[Parsed]) -> list[DecodedSample]:
+        """Decode the parsed samples of one batch."""
+        slot = batch[0].task.slot
+        on_cpu = self._decoder.device.type == "cpu"
+        if not on_cpu:
+            slot = slot._replace(images=self._decoder.new_output((len(batch), *slot.images.shape[1:])))
+        # [B, T, N, 3, H, W], T being 1 without windows
+        images = slot.img() if slot.has_windows else slot.img()[:, None]
+        samples = list(batch)
+        for at, (frame, error) in self._decode(samples, images).items():
+            is_bad: tuple[int, ImageError] | None = (frame, error)
+            while is_bad is not None:
+                samples[at] = self._parse_again(fetch(self._bad, self._bad.replace(samples[at].task, *is_bad)))
+                is_bad = self._decode(samples[at : at + 1], images[at : at + 1]).get(0)
+        if on_cpu:
+            planes = images.numpy()
+            for at, parsed in enumerate(samples):
+                for frame, sample in enumerate(parsed.samples):
+                    for camera, (channel, change) in enumerate(zip(self._cameras, parsed.changes, strict=True)):
+                        if channel in sample.images:
+                            change_pixels(planes[at, frame, camera], change, self._fill)
+        return [parsed.decoded(slot) for parsed in samples]
+
+    def _decode(self, samples: Sequence[Parsed], images: torch.Tensor) -> dict[int, tuple[int, ImageError]]:
+        """Decode the samples' images into uint8 [B', T, N, 3, H, W]; return each sample's first error and its frame."""
+        names = [
+            (number, frame, channel)
+            for number, parsed in enumerate(samples)
+            for frame in range(len(parsed.samples))
+            for channel in self._cameras
+        ]
+        encoded = [samples[number].samples[frame].images.get(channel) for number, frame, channel in names]
+        maps = [image_map for parsed in samples for of_frame in parsed.maps for image_map in of_frame]
+        errors: dict[int, tuple[int, ImageError]] = {}
+        for (number, frame, channel), error in zip(
+            names, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
+        ):
+            if error is not None and number not in errors:
+                key = samples[number].samples[frame].key
+                errors[number] = frame, ImageError(error.message, key=key, member=channel)
+        return errors
+
+
+class Runner:
+    """Starts, tunes and stops a loader's pipelines, one at a time, and adds up what they all did."""
+
+    def __init__(self, name: str, tuner: Autotuner | None, observer: Observer | None) -> None:
+        self._name, self._tuner, self._observer = name, tuner, observer
+        self._pipeline: Pipeline | None = None
+        self._shelves: Sequence[Shelf] = ()
+        self._standing_at: Cursor | None = None
+        self._begun_s: float | None = None
+        self._past: tuple[StageClock, ...] = ()  # of the pipelines before
+        self._past_waited_s = 0.0
+
+    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], shelves: Sequence[Shelf]) -> None:
+        """Run the tasks through the stages; ``shelves`` are what they take their bytes from. Nothing may be running."""
+        assert self._pipeline is None, "one pipeline at a time"
+        self._shelves = shelves
+        self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
+        if self._tuner is not None:
+            self._tuner.restart()
+        if self._begun_s is None:
+            self._begun_s = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop the threads, if there are any, and wait until they are gone."""
+        for shelf in self._shelves:
+            shelf.session.close()  # a thread that waits for storage must not hold up the others' end
+        self._shelves = ()
+        # Taken first: an iteration that ends in another thread stops too.
+        pipeline, self._pipeline, self._standing_at = self._pipeline, None, None
+        if pipeline is not None:
+            pipeline.close()
+            self._past = add_clocks(self._past, pipeline.clocks())
+            self._past_waited_s += pipeline.waited_s
+
+    def rest_at(self, cursor: Cursor) -> None:
+        """The epoch's consumer is done; the threads go on, and the next result is the first one behind ``cursor``."""
+        self._standing_at = cursor
+
+    def rests_at(self, cursor: Cursor) -> bool:
+        """Whether the next result is the first one behind ``cursor``, and nobody is taking results."""
+        return self._standing_at == cursor
+
+    def take(self) -> Pipeline:
+        """The pipeline, for one who takes its results from now on."""
+        assert self._pipeline is not None, "to be started first"
+        self._standing_at = None
+        return self._pipeline
+
+    def runs(self, pipeline: Pipeline) -> bool:
+        """Whether this pipeline has not been stopped, or replaced by another."""
+        return self._pipeline is pipeline
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is a pipeline, be its results at an end."""
+        return self._pipeline is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a pipeline of which results can still come."""
+        return self._pipeline is not None and self._pipeline.is_running
+
+    def tuning_due(self) -> Tuning | None:
+        """Note that a batch was handed out; the new tuning, if it is time for one: :meth:`adapt` makes it so."""
+        if self._tuner is None or self._pipeline is None:
+            return None
+        now_s = time.perf_counter()
+        if not self._tuner.due(now_s):
+            return None
+        return self._tuner.update(now_s, self._pipeline.waited_s, self._pipeline.clocks())
+
+    def adapt(self, stages: Sequence[Stage]) -> None:
+        """Give the running stages these numbers of threads and capacities."""
+        if self._pipeline is not None:
+            for stage in stages:
+                self._pipeline.set_num_threads(stage.name, stage.num_threads)
+                self._pipeline.set_capacity(stage.name, stage.capacity)
+
+    def clocks(self) -> tuple[StageClock, ...]:
+        """The stages' clocks, over all pipelines; empty before the first."""
+        return self._past if self._pipeline is None else add_clocks(self._past, self._pipeline.clocks())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that consumers have waited for results, over all pipelines."""
+        return self._past_waited_s + (0.0 if self._pipeline is None else self._pipeline.waited_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first pipeline began."""
+        return 0.0 if self._begun_s is None else time.perf_counter() - self._begun_s
+
+
+def with_ranges(
+    stage: Stage,
+    push: Callable[[str], object] = torch.cuda.nvtx.range_push,
+    pop: Callable[[], object] = torch.cuda.nvtx.range_pop,
+) -> Stage:
+    """The stage with an NVTX range ``fuelrail NAME`` around each call of its work, on the thread that does it."""
+    samples, name = stage.work, f"fuelrail {stage.name}"
+
+    def ranged(item: Any) -> Any:  # noqa: ANN401
+        push(name)
+        try:
+            return samples(item)
+        finally:
+            pop()
+
+    return replace(stage, work=ranged)
+
+
+class LoaderStats(NamedTuple):
+    """What the loader did since it was made: its stages' clocks, and the batches handed out."""
+
+    stages: tuple[StageClock, ...]
+    batches: int
+    samples: int
+    images: int
+    waited_s: float
+    """Time that the trainer waited for batches."""
+    elapsed_s: float
+    """Time since the first iteration began."""
+    storage: StorageStats
+    """What was read, fetched, found in the cache."""
+    bad_samples: int
+    """Distinct bad samples that were substituted."""

@@ -1,0 +1,104 @@
+"""Temporal windows in a batch: which of its entries get an axis of T frames, and what is added.
+
+With ``DataLoader(frames=[-2, -1, 0])`` the entries that belong to a frame have an axis of T frames behind B, in the
+order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
+frame). Each frame's ``ego`` is its own, at its own time; ``ego2key`` leads from it to the key frame's, and
+``cam2keyego`` always ends in the key frame's. Boxes are those of the key frame, in its ego frame or in its lidar's.
+Images, pixels and ego frame are augmented alike in all frames of a sample: the draw is the sample's. Names that are not
+here are as in :mod:`fuelrail.loaders.batch.assemble`.
+
+======================== ============================ ========================================================
+name                     shape, dtype                 meaning
+======================== ============================ ========================================================
+``img``                  [B, T, N, 3, H, W] uint8     RGB, planes; zeros where ``cam_valid`` is 0
+``cam_valid``            [B, T, N] bool               the camera's image exists and is shown
+``intrinsics``           [B, T, N, 3, 3] float32      K of the output image
+``dist``                 [B, T, N, 14] float32        lens distortion of the stored image
+``ida_mat``              [B, T, N, 4, 4] float32      stored pixels to output pixels
+``cam2ego``              [B, T, N, 4, 4] float32      static extrinsic
+``cam2keyego``           [B, T, N, 4, 4] float32      camera at its exposure to ego at the key frame's time
+``ego2img``              [B, T, N, 4, 4] float32      ego at the frame's time to (u d, v d, d, 1)
+``lidar2img``            [B, T, N, 4, 4] float32      the frame's lidar at its time to the same
+``lidar2ego``            [B, T, 4, 4] float32         the frame's lidar at its time to ego at the frame's
+``ego2global``           [B, T, 4, 4] float64         ego pose at the frame's time
+``ego2key``              [B, T, 4, 4] float32         ego at the frame's time to ego at the key frame's: the
+                                                      vehicle's motion between them; the identity in the key frame
+``timestamp_ns``         [B, T] int64                 the frame's time
+``img_timestamp_ns``     [B, T, N] int64              each camera's exposure
+``frame_valid``          [B, T] bool                  False: the clip has no such frame, another stands in for it
+``frame_global_index``   [B, T] int64                 row of the dataset's index that is shown
+``points``               list of T of [P, C] float32  a list for each sample (with ``points=True``)
+======================== ============================ ========================================================
+
+Where the clip has no such frame, ``pad`` decides (`fuelrail.pipeline.order.windows`): another frame is shown in its
+place,
+with its own matrices and times (``repeat_edge``, ``repeat_current``); or nothing is (``mask``): images are zeros,
+``cam_valid`` False, points empty, and matrices and times are the key frame's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.records import DecodedSample
+    from fuelrail.pipeline.sample.schema import Sample
+    from fuelrail.pipeline.transforms.image_map import ImageMap
+
+
+def hidden(sample: Sample) -> Sample:
+    """The sample with nothing to see: no images, no points, every camera marked as missing."""
+    geometry = dataclasses.replace(sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid))
+    return dataclasses.replace(sample, geometry=geometry, images={}, points={})
+
+
+class Frames(NamedTuple):
+    """The frames of a batch's samples, one after the other; ``num_frames`` (T) is None where there are no windows."""
+
+    samples: Sequence[Sample]
+    maps: Sequence[Sequence[ImageMap]]
+    num_frames: int | None
+
+    @classmethod
+    def of(cls, decoded: Sequence[DecodedSample]) -> Self:
+        """The frames of some samples, of which all or none have windows."""
+        if decoded[0].window is None:
+            return cls([entry.sample for entry in decoded], [entry.maps for entry in decoded], None)
+        windows = [entry.window for entry in decoded if entry.window is not None]
+        samples = [sample for window in windows for sample in window.samples]
+        return cls(samples, [maps for window in windows for maps in window.maps], len(windows[0].samples))
+
+    def shaped(self, values: Sequence[Any]) -> NDArray[Any]:
+        """A value of each frame as an array [B, T, ...], or [B, ...] without windows."""
+        stacked = np.stack(values) if isinstance(values[0], np.ndarray) else np.array(values)
+        return stacked if self.num_frames is None else stacked.reshape(-1, self.num_frames, *stacked.shape[1:])
+
+    def stack(self, name: str) -> NDArray[Any]:
+        """A field of the geometry, of each frame."""
+        return self.shaped([getattr(sample.geometry, name) for sample in self.samples])
+
+    def broadcast(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A matrix of each sample, (B, 4, 4), shaped to go with those of each frame."""
+        return matrices if self.num_frames is None else matrices[:, None]
+
+    def listed(self, values: list[torch.Tensor]) -> list[Any]:
+        """A tensor of each frame as a list for each sample; without windows as it is."""
+        t = self.num_frames
+        return values if t is None else [values[first : first + t] for first in range(0, len(values), t)]
+
+
+def frame_facts(decoded: Sequence[DecodedSample]) -> dict[str, torch.Tensor]:
+    """Which frames the samples' windows show."""
+    windows = [entry.window for entry in decoded if entry.window is not None]
+    return {
+        "frame_valid": torch.tensor([window.present for window in windows]),
+        "frame_global_index": torch.tensor([window.rows for window in windows]),
+    }

@@ -1,0 +1,160 @@
+"""The user's own code in the pipeline: `transform` on each sample, `collate_fn` on each batch.
+
+Both run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
+torch and other C code that releases the lock is fine, Python loops over points or pixels are not. ``stats()`` shows
+both as stages, and a transform that takes a large part of the decoding's time is warned of in the log.
+
+A *sample* is a dict with the names of a batch (:mod:`fuelrail.loaders.batch.assemble`) and no B axis (with temporal
+windows the T axis is the first: `fuelrail.loaders.batch.temporal`); ``img`` is a view of
+the batch's own buffer, so changing it in place costs no copy. ``seed`` is an int drawn from the loader's seed, the
+epoch and the sample: randomness that comes from it, and from nothing else, is the same under any ``num_workers``, on
+any number of ranks and after a resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fuelrail.loaders.config import BoxFrame
+    from fuelrail.loaders.records import BatchSlot, DecodedSample
+    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.runtime.stages import StageClock
+
+_LOG = logging.getLogger(__name__)
+_SLOW_SHARE: Final = 0.5
+_SLOW_MS: Final = 1.0
+
+
+class Sample(NamedTuple):
+    """One sample for the user's functions, with what collating needs to know.
+
+    ``lists`` names what a batch keeps as lists whatever the lengths: which batch happens to have equal ones must not
+    change its type. ``common`` is what a batch has once.
+    """
+
+    slot: BatchSlot
+    at: int
+    key: str
+    value: Any
+    lists: frozenset[str]
+    common: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
+
+
+def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int, box_frame: BoxFrame = "ego") -> Sample:
+    """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
+    batch = assemble([decoded], lidar=lidar, box_frame=box_frame)
+    image = batch.pop("img")[decoded.at]
+    common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
+    lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
+    drawn = uniforms(seed, decoded.slot.epoch, decoded.base + decoded.row, [ALL_CAMERAS], "transform", 1)
+    sample = {
+        "img": image,
+        **{name: value[0] for name, value in batch.items() if name not in common},
+        **common,
+        "seed": int(drawn[0, 0] * 2**53),
+    }
+    return Sample(decoded.slot, decoded.at, decoded.sample.key, sample, lists, common)
+
+
+def transform(
+    function: Callable[[dict[str, Any]], Any] | None,
+    decoded: DecodedSample,
+    *,
+    lidar: LidarEntry | None,
+    seed: int,
+    box_frame: BoxFrame = "ego",
+) -> Sample:
+    """The work of the stage: the sample as a dict, through the user's function."""
+    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame)
+    return sample if function is None else sample._replace(value=function(sample.value))
+
+
+def collate(function: Callable[[list[Any]], Any] | None, transformed: Sequence[Sample]) -> Any:  # noqa: ANN401
+    """The work of the stage: the user's function on the list of samples, or :func:`stack_samples`."""
+    if function is not None:
+        return function([entry.value for entry in transformed])
+    return stack_samples(transformed)
+
+
+def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
+    """Samples to a batch: tensors of one shape stacked, numbers of one kind too, everything else as lists.
+
+    An ``img`` that still lies in the batch's buffer is not copied. Raises ConfigError where a transform returned
+    anything but a dict, or dicts with different names.
+    """
+    samples = [entry.value for entry in transformed]
+    for entry in transformed:
+        if not isinstance(entry.value, dict):
+            raise ConfigError(
+                f"transform returned {type(entry.value).__name__} for {entry}; return the sample's dict, "
+                "or give a collate_fn that takes what it returns"
+            )
+        if entry.value.keys() != samples[0].keys():
+            unlike = sorted(map(str, entry.value.keys() ^ samples[0].keys()))
+            raise ConfigError(f"transform gave {entry} other names than {transformed[0]}: {', '.join(unlike)}")
+    lists, common = transformed[0].lists, transformed[0].common
+    batch: dict[str, Any] = {}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        if name == "img":
+            batch[name] = _whole(transformed, values)
+        elif name in common:
+            batch[name] = values[0]
+        else:
+            batch[name] = values if name in lists else _stack(values)
+    return batch
+
+
+def _stack(values: list[Any]) -> Any:  # noqa: ANN401
+    first = values[0]
+    if isinstance(first, torch.Tensor) and all(
+        isinstance(value, torch.Tensor) and value.shape == first.shape and value.dtype == first.dtype
+        for value in values
+    ):
+        return torch.stack(values)
+    if isinstance(first, (bool, int, float)) and all(type(value) is type(first) for value in values):
+        return torch.tensor(values)
+    return values
+
+
+def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
+    """The batch's buffer itself, if every image is still its own row of it."""
+    whole = transformed[0].slot.img()
+    for entry, image in zip(transformed, images, strict=True):
+        row = whole[entry.at]
+        if not (
+            isinstance(image, torch.Tensor)
+            and image.data_ptr() == row.data_ptr()
+            and image.dtype == row.dtype
+            and image.shape == row.shape
+            and image.stride() == row.stride()
+        ):
+            return _stack(images)
+    return whole
+
+
+def warn_if_slow(clocks: Sequence[StageClock]) -> None:
+    """Log a warning if the transform takes a large part of the time that decoding takes."""
+    per_item_ms = {clock.name: 1e3 * clock.busy_s / clock.items for clock in clocks if clock.items}
+    transforming, decoding = per_item_ms.get("transform", 0.0), per_item_ms.get("decode", 0.0)
+    if transforming > max(_SLOW_MS, _SLOW_SHARE * decoding):
+        _LOG.warning(
+            "transform takes %.1f ms a sample, decoding %.1f ms: it runs in the trainer's process, where Python code "
+            "competes with the training loop for the interpreter; move it to numpy or torch operations, or to the "
+            "device",
+            transforming,
+            decoding,
+        )

@@ -1,0 +1,152 @@
+"""A sample's cameras side by side, with its boxes drawn where the batch's matrices put them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import cv2
+import numpy as np
+
+from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.records import BatchSlot, DecodedSample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.schema import Boxes, Sample
+    from fuelrail.pipeline.transforms.image import ImageAugment
+
+NEAR_M: Final = 0.2
+"""Edges are cut where they come nearer to the camera than this."""
+
+_GAP_PX: Final = 4
+_COLUMNS: Final = 3
+# Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
+_EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not a & bit)
+_FRONT: Final = ((0, 3), (1, 2))
+# Colours of equal lightness that stay apart on road scenes, for classes in turn (RGB).
+_PALETTE: Final = (
+    (255, 158, 0), (0, 207, 191), (255, 99, 71), (138, 180, 248), (233, 150, 250),
+    (255, 217, 61), (120, 220, 120), (255, 140, 180), (180, 200, 210), (200, 160, 120),
+)  # fmt: skip
+# Seen from above, the rig unrolled: left to right in front, left to right behind.
+_PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_left", "cam_back", "cam_back_right")
+
+
+def decode_single(
+    sample: Sample, cameras: Sequence[str], image: ImageAugment, *, seed: int, epoch: int, row: int
+) -> dict[str, Any]:
+    """Decode and assemble one sample as a batch of one, through the loader's own decoder and matrices.
+
+    ``row`` is the sample's in the index: with the seed and the epoch it decides the augmentation, as in the loader.
+    """
+    maps = image.draw(sample.geometry.img_wh.tolist(), seed=seed, epoch=epoch, sample=row)
+    images = np.zeros((1, len(cameras), 3, image.height, image.width), np.uint8)
+    decoder = make_decoder("auto")
+    for number, (channel, image_map) in enumerate(zip(cameras, maps, strict=True)):
+        if channel in sample.images:
+            decoder.decode_into(sample.images[channel], image_map, images[0, number])
+    return assemble([DecodedSample(BatchSlot(epoch, 0, images), 0, 0, True, sample, maps)])
+
+
+def contact_sheet(
+    images: NDArray[np.uint8],
+    ego2img: NDArray[np.floating[Any]],
+    cameras: Sequence[str],
+    boxes: Boxes | None,
+    classes: Sequence[str],
+) -> NDArray[np.uint8]:
+    """Draw N camera images and the boxes on them.
+
+    Args:
+        images: uint8 [N, 3, H, W], RGB.
+        ego2img: [N, 4, 4], ego to (u d, v d, d, 1) of those images.
+        cameras: their channels.
+        boxes: in ego, or None.
+        classes: names that the boxes' labels number.
+
+    Returns:
+        uint8 [H', W', 3], RGB, cameras in three columns.
+
+    """
+    corners = None if boxes is None else boxes.corners().astype(np.float64)
+    tiles = {}
+    for number, channel in enumerate(cameras):
+        tile = np.ascontiguousarray(images[number].transpose(1, 2, 0))
+        if boxes is not None and corners is not None:
+            order = np.argsort(-np.linalg.norm(boxes.boxes3d[:, :2], axis=1))
+            for box in order:
+                _draw_box(tile, corners[box], ego2img[number].astype(np.float64), _colour(int(boxes.label[box])))
+        _caption(tile, channel)
+        tiles[channel] = tile
+    placed = [c for c in _PLACES if c in tiles] if set(tiles) <= set(_PLACES) else list(tiles)
+    sheet = _grid([tiles[channel] for channel in placed])
+    if boxes is None:
+        return sheet
+    return np.concatenate([sheet, _legend(sheet.shape[1], boxes, classes)])
+
+
+def project_segment(
+    start: NDArray[np.float64], end: NDArray[np.float64], ego2img: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front of a camera.
+
+    Returns two pixels (u, v), centre-origin, or None where all of it is behind.
+    """
+    a, b = (ego2img @ np.append(point, 1.0) for point in (start, end))
+    if a[2] < NEAR_M and b[2] < NEAR_M:
+        return None
+    if a[2] < NEAR_M or b[2] < NEAR_M:
+        cut = a + (b - a) * (NEAR_M - a[2]) / (b[2] - a[2])
+        a, b = (cut, b) if a[2] < NEAR_M else (a, cut)
+    return a[:2] / a[2], b[:2] / b[2]
+
+
+def _draw_box(
+    tile: NDArray[np.uint8], corners: NDArray[np.float64], ego2img: NDArray[np.float64], colour: tuple[int, int, int]
+) -> None:
+    height, width = tile.shape[:2]
+    for a, b in (*_EDGES, *_FRONT):
+        segment = project_segment(corners[a], corners[b], ego2img)
+        # Far outside the picture OpenCV's fixed-point coordinates would overflow.
+        if segment is None or max(np.abs(p).max() for p in segment) > 20 * max(width, height):
+            continue
+        first, second = ((round(float(u) * 16), round(float(v) * 16)) for u, v in segment)
+        cv2.line(tile, first, second, colour, 1, cv2.LINE_AA, shift=4)
+
+
+def _colour(label: int) -> tuple[int, int, int]:
+    return (255, 255, 255) if label < 0 else _PALETTE[label % len(_PALETTE)]
+
+
+def _caption(tile: NDArray[np.uint8], text: str) -> None:
+    (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)
+    tile[: height + 9, : width + 10] //= 3
+    cv2.putText(tile, text, (5, height + 4), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (255, 255, 255), 1, cv2.LINE_AA)
+
+
+def _grid(tiles: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    height, width = tiles[0].shape[:2]
+    columns = min(_COLUMNS, len(tiles))
+    rows = math.ceil(len(tiles) / columns)
+    sheet = np.full((rows * (height + _GAP_PX) + _GAP_PX, columns * (width + _GAP_PX) + _GAP_PX, 3), 24, np.uint8)
+    for number, tile in enumerate(tiles):
+        top = _GAP_PX + number // columns * (height + _GAP_PX)
+        left = _GAP_PX + number % columns * (width + _GAP_PX)
+        sheet[top : top + height, left : left + width] = tile
+    return sheet
+
+
+def _legend(width: int, boxes: Boxes, classes: Sequence[str]) -> NDArray[np.uint8]:
+    strip = np.full((26, width, 3), 24, np.uint8)
+    left = 10
+    for label in sorted(set(boxes.label.tolist())):
+        text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
+        cv2.rectangle(strip, (left, 7), (left + 12, 19), _colour(label), -1)
+        cv2.putText(strip, text, (left + 18, 18), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA)
+        left += 18 + cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.45, 1)[0][0] + 24
+    return strip

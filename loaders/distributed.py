@@ -1,0 +1,245 @@
+"""Who am I: this process's data-parallel rank and the number of ranks, under any kind of parallelism.
+
+Ranks that work on one copy of the model's input (tensor, pipeline and context parallel) form one data-parallel rank:
+each of them runs a loader, and all get the same batches. Where the answer comes from, first that applies:
+
+1. what the caller says: a `World`, or a `DeviceMesh` whose axis names tell data from model parallelism;
+2. Megatron-Core's parallel state, once initialised;
+3. torch.distributed, once initialised: every rank a data-parallel one;
+4. the launcher's RANK and WORLD_SIZE;
+5. one rank of one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils.data import get_worker_info
+
+from fuelrail.pipeline.errors import WorldError
+from fuelrail.pipeline.order.batching import World
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.pipeline.order.batching import Share
+
+DATA_AXES: Final = frozenset(
+    {
+        *("dp", "data", "data_parallel", "batch", "ddp", "fsdp", "hsdp"),
+        *("dp_replicate", "dp_shard", "replicate", "shard", "replica"),
+    }
+)
+"""Mesh axes along which ranks get different samples; HSDP's two axes together are data parallel."""
+
+MODEL_AXES: Final = frozenset(
+    {
+        *("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel"),
+        *("pp", "pipe", "pipeline", "pipeline_parallel", "stage"),
+        *("cp", "context", "context_parallel", "sp", "seq", "sequence", "sequence_parallel", "spatial"),
+    }
+)
+"""Mesh axes along which ranks share their samples."""
+
+
+def resolve_world(world: World | DeviceMesh | None) -> World:
+    """The data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
+    if isinstance(world, World):
+        return world
+    if world is not None and not hasattr(world, "mesh_dim_names"):
+        raise WorldError(f"world={world!r} is neither a World(rank, size) nor a DeviceMesh")
+    return detect_world() if world is None else mesh_world(world)
+
+
+def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> World:
+    """The data-parallel world of a device mesh.
+
+    ``data_axes`` names the axes along which ranks get different samples; None: those in ``DATA_AXES``, where every
+    other axis must be in ``MODEL_AXES``. The rank counts row by row in the mesh's order of axes, so that HSDP's
+    ("dp_replicate", "dp_shard") is counted as one axis would be. A mesh of one axis without a name is data parallel.
+
+    Raises WorldError for an axis that could be either, and on a process that is not part of the mesh.
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    sizes = tuple(mesh.shape)
+    if not names:
+        if len(sizes) != 1:
+            raise WorldError(
+                f"a device mesh of shape {sizes} without mesh_dim_names does not tell data from model parallelism: "
+                'name its axes, e.g. init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))'
+            )
+        names = ("dp",)
+    if data_axes is not None:
+        unknown = sorted(set(data_axes) - set(names))
+        if unknown:
+            raise WorldError(f"data_axes names {', '.join(unknown)}, but the mesh's axes are {', '.join(names)}")
+    else:
+        unclear = [name for name in names if name not in DATA_AXES | MODEL_AXES]
+        if unclear:
+            raise WorldError(
+                f"device mesh axis {unclear[0]!r} of {names} may be data or model parallel; data-parallel names: "
+                f"{', '.join(sorted(DATA_AXES))}; model-parallel ones: {', '.join(sorted(MODEL_AXES))}; say it with "
+                "fuelrail.loaders.mesh_world(mesh, data_axes=(...)) and hand over the World it returns"
+            )
+        data_axes = DATA_AXES
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise WorldError(f"this process is not part of the device mesh {names} of shape {sizes}")
+    rank = 0
+    for name, size, at in zip(names, sizes, coordinates, strict=True):
+        if name in data_axes:
+            rank = rank * size + at
+    return World(rank, math.prod(size for name, size in zip(names, sizes, strict=True) if name in data_axes))
+
+
+def detect_world() -> World:
+    """The data-parallel world of this process, from what is initialised here; see the module's list.
+
+    Raises WorldError when RANK and WORLD_SIZE are not numbers that fit.
+    """
+    megatron = _megatron_world()
+    if megatron is not None:
+        return megatron
+    if dist.is_available() and dist.is_initialized():
+        return World(rank=dist.get_rank(), size=dist.get_world_size())
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or size is None:
+        return World(rank=0, size=1)
+    try:
+        return World(rank=int(rank), size=int(size))
+    except ValueError as error:
+        raise WorldError(f"the environment says RANK={rank!r} and WORLD_SIZE={size!r}: {error}") from error
+
+
+def _megatron_world() -> World | None:
+    # A parallel state that is initialised has been imported by whoever did that; never import it here.
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.is_initialized():
+        return None
+    # Without context parallelism: its ranks split one sample's sequence, so they need the same sample.
+    return World(rank=state.get_data_parallel_rank(), size=state.get_data_parallel_world_size())
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """What one process says of itself: data-parallel rank and size, digests of its settings and of its first batch."""
+
+    rank: int
+    size: int
+    settings: int
+    batch: int
+
+
+def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) -> None:
+    """Compare settings and first batch over all processes of the default process group; every one must call this.
+
+    ``settings`` are plain JSON types that must be equal on all ranks; ``batch`` must be equal on those with the same
+    data-parallel rank. Does nothing without a process group. Raises WorldError, on all ranks alike, showing what
+    differs and where.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    encoded = msgspec.json.encode(settings, order="sorted")
+    claims = _gather(_Claim(world.rank, world.size, _signed(xxhash.xxh3_64_intdigest(encoded)), batch_digest(batch)))
+    # Every process holds the same claims, so all of them take the same way from here on.
+    if len({(claim.settings, claim.size) for claim in claims}) > 1:
+        told: list[dict[str, Any]] = [{}] * len(claims)
+        dist.all_gather_object(told, {"world size": world.size, **settings})
+        raise WorldError(f"ranks have different loader settings; {_differences(told)}")
+    first: dict[int, int] = {}
+    for process, claim in enumerate(claims):
+        other = first.setdefault(claim.rank, process)
+        if claims[other].batch != claim.batch:
+            raise WorldError(
+                f"processes {other} and {process} are both data-parallel rank {claim.rank} but got different batches; "
+                "a transform or collate_fn must depend on the sample alone (its `seed` included), not on the process"
+            )
+    missing = sorted(set(range(world.size)) - set(first))
+    if missing:
+        raise WorldError(
+            f"no process is data-parallel rank {missing[0]} of {world.size}: {len(claims)} processes claim the ranks "
+            f"{sorted(first)}; hand every one its World, or the device mesh that tells it"
+        )
+
+
+def batch_digest(batch: object) -> int:
+    """A signed 64-bit digest of a batch's content: of tensors, arrays, numbers, strings, in dicts, lists and tuples."""
+    digest = xxhash.xxh3_64()
+    _feed(digest, batch)
+    return _signed(digest.intdigest())
+
+
+def _feed(digest: xxhash.xxh3_64, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        # Numpy hands over arrays of one entry with a stride of 0, which a view as bytes would refuse.
+        dense = value.as_strided((value.numel(),), (1,))
+        digest.update(dense.view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray):
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            digest.update(str(name).encode())
+            _feed(digest, entry)
+    elif isinstance(value, (list, tuple)):
+        digest.update(str(len(value)).encode())
+        for entry in value:
+            _feed(digest, entry)
+    elif isinstance(value, (str, int, float, bool, bytes, type(None))):
+        digest.update(repr(value).encode())
+
+    # Anything else is the user's own; its repr may hold an address, so it cannot be compared.
+
+
+def _gather(mine: _Claim) -> list[_Claim]:
+    on_host = "cpu:" in str(dist.get_backend_config())
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    numbers = torch.tensor([mine.rank, mine.size, mine.settings, mine.batch], device=device)
+    everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, numbers)
+    return [_Claim(*claim.tolist()) for claim in everyone]
+
+
+def _differences(told: list[dict[str, Any]]) -> str:
+    lines = []
+    for name in told[0]:
+        values: dict[str, list[int]] = {}
+        for process, settings in enumerate(told):
+            values.setdefault(repr(settings.get(name)), []).append(process)
+        if len(values) > 1:
+            sides = [f"{value} on {_processes(processes)}" for value, processes in values.items()]
+            lines.append(f"{name}: {', '.join(sides)}")
+    return "; ".join(lines)
+
+
+def _processes(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:4]))
+    return f"rank {shown}" if len(numbers) <= 4 else f"rank {shown} and {len(numbers) - 4} more"
+
+
+def _signed(digest: int) -> int:
+    return digest - (1 << 63)
+
+
+def warn_of_workers(share: Share) -> None:
+    """Warn where this process is one of several workers of torch's DataLoader, and the steps are not shared out."""
+    worker = get_worker_info()
+    if worker is not None and share.of < worker.num_workers:
+        warnings.warn(
+            f"a fuelrail DataLoader is iterated in worker {worker.id} of {worker.num_workers} of torch's "
+            f"DataLoader: each worker gives every batch, {worker.num_workers} times in all; wrap it in "
+            "fuelrail.loaders.IterableView, which shares the steps out, or use num_workers=0",
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""Which sample is loaded when: datasets, order, prefetching, bad samples, state."""

@@ -1,0 +1,163 @@
+"""Bad samples: raise, or put the next good one of the order in their place; counted, listed, bounded.
+
+What takes the place of a bad sample depends on dataset and order alone: the sample at the next position of the epoch
+(after the last, the first; in lanes, the lane's next frame), and if that is bad too the one behind it. So all runs,
+ranks and resumed runs agree, and no rank has fewer batches than the others.
+
+Bad means that the sample itself is: its bytes differ from those written, do not decode, or are cut off. Storage that
+refuses or does not answer is no reason to train on something else: that is always raised.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fuelrail.pipeline.errors import (
+    BadSamplesError,
+    ChecksumError,
+    ConfigError,
+    FrameError,
+    MemberError,
+    ShardError,
+    TarFormatError,
+    TruncatedShardError,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from fuelrail.loaders.records import DecodedSample, Source, Task
+    from fuelrail.loaders.schedule.positions import PlaceMap
+
+_LOG = logging.getLogger(__name__)
+
+OnError: TypeAlias = Literal["raise", "substitute"]
+ON_ERROR: Final = ("raise", "substitute")
+MAX_BAD: Final = 100
+QUARANTINE_FILE: Final = "fuelrail-quarantine.jsonl"
+BAD_SAMPLE: Final = (ChecksumError, TruncatedShardError, TarFormatError, FrameError, MemberError)
+"""What makes a sample bad."""
+
+
+class Policy(NamedTuple):
+    """What to do with bad samples; ``file`` takes one JSON line for each (None: none is written)."""
+
+    on_error: OnError = "raise"
+    max_bad: int = MAX_BAD
+    file: Path | None = None
+
+
+def make_policy(on_error: str, max_bad: int, file: str | os.PathLike[str] | None) -> Policy:
+    """The policy from a user's arguments; raises ConfigError."""
+    if on_error not in ON_ERROR:
+        raise ConfigError(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
+    if max_bad < 0:
+        raise ConfigError(f"max_bad={max_bad} must be 0 or more")
+    return Policy("substitute" if on_error == "substitute" else "raise", max_bad, None if file is None else Path(file))
+
+
+class BadSamples:
+    """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
+
+    def __init__(self, policy: Policy, sources: Sequence[Source], where: PlaceMap, rank: int = 0) -> None:
+        self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
+        self._bad: set[int] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """Distinct bad samples so far."""
+        return len(self._bad)
+
+    def replace(self, task: Task, frame: int, failure: Exception) -> Task:
+        """The task with the next sample of the order, all its frames, in place of one that has a bad frame.
+
+        Raises ``failure`` itself, or the change of its shard that explains it, where the policy says so and where it
+        is not the sample that is bad; BadSamplesError where there are more than allowed.
+        """
+        error = self._cause(task, frame, failure)
+        if self._policy.on_error == "raise" or not isinstance(error, BAD_SAMPLE):
+            raise error
+        if task.num_replaced >= self._where.epoch_length:
+            raise BadSamplesError(f"no sample of the epoch is good; the last: {error}") from error
+        position = self._where.next_position(task.slot.epoch, task.position)
+        parts, rows, present, _, _ = self._where.places(task.slot.epoch, np.array([position]))
+        source = self._sources[int(parts[0])]
+        index, storage = source.dataset.index, source.storage
+        entries = [index.row(row) for row in rows[0].tolist()]
+        takes = [partial(storage.span, row, entry) for row, entry in zip(rows[0].tolist(), entries, strict=True)]
+        replaced = task._replace(
+            source=source,
+            frames=tuple(map(type(task.frames[0]), rows[0].tolist(), present[0].tolist(), entries, takes)),
+            position=position,
+            num_replaced=task.num_replaced + 1,
+        )
+        number = task.source.base + task.frames[frame].row
+        with self._lock:
+            is_new = number not in self._bad
+            self._bad.add(number)
+            if is_new:
+                self._note(task, frame, error, entries[task.current].key)
+            if len(self._bad) > self._policy.max_bad:
+                raise BadSamplesError(
+                    f"{len(self._bad)} bad samples, max_bad={self._policy.max_bad} are allowed; the last: {error}"
+                ) from error
+        return replaced
+
+    def recheck(self, decoded: Sequence[DecodedSample]) -> None:
+        """See that samples, now decoded, were made of the bytes that were checked; raises ShardError.
+
+        It is too late then to put others in their place.
+        """
+        by_name = {source.name: source.storage for source in self._sources}
+        for sample in decoded:
+            for row in (sample.row,) if sample.window is None else sample.window.rows:
+                by_name[sample.dataset].recheck(row)
+
+    def _cause(self, task: Task, frame: int, error: Exception) -> Exception:
+        """The error, or the change of the shard under our feet that explains it."""
+        try:
+            task.source.storage.recheck(task.frames[frame].row)
+        except ShardError as cause:
+            return error if isinstance(error, ShardError) else cause
+        return error
+
+    def _note(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
+        row, _, entry, _ = task.frames[frame]
+        manifest = task.source.dataset.manifest
+        line: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "dataset": manifest.fingerprint,
+            "rank": self._rank,
+            "epoch": task.slot.epoch,
+            "step": task.slot.step,
+            "row": row,
+            "key": None if entry is None else entry.key,
+            "shard": None if entry is None else manifest.shards[entry.shard].name,
+            "offset": None if entry is None else entry.offset,
+            "member": getattr(error, "member", None),
+            "error": type(error).__name__,
+            "message": str(error),
+            "replaced_by": replaced_by,
+        }
+        _LOG.warning(
+            "bad sample %s (shard %s, offset %s) replaced by %s: %s",
+            line["key"], line["shard"], line["offset"], replaced_by, error,
+        )  # fmt: skip
+        if self._policy.file is None:
+            return
+        try:
+            # One write in append mode: lines of several ranks do not mix.
+            with self._policy.file.open("ab", buffering=0) as file:
+                file.write(json.dumps(line).encode() + b"\n")
+        except OSError as failure:
+            _LOG.warning("quarantine file '%s' cannot be written: %s", self._policy.file, failure)

@@ -1,0 +1,156 @@
+"""The datasets that a loader draws from: opened, held against each other, and each with its storage and reader.
+
+Samples of several datasets stand in one batch, so they must have the same rig and mean the same by their labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fuelrail.loaders.decode.protocol import ImageFacts
+from fuelrail.loaders.records import Source
+from fuelrail.loaders.storage import StorageStats
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.pipeline.sample.schema import BOXES
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Sequence
+
+    from fuelrail.loaders.storage import Storage
+    from fuelrail.pipeline.storage.retry import RetryPolicy
+
+
+if TYPE_CHECKING:
+    DatasetLike = str | os.PathLike[str] | Dataset
+
+
+def open_all(
+    dataset: DatasetLike | Mapping[str, DatasetLike],
+    mix: Mapping[str, int] | None,
+    storage_options: Mapping[str, Any] | None,
+    cache_dir: str | os.PathLike[str] | None,
+    retry: RetryPolicy | None,
+) -> dict[str, Dataset]:
+    """The datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
+
+    Raises ConfigError for what is no dataset, or no mapping of names to them, and what `open_dataset` raises.
+    """
+
+    def opened(one: object) -> Dataset:
+        if isinstance(one, Dataset):
+            return one
+        if not (isinstance(one, str) or hasattr(one, "__fspath__")):
+            raise ConfigError(
+                f"dataset={one!r} must be a folder, a URL, an open dataset, or a dict of names to several of these"
+            )
+        return open_dataset(one, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+
+    if (mix is None) != (not isinstance(dataset, Mapping)):
+        raise ConfigError(
+            f"mix={mix!r} goes with a dict of datasets, got dataset={dataset!r}: "
+            'DataLoader({"a": PATH, "b": PATH}, batch_size, mix={"a": 3, "b": 1})'
+        )
+    if not isinstance(dataset, Mapping):
+        single = opened(dataset)
+        return {single.manifest.name: single}
+    if not dataset or not all(isinstance(name, str) and name for name in dataset):
+        raise ConfigError(f"dataset={dataset!r}: a mix needs at least one dataset, each with a name")
+    return {name: opened(one) for name, one in dataset.items()}
+
+
+def check_compatible(datasets: Mapping[str, Dataset], *, points: bool = False) -> None:
+    """Raise ConfigError, with both sides, where samples of these datasets cannot stand in one batch."""
+    (first, one), *others = datasets.items()
+    for name, other in others:
+        for what, sides in _facts(one, other, points=points).items():
+            if sides[0] != sides[1]:
+                raise ConfigError(
+                    f"datasets {first!r} and {name!r} cannot be mixed in one batch, their {what} differ: "
+                    f"{first!r} has {sides[0]}, {name!r} has {sides[1]}; reshard one of them to match the other"
+                )
+
+
+def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[object, object]]:
+    def both(fact: Callable[[Dataset], object]) -> tuple[object, object]:
+        return fact(one), fact(other)
+
+    def columns(dataset: Dataset) -> object:
+        return [f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]]
+
+    facts = {
+        "cameras": both(lambda dataset: [camera.channel for camera in dataset.manifest.cameras]),
+        "classes": both(lambda dataset: list(dataset.manifest.classes)),
+        "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
+        "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
+        # Matrices from and to the lidar are there for a whole batch or not at all.
+        "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
+    }
+    return {**facts, "lidars' columns": both(columns)} if points else facts
+
+
+def make_sources(
+    datasets: Mapping[str, Dataset],
+    split: str,
+    open_storage: Callable[[Dataset], Storage],
+    *,
+    points: bool,
+    sweeps: bool,
+    named: bool,
+) -> tuple[Source, ...]:
+    """One source for each dataset, rows numbered on from one to the next; raises ConfigError for an unknown split."""
+    sources: list[Source] = []
+    base = 0
+    for name, dataset in datasets.items():
+        storage = open_storage(dataset)
+        reader = SampleReader(dataset, storage=storage, points=points, sweeps=sweeps, extra=False)
+        sources.append(
+            Source(name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader)
+        )
+        base += len(dataset.index)
+    return tuple(sources)
+
+
+def require_lidar(sources: Sequence[Source]) -> None:
+    """Make samples without a lidar's pose bad ones, for boxes could not be in its frame.
+
+    Raises ConfigError where a dataset has no lidar at all.
+    """
+    for source in sources:
+        manifest = source.dataset.manifest
+        if not manifest.lidars:
+            raise ConfigError(
+                f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
+            )
+        source.reader.needs_lidar = True
+
+
+def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
+    """The storages' counts together; their names side by side where they are of different kinds."""
+    if len(stats) == 1:
+        return stats[0]
+    backend = "+".join(dict.fromkeys(each.backend for each in stats))
+    return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
+
+
+_NUM_LOOKED_AT = 4
+
+
+def image_facts(sources: Sequence[Source]) -> ImageFacts:
+    """Sizes from the manifests, and how the images of a few samples, spread over the datasets, are coded."""
+    sizes = [size for source in sources for camera in source.dataset.manifest.cameras for size in camera.sizes]
+    is_baseline = []
+    for source in sources:
+        num_samples = len(source.dataset.index)
+        for at in sorted({number * num_samples // _NUM_LOOKED_AT for number in range(_NUM_LOOKED_AT)}):
+            try:
+                images = source.reader.sample(at).images.values()
+                is_baseline += [info.format == "jpeg" and not info.progressive for info in map(probe, images)]
+            except FuelrailError:
+                continue  # a bad sample is the loader's affair, when its turn comes
+    share = sum(is_baseline) / len(is_baseline) if is_baseline else 1.0
+    return ImageFacts((max((w for w, _ in sizes), default=0), max((h for _, h in sizes), default=0)), share)

@@ -1,0 +1,104 @@
+"""Which rows of which dataset stand at a position: the order, its lanes, windows and mixes, as the loader sees them.
+
+Loading, the cache's foresight and the replacement of bad samples all ask here, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fuelrail.loaders.records import NO_FLAGS
+from fuelrail.pipeline.order.lanes import LaneEpoch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
+    from fuelrail.pipeline.order.mix import MixedEntries
+    from fuelrail.pipeline.order.windows import WindowLookup
+
+    Rows: TypeAlias = NDArray[np.int64]
+
+_EPOCHS_KEPT: Final = 4
+
+
+class Part(NamedTuple):
+    """One dataset's part of the sequence: where its split begins in its index, and its windows.
+
+    ``base`` rows belong to the datasets before it: ``base + row`` tells rows of all datasets apart.
+    """
+
+    first_row: int
+    base: int
+    window: WindowLookup | None
+
+
+class Places(NamedTuple):
+    """What stands at B positions: samples of T frames (T is 1 without windows)."""
+
+    parts: Rows
+    """(B,): which dataset."""
+    rows: Rows
+    """(B, T): rows of its index, the sample's own among them."""
+    present: NDArray[np.bool_]
+    """(B, T): False: the clip has no such frame, the row is that of its stand-in."""
+    valid: NDArray[np.bool_]
+    """(B,): False: padding of a lane that has ended."""
+    flags: Mapping[str, NDArray[Any]]
+    """(B,) each: what the order says of these samples, under the names of a batch."""
+
+
+class PlaceMap:
+    """Maps the positions of any epoch to their places. Pure; safe to call from any number of threads."""
+
+    def __init__(self, order: AnyOrder | DatasetMixOrder, parts: Sequence[Part]) -> None:
+        """``parts``: one, or those that the order mixes."""
+        self.epoch_length = order.epoch_length
+        self._parts = tuple(parts)
+        window = self._parts[0].window
+        self.frames = 1 if window is None else len(window.window.frames)
+        # Epochs cost time to set up, and all who ask look at one or two neighbouring ones.
+        self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
+
+    def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
+        """The places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
+        order = self._epoch(epoch)
+        valid, flags = np.ones(len(positions), dtype=bool), NO_FLAGS
+        parts = np.zeros(len(positions), dtype=np.int64)
+        if isinstance(order, LaneEpoch):
+            samples, valid, prev_exists = order.entries(positions)
+            flags = {"lane": positions % order.num_lanes, "prev_exists": prev_exists}
+        elif len(self._parts) > 1:
+            mixed: MixedEntries = order.entries(positions)  # type: ignore[attr-defined]
+            parts, samples = mixed
+        else:
+            samples = order(positions)
+        rows = np.empty((len(positions), self.frames), dtype=np.int64)
+        present = np.ones(rows.shape, dtype=bool)
+        for number, part in enumerate(self._parts):
+            here = slice(None) if len(self._parts) == 1 else parts == number
+            if part.window is None:
+                rows[here] = samples[here][:, None] + part.first_row
+            else:
+                shown = part.window(samples[here])
+                rows[here], present[here] = shown.samples + part.first_row, shown.present
+        return Places(parts, rows, present, valid, flags)
+
+    def numbers(self, epoch: int, positions: NDArray[np.int64]) -> Rows:
+        """What is read for ``positions`` (B,), in the order of reading: ``base + row`` of each frame, (B * T,)."""
+        places = self.places(epoch, positions)
+        bases = np.array([part.base for part in self._parts])
+        numbers: Rows = (places.rows + bases[places.parts][:, None]).reshape(-1)
+        return numbers
+
+    def next_position(self, epoch: int, position: int) -> int:
+        """The position whose sample takes a bad one's place: the next one; in lanes that of the lane's next frame."""
+        order = self._epoch(epoch)
+        # Another lane's would be of another clip.
+        stride = order.num_lanes if isinstance(order, LaneEpoch) else 1
+        return (position + stride) % self.epoch_length

@@ -1,0 +1,124 @@
+"""What a loader loads, and in which order: datasets, splits, windows and the compiled order, without a word on how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fuelrail.loaders.schedule.datasets import check_compatible, make_sources
+from fuelrail.loaders.schedule.positions import Part, PlaceMap
+from fuelrail.loaders.schedule.prefetch import RequestNumbers, Shelf
+from fuelrail.loaders.schedule.state import Identity
+from fuelrail.loaders.storage.cache.future_uses import Range, foresee
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.format.attributes import ClipTable
+from fuelrail.pipeline.order.compile import compile_mix, compile_order
+from fuelrail.pipeline.order.windows import WindowLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fuelrail.loaders.records import Source
+    from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.order.batching import Batching, Cursor, Share
+    from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
+    from fuelrail.pipeline.order.spec import OrderSpec
+    from fuelrail.pipeline.order.windows import FrameWindow
+
+_SEARCHED_AT_A_TIME = 1 << 16
+
+
+class Choice(NamedTuple):
+    """What is to be loaded: one dataset, or several and their ratios; a split; an order; temporal windows."""
+
+    datasets: Mapping[str, Dataset]
+    mix: Mapping[str, int] | None
+    split: str
+    order: OrderSpec
+    window: FrameWindow | None
+    points: bool
+    sweeps: bool
+    """Earlier sweeps of the lidar too."""
+
+
+class Supply(NamedTuple):
+    """The samples to load, by position."""
+
+    sources: tuple[Source, ...]
+    where: PlaceMap
+    identity: Identity
+
+    def shelves(self, start: Cursor, batching: Batching, share: Share) -> list[Shelf]:
+        """Begin a session with each storage, to be asked for what comes for this share from ``start`` on."""
+        return [self._shelf(source, start, batching, share) for source in self.sources]
+
+    def _shelf(self, source: Source, start: Cursor, batching: Batching, share: Share) -> Shelf:
+        index, storage = source.dataset.index, source.storage
+        numbers = RequestNumbers() if len(self.sources) > 1 else None
+        foresight, uses_per_step = self._foresee(source, start, batching, share, numbers)
+        return Shelf(index, storage.session(foresight, uses_per_step), numbers)
+
+    def _foresee(
+        self, source: Source, start: Cursor, batching: Batching, share: Share, numbers: RequestNumbers | None
+    ) -> tuple[Foresight, int]:
+        """What will be used of one dataset; its requests' ``numbers`` among all are needed where there are several."""
+        only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
+        return foresee(self.where.numbers, start, batching, self.where.frames, only, share)
+
+
+def make_supply(
+    choice: Choice, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
+) -> Supply:
+    """Compile the order and open the datasets' storages.
+
+    Raises ConfigError and OrderError for what cannot be loaded so, and what `compile_order` raises.
+    """
+    datasets, mix, split, spec, window, points, sweeps = choice
+    check_compatible(datasets, points=points)
+    for dataset in datasets.values():
+        dataset.split(split)  # a split that is not there is told before anything is computed
+    clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}
+    order: AnyOrder | DatasetMixOrder
+    if mix is None:
+        ((name, dataset),) = datasets.items()
+        order = compile_order(spec, dataset, split, global_batch=global_batch, window=window, clips=clips[name])
+        fingerprints: str | dict[str, str] = dataset.manifest.fingerprint
+    else:
+        order = compile_mix(mix, spec, datasets, split, window=window, clips=list(clips.values()))
+        fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
+    sources = make_sources(datasets, split, open_storage, points=points, sweeps=sweeps, named=mix is not None)
+    parts = [
+        Part(source.first_row, source.base, _lookup(window, table, source))
+        for source, table in zip(sources, clips.values(), strict=True)
+    ]
+    # Through JSON and back, so that a state that was saved as JSON has the same types.
+    said: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
+    identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=said)
+    return Supply(sources, PlaceMap(order, parts), identity)
+
+
+def _lookup(window: FrameWindow | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:
+    if window is None:
+        return None
+    assert clips is not None
+    lookup = WindowLookup(clips, window)
+    if len(window.frames) > 1 and not _finds_any(lookup, len(clips)):
+        raise OrderError(
+            f"frames={list(window.frames)} with stride={window.stride}: no sample of dataset "
+            f"'{source.dataset.root}' has any of these frames in its clip, so every window would be one frame "
+            "repeated; its clips are too short, or it stores single frames"
+        )
+    return lookup
+
+
+def _finds_any(lookup: WindowLookup, num_samples: int) -> bool:
+    others = lookup.window.offsets != 0
+    for first in range(0, num_samples, _SEARCHED_AT_A_TIME):
+        numbers = np.arange(first, min(first + _SEARCHED_AT_A_TIME, num_samples))
+        if lookup(numbers).present[:, others].any():
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""The cache on local disk, which keeps the samples that are needed soonest."""

@@ -1,0 +1,308 @@
+"""Spans of remote shards on a local disk, shared by all processes of a host.
+
+The files and who may touch them are :mod:`fuelrail.loaders.storage.cache.folder`'s matter; what goes when room is
+needed is
+:mod:`fuelrail.loaders.storage.cache.future_uses`'s. Without foresight (single samples read by hand) the cache takes
+what fits and evicts nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+import numpy as np
+
+from fuelrail.loaders.storage.cache.folder import CacheFolder
+from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst
+from fuelrail.loaders.storage.pread import SpanBuffers
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.storage.filesystem import DISK_FULL
+from fuelrail.pipeline.storage.private import make_folder, open_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.protocol import StorageStats
+    from fuelrail.pipeline.format.dataset import Dataset
+
+_LOG = logging.getLogger(__name__)
+
+_OPEN_FILES: Final = 128
+
+
+_KEEP_BUFFERS_BYTES: Final = 64 << 20
+
+
+class CachedSpan:
+    """A span that is in the cache; opened at once where descriptors allow it, so that eviction cannot take it away."""
+
+    __slots__ = ("_cache", "_fd", "_index", "_length")
+
+    def __init__(self, cache: SpanCache, index: int, length: int, fd: int) -> None:
+        self._cache, self._index, self._length, self._fd = cache, index, length, fd
+
+    def read(self) -> memoryview | None:
+        """Its bytes, unchecked; None where the file is gone or cut."""
+        try:
+            if self._fd < 0:
+                self._fd = self._cache.folder.open_file(self._index)
+                self._cache.num_open += 1
+            buffer = self._cache.buffers.take(self._length)
+            done = 0
+            while done < self._length:
+                count = os.preadv(self._fd, [buffer[done:]], done)
+                if count == 0:
+                    return None
+                done += count
+        except OSError as error:
+            _LOG.warning("cache file '%s' cannot be read: %s", self._cache.folder.file(self._index), error)
+            return None
+        return buffer
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._cache.num_open -= 1
+
+
+class _Counts(NamedTuple):
+    hits: int = 0
+    misses: int = 0
+    hit_bytes: int = 0
+    evictions: int = 0
+    damaged: int = 0
+
+
+class SpanCache:
+    """A cache of one dataset's spans; safe to use from many threads and processes."""
+
+    def __init__(
+        self, folder: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
+    ) -> None:
+        """Open the cache in ``folder``, or begin one; ``length_of`` tells a sample's bytes.
+
+        Raises ConfigError where it is of another dataset, version or user.
+        """
+        self.folder = CacheFolder(folder, fingerprint, num_samples, length_of, max_bytes)
+        self._length_of = length_of
+        self.buffers = SpanBuffers(_KEEP_BUFFERS_BYTES)
+        self.num_open = 0
+
+        self._counts = _Counts()
+        self._writes = True
+        self._policy: FarthestFirst | None = None
+        self._has_stock = False
+
+    @classmethod
+    def open_for(cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None) -> Self:
+        """The cache of a dataset in a folder that may hold those of others; see :func:`parse_size` for the size."""
+        base = Path(cache_dir) / "spans"
+        fingerprint = dataset.manifest.fingerprint
+        folder = base / fingerprint
+        try:
+            make_folder(base.parent, restrict=False)
+            make_folder(base)
+            max_bytes = parse_size(cache_size) if cache_size is not None else part_of_free_space(base, folder)
+        except OSError as error:
+            raise ConfigError(f"cache_dir: '{cache_dir}' cannot be used as a cache: {error}") from error
+        others = [entry.name for entry in base.iterdir() if entry.name != fingerprint]
+        if others:
+            _LOG.info("cache '%s' also holds %d other datasets; cache_size is for each", cache_dir, len(others))
+        index = dataset.index
+        return cls(folder, fingerprint, len(index), lambda row: index.row(row).length, max_bytes)
+
+    @classmethod
+    def open_or_warn(
+        cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None
+    ) -> Self | None:
+        """As :meth:`open_for`; None, with a warning, where the disk is full already."""
+        try:
+            return cls.open_for(dataset, cache_dir, cache_size)
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
+                _LOG.warning("%s; going on without a cache", error)
+                return None
+            raise
+
+    def foresee(self, foresight: Foresight | None, uses_per_step: int = 0) -> None:
+        """From now on evict by this foresight (of an iteration that begins), or not at all."""
+        with self.folder.thread_lock:
+            if foresight is None:
+                self._policy = None
+                return
+            # Other ranks' newcomers appear about when they are used; two steps later they are there for sure.
+            self._policy = FarthestFirst(foresight, self.folder.holds, lag=2 * uses_per_step)
+            self._has_stock = False
+
+    def open(self, index: int, length: int) -> CachedSpan | None:
+        """The span of sample ``index`` if it is here; the kernel starts reading it."""
+        if not self.folder.holds(index):
+            with self.folder.thread_lock:
+                self._counts = self._counts._replace(misses=self._counts.misses + 1)
+            return None
+        if self.num_open >= _OPEN_FILES:
+            return CachedSpan(self, index, length, -1)
+        try:
+            fd = self.folder.open_file(index)
+        except OSError:
+            self.forget(index)
+            return None
+        self.num_open += 1
+        os.posix_fadvise(fd, 0, length, os.POSIX_FADV_WILLNEED)
+        return CachedSpan(self, index, length, fd)
+
+    def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
+        """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
+
+        A disk that is full or fails ends admission, with one warning; what is here goes on being used.
+        """
+        if not self._writes or len(span) > self.folder.max_bytes:
+            return False
+        try:
+            if not self._reserve(index, len(span), time):
+                return self.folder.holds(index)
+        except OSError as error:
+            self._give_up_writing(error)
+            return False
+        try:
+            self.folder.write(index, span)
+        except OSError as error:
+            with self.folder.locked():
+                self.folder.used_bytes -= len(span)
+            self._give_up_writing(error)
+            return False
+        with self.folder.locked():
+            self.folder.enter(index)
+        return True
+
+    def forget(self, index: int) -> None:
+        """Drop a file that is gone or damaged."""
+        with self.folder.locked():
+            if self.folder.holds(index):
+                _LOG.warning(
+                    "cache file '%s' is missing or damaged; the sample is fetched again", self.folder.file(index)
+                )
+                self._counts = self._counts._replace(damaged=self._counts.damaged + 1)
+                self.folder.remove(index)
+
+    def count_hit(self, num_bytes: int) -> None:
+        """Count a span that was read here and found good."""
+        with self.folder.thread_lock:
+            counts = self._counts
+            self._counts = counts._replace(hits=counts.hits + 1, hit_bytes=counts.hit_bytes + num_bytes)
+
+    def add_stats(self, stats: StorageStats) -> StorageStats:
+        """The statistics of a storage with this cache's added."""
+        counts = self._counts
+        return stats._replace(
+            cache_hits=counts.hits, cache_misses=counts.misses, cache_hit_bytes=counts.hit_bytes,
+            cache_bytes=self.folder.used_bytes, cache_evictions=counts.evictions, cache_damaged=counts.damaged,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self.folder.close()
+
+    # Admission and eviction, under the lock
+
+    def _reserve(self, index: int, length: int, time: int | None) -> bool:
+        """Make room for a newcomer and count it as here; False where it is here already or not worth it."""
+        with self.folder.locked():
+            if self.folder.holds(index):
+                return False
+            is_full = self.folder.used_bytes + length > self.folder.max_bytes
+            policy = self._policy if time is not None and (is_full or self._has_stock) else None
+            next_use = NEVER
+            if policy is not None and time is not None:
+                policy.advance(time)
+                if policy.wants_stock:  # not before the cache is full: until then nobody asks what should go
+                    policy.rebuild(self.folder.held(), time)
+                    self._has_stock = True
+                next_use = policy.next_use(index)
+            if is_full and (policy is None or not self._make_room(policy, length, next_use)):
+                return False
+            self.folder.used_bytes += length
+            if policy is not None:
+                policy.add(index, next_use)
+            return True
+
+    def _make_room(self, policy: FarthestFirst, length: int, next_use: int) -> bool:
+        """Evict samples used later than ``next_use`` until ``length`` bytes fit; all or none."""
+        if next_use == NEVER:
+            return False
+        victims: dict[int, int] = {}
+        room = self.folder.max_bytes - self.folder.used_bytes
+        restocked = False
+        while room < length:
+            victim = policy.pop()
+            if victim is None and not restocked:
+                restocked = True  # what other processes brought
+                policy.rebuild(np.setdiff1d(self.folder.held(), list(victims)), policy.now)
+                continue
+            if victim is not None and victim[0] in victims:
+                continue  # it may come twice, and frees its room but once
+            if victim is None or victim[1] <= next_use:
+                victims.update([] if victim is None else [victim])
+                for row, time in victims.items():
+                    policy.add(row, time)
+                return False
+            victims[victim[0]] = victim[1]
+            room += self._length_of(victim[0])
+        for row in victims:
+            self.folder.remove(row)
+        self._counts = self._counts._replace(evictions=self._counts.evictions + len(victims))
+        return True
+
+    def _give_up_writing(self, error: OSError) -> None:
+        self._writes = False
+        _LOG.warning(
+            "cache '%s' takes no more samples: %s; going on without, at the speed of the remote storage",
+            self.folder.path, error,
+        )  # fmt: skip
+
+
+_PART_OF_FREE_SPACE: Final = 0.8
+
+
+_UNITS: Final = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or a text such as ``500GB``, ``1.5TiB``. Raises ConfigError."""
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(
+                f"cache_size={size!r} is not a size; write bytes, or a number with KB, MB, GB, TB, GiB, TiB"
+            )
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ConfigError(f"cache_size={size} must be 1 byte or more")
+    return size
+
+
+def part_of_free_space(base: Path, folder: Path) -> int:
+    """The default size [bytes] of the cache in ``folder``: 80 % of what is free on its disk and of what it holds."""
+    free = shutil.disk_usage(base).free
+    try:
+        with os.fdopen(open_file(folder / "table", os.O_RDONLY), "rb") as table:
+            here = int.from_bytes(table.read(8), "little")
+    except FileNotFoundError:
+        here = 0
+    return max(1, int((free + here) * _PART_OF_FREE_SPACE))

@@ -1,0 +1,98 @@
+"""Sample number to sample: the span from storage, checked, and its members parsed; images stay encoded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fuelrail.loaders.storage import open_storage
+from fuelrail.pipeline.errors import OrderError, SchemaError
+from fuelrail.pipeline.format.dataset import read_members
+from fuelrail.pipeline.format.rules import Rig, check_arrays
+from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
+
+if TYPE_CHECKING:
+    from fuelrail.loaders.storage import Storage
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index_row import IndexRow
+
+
+class FetchedSpan(NamedTuple):
+    """A sample's index row and its bytes as stored."""
+
+    row: IndexRow
+    span: memoryview
+
+
+class SampleReader:
+    """Reads single samples of an open dataset, by row of its index. Thread-safe.
+
+    ``storage`` None: the one that fits the place of the dataset, where every span is held against its xxh3 digest.
+    Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
+    that nor ``extra`` are user members.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        storage: Storage | None = None,
+        points: bool = True,
+        sweeps: bool = True,
+        extra: bool = True,
+    ) -> None:
+        self._dataset = dataset
+        self.storage = open_storage(dataset) if storage is None else storage
+        self.cameras = [camera.channel for camera in dataset.manifest.cameras]
+        self._rig = Rig.of(dataset.manifest)
+        self.needs_lidar = False
+        """Whether a sample is bad where the first lidar has no pose."""
+        lidars = {lidar.channel for lidar in dataset.manifest.lidars}
+        self._wanted = frozenset(
+            name
+            for name in dataset.index.names
+            if (points or lidar_channel(name) not in lidars)
+            and (sweeps or not name.endswith(SWEEPS_FIELD))
+            and (extra or not name.startswith("x_"))
+        )
+
+    def fetch(self, index: int) -> FetchedSpan:
+        """The stored bytes of a sample; raises OrderError outside the dataset, ShardError where bytes are bad."""
+        row = self._dataset.index.row(index)
+        return FetchedSpan(row, self.storage.span(index, row))
+
+    def parse(self, fetched: FetchedSpan) -> Sample:
+        """Decode all members but images; raises MemberError with key and member.
+
+        A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.format.rules`) is a SchemaError: a blank image
+        must never pass for a valid one, nor a label for one of the classes that it is not.
+        """
+        row = fetched.row
+        members = read_members(
+            row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
+        )
+        sample = decode_sample(row.key, members)
+        check_arrays(sample, self._rig)
+        if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
+            raise SchemaError(
+                "the first lidar has no sweep, so boxes cannot be in its frame; use box_frame='ego'",
+                key=row.key,
+                member=GEOMETRY,
+            )
+        return sample
+
+    def sample(self, index: int) -> Sample:
+        """One whole sample; images are views of the mapped shard."""
+        return self.parse(self.fetch(index))
+
+    def find(self, key: str) -> int:
+        """Row of the sample with this key; raises OrderError where there is none. Searches the index from its start."""
+        index = self._dataset.index.find(key)
+        if index is None:
+            there = f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
+            raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {there}")
+        return index
+
+    def _shard_name(self, row: IndexRow) -> str:
+        return self._dataset.shard_path(row).name

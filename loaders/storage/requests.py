@@ -1,0 +1,333 @@
+"""One request against a storage that fails and stalls now and then: retried, hedged, and not too many at once.
+
+::
+
+    acquire a place --> attempt --> answer
+                        |  no answer within the p95 of recent ones: a second, equal request; the first answer counts
+                        |  fault or time-out: give the place back, wait (backoff, jitter), again until the deadline,
+                        |  ahead of those that wait for their first: somebody waits for this one already
+
+*Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few per cent more
+requests. A budget keeps it at that: when all of storage is slow, second requests would only make it slower. From the
+same budget comes the first retry of a request, at once: one fault says nothing of the next request. When many fail
+the budget is spent, and they back off.
+
+*Concurrency* adapts by additive increase and multiplicative decrease on measured throughput: more in flight while
+that brings more bytes a second, fewer when storage says "slow down".
+
+Everything here runs on one event loop and needs no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import collections
+import contextlib
+import random
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, fault_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from typing import Any
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.storage.retry import FaultKind
+
+_RECENT: Final = 200
+_ENOUGH: Final = 20
+"""So many answers tell what is usual."""
+_EXTRA_REQUESTS: Final = 10.0
+"""Hedges and immediate retries that may come together after a quiet time."""
+_FIRST_HEDGE_S: Final = 1.0
+"""When to hedge before there are enough answers to know what is usual."""
+_LOOK_AGAIN_S: Final = 0.1
+"""So long who waits believes what was usual."""
+_WIDEN_ABOVE: Final = 0.75
+"""Part of the best bytes a second that one place had, above which one more still brings something."""
+_LEARN_ROUNDS: Final = 100
+"""How long that best counts: storage changes."""
+_SHORT_ANSWERS: Final = 3
+"""So many short answers in a row mean that the file ends there."""
+
+
+class HedgePolicy(Settings, frozen=True):
+    """When a second request goes out: after that ``quantile`` of recent latencies.
+
+    At most ``part`` of all requests are extra, not counting those made while hardly any other is in flight.
+    """
+
+    quantile: float = 0.95
+    part: float = 0.1
+    min_delay_s: float = 0.02
+
+
+class FetchFailedError(Exception):
+    """A request that failed for good; ``fault`` says why. For the code that knows shard, offset and key."""
+
+    def __init__(self, fault: Fault, num_attempts: int, elapsed_s: float) -> None:
+        super().__init__(fault.text)
+        self.fault, self.num_attempts, self.elapsed_s = fault, num_attempts, elapsed_s
+
+
+class Latencies:
+    """The last 200 latencies, sorted too, for quantiles at the price of two bisections."""
+
+    def __init__(self) -> None:
+        self._recent: collections.deque[float] = collections.deque()
+        self._sorted: list[float] = []
+
+    def add(self, latency_s: float) -> None:
+        """Count one more."""
+        if len(self._recent) == _RECENT:
+            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(latency_s)
+        bisect.insort(self._sorted, latency_s)
+
+    def quantile(self, part: float) -> float | None:
+        """The latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
+        if len(self._sorted) < _ENOUGH:
+            return None
+        return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
+
+
+class Concurrency:
+    """A gate for requests in flight, whose width follows the throughput.
+
+    After every two ``width`` answers it looks at bytes a second and place. While storage has room these stay the same
+    however many places there are; where it has none they share what there is. So as long as requests wait at the gate
+    and a place brings three quarters of the best that one brought so far, it widens: at first to twice as many, and
+    once that was too wide it goes half the way back and on by quarters. (Comparing the throughput of one width with
+    that of the next takes rounds so long that noise does not decide: it got stuck.) Every hundred rounds it narrows by
+    a third and learns anew. After a round of which over a fifth was told to slow down it narrows by 30 %.
+    """
+
+    def __init__(self, start: int = 8, at_most: int = 64) -> None:
+        self.width, self._at_most = min(start, at_most), at_most
+        self.in_flight = 0
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._round_started: float | None = None
+        self._answers = 0
+        self._bytes = 0
+        self._best_rate = 0.0  # bytes a second and place
+        self._rounds_left = _LEARN_ROUNDS
+        self._throttles = 0
+        self._had_waiters = False
+        self._starting = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether at most a quarter of the places are taken: one more request takes nothing from the others."""
+        return self.in_flight * 4 <= self.width
+
+    @contextlib.asynccontextmanager
+    async def place(self, *, ahead: bool = False) -> AsyncIterator[None]:
+        """Hold one of the places, once there is one; ``ahead`` of all who wait."""
+        await self._enter(ahead=ahead)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, *, ahead: bool) -> None:
+        if self.in_flight >= self.width or (self._waiting and not ahead):
+            self._had_waiters = True
+            place = asyncio.get_running_loop().create_future()
+            (self._waiting.appendleft if ahead else self._waiting.append)(place)
+            try:
+                await place
+            except asyncio.CancelledError:
+                if place.done() and not place.cancelled():
+                    self._leave()
+                raise
+        else:
+            self.in_flight += 1
+
+    def _leave(self) -> None:
+        self.in_flight -= 1
+        while self._waiting and self.in_flight < self.width:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.in_flight += 1
+                place.set_result(None)
+
+    def answered(self, num_bytes: int, now_s: float) -> None:
+        """Count an answer; at the end of a round, decide."""
+        if self._round_started is None:
+            self._round_started = now_s
+            return
+        self._answers += 1
+        self._bytes += num_bytes
+        self._end_round(now_s)
+
+    def throttled(self, now_s: float) -> None:
+        """Count a "slow down"."""
+        self._throttles += 1
+        self._end_round(now_s)
+
+    def _end_round(self, now_s: float) -> None:
+        if self._answers + self._throttles < max(16, 2 * self.width):
+            return
+        if self._round_started is not None:
+            self._decide(self._bytes / max(now_s - self._round_started, 1e-9))
+        self._round_started, self._answers, self._bytes, self._throttles = now_s, 0, 0, 0
+        self._had_waiters = bool(self._waiting)
+
+    def _decide(self, rate: float) -> None:
+        if self._throttles >= 3 and self._throttles * 5 > self._answers + self._throttles:
+            self._starting = False
+            self.width = max(1, int(self.width * 0.7))
+            self._rounds_left = min(self._rounds_left, _LEARN_ROUNDS // 4)
+            self._best_rate = float("inf")  # not wider until then
+            return
+        if not self._had_waiters:
+            return
+        self._rounds_left -= 1
+        if self._rounds_left <= 0:
+            self.width = max(1, self.width * 2 // 3)
+            self._best_rate, self._rounds_left = 0.0, _LEARN_ROUNDS
+            return
+        of_one = rate / self.width
+        self._best_rate = max(self._best_rate, of_one)
+        if of_one >= _WIDEN_ABOVE * self._best_rate:
+            step = self.width if self._starting else max(1, self.width // 4)
+            self.width = min(self.width + step, self._at_most)
+        elif self._starting:
+            self.width, self._starting = max(1, self.width * 3 // 4), False
+
+
+class Requester:
+    """Makes requests under the three policies; ``now`` is the event loop's clock.
+
+    Counters: ``requests`` answered and their ``request_bytes``, ``retries``, ``hedges``, ``hedges_won``.
+    """
+
+    def __init__(
+        self,
+        retry: RetryPolicy,
+        hedge: HedgePolicy | None,
+        concurrency: Concurrency,
+        storage_options: Mapping[str, Any] | None = None,
+        on_fault: Callable[[Fault], None] | None = None,
+    ) -> None:
+        self._retry, self._hedge, self.concurrency = retry, hedge, concurrency
+        self._options, self._on_fault = storage_options, on_fault
+        self._latencies = Latencies()
+        self._extra, self._extra_part = _EXTRA_REQUESTS, (hedge or HedgePolicy()).part
+        self.requests = self.request_bytes = self.retries = self.hedges = self.hedges_won = 0
+
+    async def fetch(self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int) -> memoryview:
+        """The ``length`` bytes that ``get()`` brings. Raises FetchFailedError."""
+        loop = asyncio.get_running_loop()
+        started = 0.0  # the deadline is for storage, not for the queue in front of it
+        failures = short = 0
+        fault: Fault | None = None
+        while True:
+            try:
+                async with self.concurrency.place(ahead=failures > 0):
+                    if fault is None:
+                        started = loop.time()
+                    elif loop.time() - started >= self._retry.deadline_s:  # it came late to its turn
+                        raise FetchFailedError(fault, failures, loop.time() - started)
+                    data = await self._attempt(get, started + self._retry.deadline_s)
+                view = memoryview(data).cast("B")
+                if len(view) == length:
+                    self.requests += 1
+                    self.request_bytes += length
+                    self.concurrency.answered(length, loop.time())
+                    return view
+                short += len(view) < length
+                fault = _wrong_length(len(view), length, short)
+            except FetchFailedError:
+                raise
+            except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of tells them apart
+                fault = fault_of(error, self._options)
+            failures += 1
+            if fault.kind == "throttled":
+                self.concurrency.throttled(loop.time())
+            at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
+            pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
+            elapsed_s = loop.time() - started
+            if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
+                raise FetchFailedError(fault, failures, elapsed_s)
+            self.retries += 1
+            if self._on_fault is not None:
+                self._on_fault(fault)
+            await asyncio.sleep(pause_s)
+
+    async def _attempt(self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float) -> Buffer:
+        """One request and perhaps its hedges; whichever answers first counts, the others are given up."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        end = min(deadline, began + self._timeout_s())
+        self._extra = min(_EXTRA_REQUESTS, self._extra + self._extra_part)
+        tasks = {loop.create_task(get())}
+        first = next(iter(tasks))
+        num_sent, sent_at = 1, began
+        error: BaseException = TimeoutError(f"no answer within {end - began:.1f} s")
+        try:
+            while tasks:
+                now = loop.time()
+                if now >= end:
+                    self._latencies.add(end - began)  # at least that long
+                    break
+                usual_s = self._usual_s()
+                look_at = sent_at + 2 ** (num_sent - 1) * usual_s  # a hedge can stall too
+                if now >= look_at:
+                    if self.concurrency.is_idle or self._may_ask_once_more():
+                        self.hedges += 1
+                        num_sent, sent_at = num_sent + 1, now
+                        tasks.add(loop.create_task(get()))
+                        continue
+                    look_at = now + usual_s
+                # By then more may be known of what is usual.
+                timeout_s = min(look_at, end, now + _LOOK_AGAIN_S) - now
+                done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    tasks.discard(task)
+                    if task.exception() is None:
+                        self._latencies.add(loop.time() - began)
+                        self.hedges_won += task is not first
+                        return task.result()
+                    error = task.exception() or error
+            raise error
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_ignore)
+
+    def _may_ask_once_more(self) -> bool:
+        """Take one request out of the budget of extra ones, if there is one."""
+        if self._extra < 1.0:
+            return False
+        self._extra -= 1.0
+        return True
+
+    def _usual_s(self) -> float:
+        """What an answer takes at most as a rule: after that a hedge goes out."""
+        if self._hedge is None:
+            return float("inf")
+        usual_s = self._latencies.quantile(self._hedge.quantile)
+        return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._hedge.min_delay_s)
+
+    def _timeout_s(self) -> float:
+        """How long one attempt may take: ten times what is usual, at least 2 s, never over the policy's limit."""
+        usual_s = self._latencies.quantile(0.95)
+        limit_s = self._retry.attempt_timeout_s
+        return limit_s if usual_s is None else min(limit_s, max(2.0, 10 * usual_s))
+
+
+def _wrong_length(got: int, wanted: int, num_short: int) -> Fault:
+    if got > wanted:
+        return Fault("invalid", f"the server sent {got} bytes for a range of {wanted}: it does not serve byte ranges")
+    kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
+    return Fault(kind, f"the answer came short: {got} of {wanted} bytes")
+
+
+def _ignore(task: asyncio.Task[Buffer]) -> None:
+    """Look at the outcome of a request that was given up, or asyncio warns that nobody did."""
+    with contextlib.suppress(asyncio.CancelledError):
+        task.exception()

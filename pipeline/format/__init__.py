@@ -1,0 +1,1 @@
+"""The dataset on disk: what a sample holds, shards, index and manifest."""

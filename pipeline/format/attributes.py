@@ -1,0 +1,243 @@
+"""``attributes.parquet``: what the source knows of each sample, one row a sample in the order of the index."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import parquet as pq
+
+from fuelrail.pipeline.errors import FuelrailError, IndexFileError, OrderError
+from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.format.dataset import Dataset
+
+ATTRIBUTES_FILE: Final = "attributes.parquet"
+
+
+MAX_TEXT_BYTES: Final = 4 << 10
+"""Cap on one text in it."""
+
+_MAX_FILE_BYTES: Final = 16 << 30
+
+
+_MAX_COLUMNS: Final = 4096
+
+
+_MAX_GROUP_BYTES: Final = 256 << 20
+
+
+_ROWS_AT_ONCE: Final = 1 << 12
+
+TEXTS: Final = ("key", "clip_id")
+"""Columns of texts that the index has too."""
+
+
+_INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
+
+
+class AttributesFile:
+    """The file itself, of whoever made it: its sizes are checked before memory is taken for them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is one; a dataset needs none."""
+        return os.path.lexists(self._path)
+
+    def schema(self, num_rows: int | None = None) -> pa.Schema:
+        """Its columns, from the footer alone.
+
+        Raises IndexFileError for a file that is damaged or over the limits, or has other than ``num_rows`` rows.
+        """
+        with self._opened() as (file, schema):
+            if num_rows not in (None, file.metadata.num_rows):
+                raise IndexFileError(
+                    f"'{self._path}' has {file.metadata.num_rows} rows for {num_rows} samples of the index"
+                )
+            return schema.remove_metadata()
+
+    def batches(self, names: Sequence[str], num_rows: int = _ROWS_AT_ONCE) -> Iterator[pa.RecordBatch]:
+        """The columns ``names``, ``num_rows`` rows at a time; raises IndexFileError as :meth:`schema` does."""
+        with self._opened() as (file, schema):
+            for name in names:
+                if name not in schema.names:
+                    raise IndexFileError(f"'{self._path}' has no column '{shown(name)}'")
+            for batch in file.iter_batches(num_rows, columns=list(names)):
+                yield self._expanded(batch.select(list(names)))
+
+    def _expanded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Texts as they are, once it is known that none is too long: few bytes of dictionary may expand to many."""
+        arrays = []
+        for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            is_text = pa.types.is_dictionary(array.type)
+            texts = array.dictionary if is_text else array
+            if pa.types.is_string(texts.type):
+                longest = pc.max(pc.binary_length(texts)).as_py() or 0
+                if longest > MAX_TEXT_BYTES:
+                    raise IndexFileError(
+                        f"'{self._path}': column '{shown(name)}' has a text of {longest} bytes, over the limit of "
+                        f"{MAX_TEXT_BYTES}"
+                    )
+            arrays.append(array.cast(pa.string()) if is_text else array)
+        return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
+        try:
+            with open_file(self._path, _MAX_FILE_BYTES) as stream:
+                schema = pq.read_schema(stream)
+                texts = [field.name for field in schema if pa.types.is_string(field.type)]
+                with pq.ParquetFile(stream, read_dictionary=texts) as file:
+                    self._check(file.metadata, schema)
+                    yield file, schema
+        except OSError as error:
+            raise IndexFileError(f"'{self._path}' cannot be read: {error.strerror or error}") from error
+        except (pa.ArrowException, ValueError, MemoryError) as error:
+            if isinstance(error, FuelrailError):
+                raise
+            raise IndexFileError(f"'{self._path}' is damaged: {error}") from error
+
+    def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+        if metadata.num_columns > _MAX_COLUMNS:
+            raise IndexFileError(f"'{self._path}' has {metadata.num_columns} columns, at most {_MAX_COLUMNS} are read")
+        for name, count in Counter(schema.names).items():
+            if count > 1:
+                raise IndexFileError(f"'{self._path}' has the column '{shown(name)}' {count} times")
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            columns = [group.column(column) for column in range(group.num_columns)]
+            num_bytes = max(group.total_byte_size, sum(column.total_uncompressed_size for column in columns))
+            if num_bytes > _MAX_GROUP_BYTES:
+                raise IndexFileError(
+                    f"'{self._path}': row group {number} has {num_bytes} bytes, at most {_MAX_GROUP_BYTES} are read"
+                )
+
+
+class Attributes:
+    """The attributes of one split's samples; the index's key, clip_id, frame and timestamp_ns are among them.
+
+    Raises ConfigError for an unknown split.
+    """
+
+    def __init__(self, dataset: Dataset, split: str) -> None:
+        self._dataset = dataset
+        entry = dataset.split(split)
+        self._first, self._end = entry.first_sample, entry.first_sample + entry.num_samples
+        self._file = AttributesFile(dataset.root / ATTRIBUTES_FILE)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """All attributes there are, from the file's footer alone.
+
+        Raises IndexFileError for a file that is damaged or has another number of rows than the index.
+        """
+        indexed = (*TEXTS, *_INDEX_NUMBERS)
+        if not self._file.exists:
+            return indexed
+        return tuple(dict.fromkeys((*indexed, *self._file.schema(len(self._dataset.index)).names)))
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """The columns ``names`` of the split's samples, in the order of the index; OrderError for unknown names."""
+        for name in names:
+            if name not in self.names:
+                raise OrderError(no_attribute(name, self.names))
+        indexed = (*TEXTS, *_INDEX_NUMBERS)
+        from_file = [name for name in names if name not in indexed]
+        columns = {}
+        if from_file:
+            schema = self._file.schema(len(self._dataset.index))
+            table = pa.Table.from_batches(
+                list(self._file.batches(from_file)), pa.schema([schema.field(name) for name in from_file])
+            )
+            columns = {name: table[name].slice(self._first, self._end - self._first) for name in from_file}
+        index = self._dataset.index
+        for name in names:
+            if name in TEXTS:
+                columns[name] = index.texts(name, self._first, self._end)
+            elif name in _INDEX_NUMBERS:
+                columns[name] = pa.chunked_array([index.column(name, self._first, self._end)])
+        return pa.table({name: columns[name] for name in names})
+
+
+def no_attribute(name: str, known: Collection[str]) -> str:
+    """What to say of an attribute that isn't there: the nearest names, or all of them."""
+    near = difflib.get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
+    return f"no attribute {name!r}; {hint}"
+
+
+_FRAME_BITS: Final = 32
+
+
+FRAME_LIMIT: Final = 2**31
+"""Frame numbers lie in [0, FRAME_LIMIT), so that half of a key's frame bits keep clips apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClipTable:
+    """The n samples of a split sorted by clip, then by frame; a sample's place in that sorting is its *rank*.
+
+    Clips come in the order of their first stored sample.
+    """
+
+    keys: NDArray[np.int64]
+    """(n,), ascending: clip number * 2**32 + frame, by rank."""
+    samples: NDArray[np.integer]
+    """(n,): sample number (0 is the split's first) by rank."""
+    ranks: NDArray[np.integer]
+    """(n,): rank by sample number."""
+
+    @classmethod
+    def build(cls, clips: ArrayLike, frames: ArrayLike) -> Self:
+        """Sort samples by their clip's number and their frame's (both (n,), 0 or more).
+
+        Raises IndexFileError for a frame number out of range, or that stands twice in its clip.
+        """
+        frame = np.asarray(frames, dtype=np.int64)
+        if len(frame) and not (frame.min() >= 0 and frame.max() < FRAME_LIMIT):
+            raise IndexFileError(f"frame numbers must be in 0 .. 2**31 - 1, got {frame.min()} .. {frame.max()}")
+        keys = (np.asarray(clips, dtype=np.int64) << _FRAME_BITS) + frame
+        small = np.int32 if len(keys) <= np.iinfo(np.int32).max else np.int64
+        in_order: NDArray[np.integer] = np.arange(len(keys)).astype(small)
+        if (keys[1:] > keys[:-1]).all():
+            return cls(keys, in_order, in_order)
+        samples: NDArray[np.integer] = np.argsort(keys, kind="stable").astype(small)
+        ranks = np.empty_like(in_order)
+        ranks[samples] = in_order
+        keys = keys[samples]
+        if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
+            first, second = samples[twice[0]], samples[twice[0] + 1]
+            raise IndexFileError(f"samples {first} and {second} of the split are the same frame of the same clip")
+        return cls(keys, samples, ranks)
+
+    @classmethod
+    def of_split(cls, dataset: Dataset, split: str) -> Self:
+        """The table of one split of a dataset; raises ConfigError for an unknown split, IndexFileError as `build`."""
+        entry = dataset.split(split)
+        first, end = entry.first_sample, entry.first_sample + entry.num_samples
+        return cls.build(dataset.index.clip_numbers(first, end), dataset.index.column("frame", first, end))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def clip_numbers(self) -> NDArray[np.int64]:
+        """The number of each rank's clip: int64 (n,), ascending."""
+        return self.keys >> _FRAME_BITS

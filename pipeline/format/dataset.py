@@ -1,0 +1,242 @@
+"""A dataset opened for reading: manifest and index, held against each other, and a span's bytes to members.
+
+Where the bytes come from (mapped files, object storage, cache) is the reader's matter; this module turns a span
+into checked members.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import xxhash
+
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    CodecError,
+    ConfigError,
+    IndexFileError,
+    ManifestError,
+    MemberError,
+    SchemaError,
+    TruncatedShardError,
+)
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
+from fuelrail.pipeline.format.fetch import fetch_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
+from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
+from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
+from fuelrail.pipeline.storage.files import read_file
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Mapping
+
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.storage.retry import RetryPolicy
+
+
+_NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
+"""Errors at opening a file that say nothing about the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """An open dataset: its manifest and its mapped index.
+
+    ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to,
+    and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
+    """
+
+    root: Path
+    manifest: Manifest
+    index: SampleIndex
+    url: str | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    dictionary: Dictionary | None = field(default=None, repr=False)
+
+    @property
+    def location(self) -> str:
+        """Where the dataset is, for messages: folder, or URL without credentials."""
+        return str(self.root) if self.url is None else shown_url(self.url)
+
+    def split(self, name: str) -> SplitEntry:
+        """The entry of a split; raises ConfigError naming the splits there are."""
+        entry = self.manifest.splits.get(name)
+        if entry is None:
+            known = ", ".join(self.manifest.splits)
+            raise ConfigError(f"dataset '{self.root}' has no split {name!r}; it has: {known}")
+        return entry
+
+    def shard_path(self, row: IndexRow) -> Path:
+        """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
+        shards = self.manifest.shards
+        if not 0 <= row.shard < len(shards):
+            raise IndexFileError(
+                f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
+                f"but the manifest has {len(shards)}"
+            )
+        shard = shards[row.shard]
+        if not 0 <= row.offset <= row.offset + row.length <= shard.bytes:
+            raise IndexFileError(
+                f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
+                f"of shard {shard.name}, which has {shard.bytes}"
+            )
+        return self.root / shard.name
+
+
+def open_dataset(
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    retry: RetryPolicy | None = None,
+) -> Dataset:
+    """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
+
+    Of a dataset at a URL the manifest is fetched, and unless they are here already the index and the attributes, into
+    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Raises DatasetNotReadyError,
+    ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
+    Contents are not read: that is what `fuelrail verify` does.
+    """
+    url = str(root) if is_url(root) else None
+    if url is not None:
+        folder, manifest = fetch_dataset(url, storage_options, None if cache_dir is None else Path(cache_dir), retry)
+    else:
+        folder = Path(str(root).removeprefix("file://"))
+        manifest = load_manifest(folder)
+    try:
+        index = _open_index(folder, manifest)
+    except IndexFileError as error:
+        if url is not None or getattr(error.__cause__, "errno", None) in _NOT_THE_FILE:
+            raise
+        hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
+        raise IndexFileError(f"{error}; {hint}") from error
+    return Dataset(folder, manifest, index, url, storage_options, load_dictionary(folder, manifest, index))
+
+
+def _open_index(folder: Path, manifest: Manifest) -> SampleIndex:
+    if not (folder / INDEX_FILE).exists():
+        raise IndexFileError(f"'{folder}' has no {INDEX_FILE}")
+    index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
+    stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
+    size = (folder / INDEX_FILE).stat().st_size
+    if size != stated:
+        raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
+    if len(index) != manifest.num_samples:
+        raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
+    return index
+
+
+def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
+    """The dataset's zstd dictionary, held against its digest; None where it has none.
+
+    Raises ManifestError where it is not the manifest's, or where the index says that members need it and it is not
+    there.
+    """
+    file = folder / DICTIONARY_FILE
+    entry = next((entry for entry in manifest.files if entry.name == DICTIONARY_FILE), None)
+    if entry is None:
+        if codecs.ZSTD_DICT in index.codecs:
+            raise ManifestError(f"members in '{folder}' need {DICTIONARY_FILE}, which the manifest does not name")
+        return None
+    hint = "bring it back from a copy, or run `fuelrail verify` with --repair: without it some members cannot be read"
+    try:
+        data = read_file(file, MAX_DICTIONARY_BYTES)
+    except OSError as error:
+        raise ManifestError(f"'{file}' cannot be read: {error.strerror}; {hint}") from error
+    if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise ManifestError(f"'{file}' is not the file that dataset.json describes (SHA-256 differs); {hint}")
+    try:
+        return Dictionary(data, f"'{file}'")
+    except CodecError as error:
+        raise ManifestError(error.message) from error
+
+
+def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
+    """Hold a span against the digest in the index; raises TruncatedShardError or ChecksumError with the address."""
+    size = memoryview(span).nbytes
+    if size != row.length:
+        raise TruncatedShardError(
+            f"got {size} of {row.length} bytes of a sample", shard=shard, offset=row.offset, key=row.key
+        )
+    if xxhash.xxh3_64_intdigest(span) != row.xxh3:
+        raise ChecksumError(
+            "the bytes differ from those that were written (xxh3)", shard=shard, offset=row.offset, key=row.key
+        )
+
+
+def read_members(
+    row: IndexRow,
+    span: Buffer,
+    shard: str,
+    wanted: Collection[str] | None = None,
+    *,
+    verify: bool = True,
+    dictionary: Dictionary | None = None,
+) -> dict[str, memoryview]:
+    """Decode the members of a span as stored: field name to raw bytes, in stored order; raw ones are views of the span.
+
+    ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame, which is decoded first.
+    ``wanted`` restricts it to some field names. Raises FrameError, IndexFileError for an entry outside the span or,
+    with ``verify``, for any at odds with the tar header there (the span's digest says nothing about the index),
+    SchemaError for a field that occurs twice, and the codec's errors with key and member.
+    """
+    view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
+    (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
+    if verify and not are_members(view, row.key, fields, offsets, stored_bytes):
+        raise _misplaced(row, view, shard)
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SchemaError("the sample has this field twice; each occurs once", key=row.key, member=twice)
+    members: dict[str, memoryview] = {}
+    for name, codec, offset, size, raw_bytes in zip(names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True):
+        if wanted is not None and name not in wanted:
+            continue
+        end = offset + size
+        if not BLOCK_BYTES <= offset <= end <= len(view):
+            raise _outside(row, name, offset, end, view, shard)
+        if codec == codecs.RAW and size == raw_bytes:
+            members[name] = view[offset:end]
+            continue
+        try:
+            members[name] = memoryview(codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary))
+        except MemberError as error:
+            message = f"{error.message} ({_address(row, offset, shard)})"
+            raise type(error)(message, key=row.key, member=name) from error
+    return members
+
+
+def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
+    """Of the first member whose header is not where the index has it."""
+    (names, _, fields), offsets, sizes, _ = row.columns()
+    for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
+        if not BLOCK_BYTES <= offset <= offset + size <= len(view):
+            return _outside(row, name, offset, offset + size, view, shard)
+        if not are_members(view, row.key, (stored,), (offset,), (size,)):
+            break
+    return IndexFileError(
+        f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies at "
+        f"{_address(row, offset, shard)}"
+    )
+
+
+def _outside(row: IndexRow, name: str, offset: int, end: int, view: memoryview, shard: str) -> IndexFileError:
+    return IndexFileError(
+        f"index entry of {row.key}.{name} in shard {shard} covers bytes {offset} to {end} "
+        f"of a span of {len(view)} bytes"
+    )
+
+
+def _address(row: IndexRow, offset: int, shard: str) -> str:
+    """Where a member lies: in the shard, or in the sample that one of its frames holds."""
+    if is_framed(shard):
+        return f"shard {shard}, frame at offset {row.offset}, {offset} bytes into it"
+    return f"shard {shard}, offset {row.offset + offset}"

@@ -1,0 +1,188 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
+from fuelrail.pipeline.storage.filesystem import (
+    DISK_FULL,
+    READ_BYTES,
+    default_cache_folder,
+    filesystem,
+    shown_url,
+)
+from fuelrail.pipeline.storage.private import make_folder, open_file
+from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.pipeline.storage.retry import Fault
+
+
+_LOG = logging.getLogger(__name__)
+_SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
+
+
+def fetch_dataset(
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_folder: Path | None = None,
+    retry: RetryPolicy | None = None,
+) -> tuple[Path, Manifest]:
+    """Bring a remote dataset's manifest, index, attributes and dictionary here; returns the folder and the manifest.
+
+    Files that are here already are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they
+    go to the user's cache folder, with a warning. Raises DatasetNotReadyError where there is
+    no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, and ConfigError
+    (also for a folder that belongs to another user or is a link).
+    """
+    fs, path = filesystem(url, storage_options)
+    source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
+    data = source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}")
+    digest = hashlib.sha256(data).hexdigest()
+    folder = (cache_folder or default_cache_folder()) / "datasets" / digest
+    try:
+        try:
+            _store(source, manifest, data, folder)
+        except OSError as error:
+            if cache_folder is None or error.errno not in DISK_FULL:
+                raise
+            folder = default_cache_folder() / "datasets" / digest
+            _LOG.warning(
+                "cache_dir '%s' is full (%s); the index of '%s' is kept in '%s'",
+                cache_folder, error.strerror, source.shown, folder,
+            )  # fmt: skip
+            _store(source, manifest, data, folder)
+    except OSError as error:
+        raise DatasetError(
+            f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; say another place with cache_dir"
+        ) from error
+    return folder, manifest
+
+
+def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> None:
+    """Bring what is not here yet; ``data`` is the manifest's file."""
+    make_folder(folder.parent.parent, restrict=False)
+    make_folder(folder.parent)
+    make_folder(folder)
+    for entry in manifest.files:
+        if entry.name in _SIDE_FILES and not _is_here(folder / entry.name, entry):
+            _publish(folder / entry.name, source.checked(entry))
+    if not _is_here(folder / MANIFEST_FILE, FileEntry(MANIFEST_FILE, len(data), folder.name)):
+        _publish(folder / MANIFEST_FILE, data)
+
+
+def read_fingerprint(url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> str:
+    """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
+    fs, path = filesystem(url, storage_options)
+    source = _Source(fs, path, shown_url(url), storage_options, retry)
+    return decode_manifest(
+        source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), f"{source.shown}/{MANIFEST_FILE}"
+    ).fingerprint
+
+
+class _Source:
+    """Whole files of a remote dataset, with retries."""
+
+    def __init__(
+        self,
+        fs: Any,  # noqa: ANN401
+        path: str,
+        shown: str,
+        storage_options: Mapping[str, Any] | None,
+        retry: RetryPolicy,
+    ) -> None:
+        self._fs, self._path, self.shown = fs, path, shown
+        self._options, self._retry = storage_options, retry
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """A whole file; raises ManifestError for one of more than ``max_bytes``, of which no more is read."""
+        path = f"{self._path}/{name}"
+
+        def work() -> bytes:
+            if self.shown.startswith("http"):
+                return self._streamed(path, max_bytes + 1)
+            data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
+            return data
+
+        data = call_with_retries(work, self._retry, self._on_fault(name), self._options)
+        if len(data) > max_bytes:
+            raise ManifestError(
+                f"'{self.shown}/{name}' has more than {max_bytes} bytes, which is all that is read of it"
+            )
+        return data
+
+    def _streamed(self, path: str, num_bytes: int) -> bytes:
+        """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""
+        parts, left = list[bytes](), num_bytes
+        # Without a block size it is a stream; a stated size saves the request that would ask for it.
+        with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
+            while left > 0 and (part := file.read(min(left, READ_BYTES))):
+                parts.append(part)
+                left -= len(part)
+        return b"".join(parts)
+
+    def checked(self, entry: FileEntry) -> bytes:
+        """A file whose SHA-256 the manifest states; read twice before it is called wrong."""
+        for _ in range(2):
+            data = self.read(entry.name, max(entry.bytes, 0))
+            if hashlib.sha256(data).hexdigest() == entry.sha256:
+                return data
+        raise ManifestError(
+            f"'{self.shown}/{entry.name}' is not the file that dataset.json describes ({len(data)} bytes of "
+            f"{entry.bytes}, SHA-256 differs): was the dataset replaced in part?"
+        )
+
+    def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
+        def told(fault: Fault, pause_s: float | None) -> None:
+            if pause_s is None:
+                self._fail(name, fault)
+            _LOG.warning("%s/%s: %s; trying again in %.1f s", self.shown, name, fault.text, pause_s)
+
+        return told
+
+    def _fail(self, name: str, fault: Fault) -> NoReturn:
+        if fault.kind == "missing" and name == MANIFEST_FILE:
+            raise DatasetNotReadyError(f"'{self.shown}' has no dataset.json: sharding has not finished there") from None
+        reason = {
+            "missing": "is not there",
+            "refused": "may not be read: check credentials, profile and endpoint (environment or storage_options)",
+            "invalid": "cannot be read",
+        }.get(fault.kind, f"could not be read for {self._retry.deadline_s:g} s")
+        raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
+
+
+def _is_here(file: Path, entry: FileEntry) -> bool:
+    try:
+        with os.fdopen(open_file(file, os.O_RDONLY), "rb") as stream:
+            if os.fstat(stream.fileno()).st_size != entry.bytes:
+                return False
+            return hashlib.file_digest(stream, "sha256").hexdigest() == entry.sha256
+    except OSError:
+        return False
+
+
+def _publish(file: Path, data: bytes) -> None:
+    """Write under another name, then rename: nobody ever sees a part of it."""
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).replace(file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,294 @@
+"""``dataset.json``: what a dataset is. Written last; without it a folder is not a dataset. FORMAT.md has the rules."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.storage.files import read_file
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    import os
+
+MANIFEST_FILE: Final = "dataset.json"
+FORMAT: Final = "fuelrail-dataset"
+FORMAT_VERSION: Final = 1
+MAX_MANIFEST_BYTES: Final = 32 << 20
+"""Of ``dataset.json``: some 100,000 shards."""
+
+_MAX_FREE_BYTES: Final = 4 << 20
+"""Of the two objects whose keys are free: as Python objects they may take twenty times as much."""
+_MAX_FILE_NAME_BYTES: Final = 255
+_MAX_CAMERAS: Final = 256
+_MAX_LIDARS: Final = 64
+_MAX_TEXT: Final = 4096
+_MAX_NAMES: Final = 1 << 15
+"""Of classes and of attributes: their numbers are 16 bits wide."""
+_BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
+WORK_FOLDER: Final = ".fuelrail"
+
+
+class FileEntry(Settings, frozen=True):
+    """A file of the dataset other than a shard: size and SHA-256 (hex)."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class ShardEntry(Settings, frozen=True):
+    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this order."""
+
+    name: str
+    split: str
+    first_sample: int
+    num_samples: int
+    bytes: int
+    sha256: str
+
+
+class SplitEntry(Settings, frozen=True):
+    """One split: a run of rows of the index and of shards of the manifest, and how many clips it has."""
+
+    first_sample: int
+    num_samples: int
+    first_shard: int
+    num_shards: int
+    num_clips: int
+
+
+class CameraEntry(Settings, frozen=True):
+    """One camera of the rig: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
+
+    channel: str
+    source_name: str
+    sizes: tuple[tuple[int, int], ...]
+
+
+class LidarEntry(Settings, frozen=True):
+    """One lidar: its channel, the source's name, and the names of the columns of its points."""
+
+    channel: str
+    source_name: str
+    columns: tuple[str, ...]
+
+
+class _Head(msgspec.Struct):
+    """What is looked at before Python objects are made of the rest."""
+
+    format: msgspec.Raw = msgspec.Raw()
+    version: msgspec.Raw = msgspec.Raw()
+    compression: msgspec.Raw = msgspec.Raw()
+    provenance: msgspec.Raw = msgspec.Raw()
+
+
+class Manifest(Settings, frozen=True):
+    """The whole manifest.
+
+    ``fingerprint`` names what a training run depends on (:func:`fingerprint`), ``digest`` is that of the whole file.
+    """
+
+    format: str
+    version: int
+    name: str
+    fingerprint: str
+    num_samples: int
+    num_clips: int
+    seed: int
+    order_unit: str
+    cameras: tuple[CameraEntry, ...]
+    lidars: tuple[LidarEntry, ...]
+    classes: tuple[str, ...]
+    attributes: tuple[str, ...]
+    time_base: str
+    ego_origin: str
+    license: str | None
+    compression: dict[str, Any]
+    splits: dict[str, SplitEntry]
+    shards: tuple[ShardEntry, ...]
+    files: tuple[FileEntry, ...]
+    provenance: dict[str, Any]
+    digest: str = ""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """All channels in rig order: cameras, then lidars."""
+        return tuple(c.channel for c in self.cameras) + tuple(c.channel for c in self.lidars)
+
+
+_NOT_IN_FINGERPRINT: Final = frozenset(
+    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest"}
+)
+"""How a dataset was made and what it is called. All that these decide of the samples stands in the other entries."""
+_READ_BY_LOADERS: Final = ("index.arrow", "zstd.dict")
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """SHA-256 (hex) of the canonical JSON of what a training run depends on: rows, bytes, rig, classes, splits.
+
+    Two datasets with one fingerprint have the same shards, index and dictionary, byte by byte. The version of the tool,
+    the name and the options are not covered, so that a later release can make the same dataset again. Nor is
+    ``attributes.parquet``, whose bytes depend on Arrow's version: the order's identity says what was selected by it.
+    """
+    entries = msgspec.structs.asdict(manifest)
+    covered = {name: value for name, value in entries.items() if name not in _NOT_IN_FINGERPRINT}
+    covered["files"] = [file for file in manifest.files if file.name in _READ_BY_LOADERS]
+    return _sha256(covered)
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+def _digest(manifest: Manifest) -> str:
+    return _sha256(msgspec.structs.replace(manifest, digest=""))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of ``dataset.json``: indented JSON, fingerprint and digest filled in, closing newline."""
+    named = msgspec.structs.replace(manifest, fingerprint=fingerprint(manifest))
+    full = msgspec.structs.replace(named, digest=_digest(named))
+    return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Parse and check ``dataset.json``; ``where`` names it in errors. Raises ManifestError."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"'{where}' has over {MAX_MANIFEST_BYTES} bytes, more than a manifest may have")
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)
+        head = msgspec.json.decode(data, type=_Head)
+    except msgspec.ValidationError:
+        head = _Head()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"'{where}' is not JSON: {error}; {_BRING_BACK}") from error
+    if bytes(head.format) != msgspec.json.encode(FORMAT):
+        raise ManifestError(f"'{where}' is not a Fuelrail manifest: its format is not {FORMAT!r}")
+    if bytes(head.version) != msgspec.json.encode(FORMAT_VERSION):
+        version = shown(bytes(head.version).decode(errors="replace") or "none")
+        raise ManifestError(f"'{where}' has format version {version}; this reads {FORMAT_VERSION}")
+    for name, part in (("compression", head.compression), ("provenance", head.provenance)):
+        if len(bytes(part)) > _MAX_FREE_BYTES:
+            raise ManifestError(f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read")
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"'{where}': {error}") from error
+    manifest = _checked(manifest, where)
+    _check_limits(manifest, where)
+    _check_names(manifest, where)
+    _check_runs(manifest, where)
+    return manifest
+
+
+def _checked(manifest: Manifest, where: str) -> Manifest:
+    """The manifest with its fingerprint, if fingerprint and digest are those of its content; raises ManifestError."""
+    actual = fingerprint(manifest)
+    if manifest.digest:
+        is_whole = manifest.fingerprint == actual and manifest.digest == _digest(manifest)
+    else:  # made before the first release: there the fingerprint covered the whole file
+        whole = {**msgspec.structs.asdict(manifest), "fingerprint": ""}
+        del whole["digest"]
+        is_whole = manifest.fingerprint == _sha256(whole)
+    if not is_whole:
+        raise ManifestError(
+            f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {_BRING_BACK}"
+        )
+    return msgspec.structs.replace(manifest, fingerprint=actual)
+
+
+def load_manifest(root: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of a local dataset folder.
+
+    Raises DatasetNotReadyError where the folder or its ``dataset.json`` is missing, ManifestError where it is wrong.
+    """
+    file = Path(root) / MANIFEST_FILE
+    try:
+        data = read_file(file, MAX_MANIFEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DatasetNotReadyError(f"'{root}' {_why_not_ready(Path(root))}") from error
+    except OSError as error:
+        raise ManifestError(f"'{file}' cannot be read: {error.strerror}") from error
+    return decode_manifest(data, str(file))
+
+
+def _why_not_ready(root: Path) -> str:
+    make = f"make it with `fuelrail shard SOURCE {root}`"
+    if not root.is_dir():
+        return f"is not a folder; {make}"
+    if (root / WORK_FOLDER).is_dir():
+        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to go on"
+    if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
+        return f"has shards, but its dataset.json is gone; {_BRING_BACK}"
+    return f"has no dataset.json: sharding has not finished there; {make}"
+
+
+def _check_limits(manifest: Manifest, where: str) -> None:
+    """Tables grow with the rig and the lists of names, so both are limited; and free objects are what readers take."""
+    for what, names, most in (
+        ("cameras", manifest.cameras, _MAX_CAMERAS),
+        ("lidars", manifest.lidars, _MAX_LIDARS),
+        ("classes", manifest.classes, _MAX_NAMES),
+        ("attributes", manifest.attributes, _MAX_NAMES),
+    ):
+        if len(names) > most:
+            raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
+    texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
+    rig = (camera.source_name for camera in manifest.cameras), (lidar.source_name for lidar in manifest.lidars)
+    columns = (column for lidar in manifest.lidars for column in lidar.columns)
+    longest = max(map(len, (*texts, *rig[0], *rig[1], *columns, *manifest.classes, *manifest.attributes)))
+    if longest > _MAX_TEXT:
+        raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
+    for name in ("recipe", "facts"):
+        if not isinstance(manifest.provenance.get(name, {}), dict):
+            raise ManifestError(f"'{where}': provenance.{name} is not an object; {_BRING_BACK}")
+    codecs = manifest.compression.get("codecs", {})
+    if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
+        raise ManifestError(f"'{where}': compression.codecs does not map field names to codecs; {_BRING_BACK}")
+
+
+def _check_names(manifest: Manifest, where: str) -> None:
+    """Names become paths, keys and member names: they must be plain, and none may stand twice."""
+    files = [*(shard.name for shard in manifest.shards), *(file.name for file in manifest.files)]
+    for name in files:
+        is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
+        if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
+            raise ManifestError(f"'{where}': '{shown(name)}' is not a plain file name")
+    for kind, names, pattern in (
+        ("file", files, None),
+        ("channel", manifest.channels, "[a-z0-9_]{1,100}"),
+        ("split", list(manifest.splits), "[a-z][a-z0-9_]{0,99}"),
+    ):
+        for name, count in Counter(list(names)).items():
+            if count > 1:
+                raise ManifestError(f"'{where}': {kind} '{shown(name)}' stands twice")
+            if pattern is not None and not re.fullmatch(pattern, name):
+                raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
+
+
+def _check_runs(manifest: Manifest, where: str) -> None:
+    """Shards and splits must tile the rows without gap or overlap."""
+    row = 0
+    for shard in manifest.shards:
+        if shard.first_sample != row or shard.num_samples < 1 or shard.split not in manifest.splits:
+            raise ManifestError(f"'{where}': shard '{shard.name}' does not continue at sample {row}")
+        row += shard.num_samples
+    total = sum(split.num_samples for split in manifest.splits.values())
+    if row != manifest.num_samples or total != manifest.num_samples:
+        raise ManifestError(f"'{where}': shards hold {row} samples, splits {total}, stated {manifest.num_samples}")
+    for name, split in manifest.splits.items():
+        run = manifest.shards[split.first_shard : split.first_shard + split.num_shards]
+        if (
+            any(shard.split != name for shard in run)
+            or sum(shard.num_samples for shard in run) != split.num_samples
+            or (run and run[0].first_sample != split.first_sample)
+        ):
+            raise ManifestError(f"'{where}': split '{name}' does not match its shards")

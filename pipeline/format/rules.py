@@ -1,0 +1,388 @@
+"""What a sample may hold: the rules on values that dtypes and shapes do not cover, in one place.
+
+The writer of shards refuses what breaks a rule, ``fuelrail verify --deep`` reports it, and the loader treats it as a
+bad sample. The loader checks the arrays only (:func:`check_arrays`): names, metadata and lens coefficients cannot make
+a batch wrong without a word, so they are left to the other two. ``FORMAT.md`` states the rules, section 6.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.format.tar import check_field
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    META,
+    POINTS_EXTENSION,
+    SWEEPS_FIELD,
+    lidar_channel,
+)
+from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.manifest import LidarEntry, Manifest
+    from fuelrail.pipeline.sample.schema import Boxes, Geometry, Meta, Sample, Sweeps
+
+
+LARGEST: Final = 1e9
+"""Bound of all lengths, speeds and coefficients. A float64 resolves 0.1 micrometres at 1e9 m, 150 times the Earth's
+radius, and a product of three such numbers is still a float32."""
+LARGEST_BOX: Final = 1e6
+"""Bound of a box's place and size [m]: a float32 has steps of 6 cm there."""
+LARGEST_IMAGE: Final = 65_535
+"""Bound of an image's width and height [px]: JPEG's."""
+MOST_POINTS: Final = 1 << 24
+"""Bound of the points of one sample's lidar: the largest sweeps have some 500,000."""
+SKEW: Final = 1e-3
+"""How far a rotation may be from orthonormal, and a quaternion from unit length: 10 cm at a distance of 100 m."""
+UNSAFE_ENDINGS: Final = frozenset(
+    {"ckpt", "dill", "joblib", "pickle", "pkl", "pt", "pth"}
+    | {
+        "bat",
+        "cmd",
+        "com",
+        "dll",
+        "dylib",
+        "exe",
+        "jar",
+        "js",
+        "msi",
+        "ps1",
+        "py",
+        "pyc",
+        "pyd",
+        "scr",
+        "sh",
+        "so",
+        "vbs",
+    }
+)
+"""Endings of files that run, or whose usual reader runs what they hold; webdataset unpickles some of them by itself."""
+
+_SHOWN: Final = 160
+_FOCAL, _LENGTH = (1e-3, 1e6), (-1e6, 1e6)
+_ZERO, _ONE = (0.0, 0.0), (1.0, 1.0)
+_K_LOW, _K_HIGH = np.array(
+    ((_FOCAL, _LENGTH, _LENGTH), (_ZERO, _FOCAL, _LENGTH), (_ZERO, _ZERO, _ONE)), np.float64
+).transpose(2, 0, 1)  # fmt: skip
+_BOX_LOW, _BOX_HIGH = np.array(((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)).T
+_LAST_ROW: Final = np.array((0.0, 0.0, 0.0, 1.0))
+
+
+A = TypeVar("A", "Geometry", "Boxes")
+
+
+class Rig(NamedTuple):
+    """What the manifest says that the samples of a dataset are made of."""
+
+    cameras: tuple[str, ...]
+    lidars: tuple[tuple[str, int], ...]
+    """Channel and number of columns of each."""
+    num_classes: int
+    num_attributes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Rig:
+        """The rig of a manifest."""
+        cameras = [camera.channel for camera in manifest.cameras]
+        return cls.make(cameras, manifest.lidars, manifest.classes, manifest.attributes)
+
+    @classmethod
+    def make(
+        cls, cameras: Iterable[str], lidars: Iterable[LidarEntry], classes: Sequence[str], attributes: Sequence[str]
+    ) -> Rig:
+        """The rig of these channels, lidars and names."""
+        columns = tuple((lidar.channel, len(lidar.columns)) for lidar in lidars)
+        return cls(tuple(cameras), columns, len(classes), len(attributes))
+
+
+class Broken(NamedTuple):
+    """One rule that a sample breaks: in which member, and how."""
+
+    member: str
+    text: str
+
+
+def check_arrays(sample: Sample, rig: Rig) -> None:
+    """Raise SchemaError, with key and member, for the first rule on arrays that a sample breaks."""
+    for member, text in broken_arrays(sample, rig):
+        raise SchemaError(text, key=sample.key, member=member)
+
+
+def check_sample(sample: Sample, names: Sequence[str], rig: Rig) -> None:
+    """Raise SchemaError, with key and member, for the first rule that a sample breaks.
+
+    ``names`` are the field names of its members as the index has them.
+    """
+    for member, text in broken_rules(sample, names, rig):
+        raise SchemaError(text, key=sample.key, member=member)
+
+
+def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Broken]:
+    """All rules that a sample breaks; arguments as of :func:`check_sample`."""
+    yield from broken_names(tuple(names), rig)
+    arrays = list(broken_arrays(sample, rig))
+    yield from arrays
+    if not any(broken.member == GEOMETRY for broken in arrays):  # else cameras may not be those of the rig
+        yield from broken_meta(sample.meta, sample.geometry, rig)
+
+
+def broken_arrays(sample: Sample, rig: Rig) -> Iterator[Broken]:
+    """The rules on geometry, boxes and points that a sample breaks."""
+    other_rig = broken_rig(sample.geometry, sample.images, rig)
+    for text in broken_calibration(sample.geometry) if other_rig is None else (other_rig,):
+        yield Broken(GEOMETRY, text)
+    if sample.boxes is not None:
+        for text in broken_boxes(sample.boxes, rig):
+            yield Broken(BOXES, text)
+    for channel, points in sample.points.items():
+        for text in broken_points(points, channel, rig):
+            yield Broken(f"{channel}.{POINTS_EXTENSION}", text)
+    for channel, sweeps in sample.sweeps.items():
+        for text in broken_sweeps(sweeps, channel, rig):
+            yield Broken(channel + SWEEPS_FIELD, text)
+
+
+def are_sound(geometries: Sequence[Geometry], boxes: Sequence[Boxes], rig: Rig) -> bool:
+    """Whether no geometry and no boxes of many samples break a rule; all are looked at together, which is faster."""
+    return not any(broken_calibration(_joined(geometries))) and (
+        not boxes or not any(broken_boxes(_joined(boxes), rig))
+    )
+
+
+def _joined(records: Sequence[A]) -> A:
+    """One record of many: each array is those of all records, joined along the first axis."""
+    kind = type(records[0])
+    return kind(**{f.name: np.concatenate([getattr(r, f.name) for r in records]) for f in dataclasses.fields(kind)})
+
+
+@functools.lru_cache(maxsize=1024)
+def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
+    """The rules that the field names of a sample's members break."""
+    found: list[Broken] = []
+    seen: set[str] = set()
+    lidars = [channel for channel, _ in rig.lidars]
+    for name in names:
+        channel, _, extension = name.partition(".")
+        try:
+            check_field(name)
+        except ConfigError as error:
+            found.append(Broken(name, str(error)))
+            continue
+        # A camera has one image, whatever its extension.
+        slot = channel if extension in IMAGE_EXTENSIONS else name
+        if slot in seen:
+            found.append(Broken(name, f"the sample has '{slot}' twice; each field occurs once"))
+        seen.add(slot)
+        if not (
+            name in (META, GEOMETRY, BOXES)
+            or name.startswith("x_")
+            or (channel in rig.cameras and extension in IMAGE_EXTENSIONS)
+            or (lidar_channel(name) in lidars and (extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD)))
+        ):
+            known = ", ".join([*rig.cameras, *lidars])
+            found.append(
+                Broken(name, f"no such field: the channels are {known}, and names of a user's own begin with x_")
+            )
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def unsafe_ending(name: str) -> str | None:
+    """Why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None where it has none."""
+    ending = next((part for part in name.lower().split(".")[1:] if part in UNSAFE_ENDINGS), None)
+    if ending is None:
+        return None
+    return f"names with '.{ending}' are refused: a reader may run what the member holds; store plain data"
+
+
+def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
+    """The rules that the metadata of a sample break, and its cameras' lens coefficients, whose model it names."""
+    if meta.frame_idx >= meta.num_frames:
+        yield Broken(META, f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to num_frames - 1")
+    for channel in meta.cameras.keys() - set(rig.cameras):
+        yield Broken(META, f"it describes camera {channel!r:.40}, which the manifest does not have")
+    valid, sizes = geometry.cam_valid.tolist(), geometry.img_wh.tolist()
+    counts = (~np.isnan(geometry.dist)).sum(1).tolist()
+    for number, channel in enumerate(rig.cameras):
+        camera = meta.cameras.get(channel)
+        if camera is None:
+            if valid[number]:
+                yield Broken(META, f"it does not describe camera '{channel}', which has an image")
+            continue
+        width, height = sizes[number]
+        if valid[number] and (width, height) != (camera.width, camera.height):
+            text = f"the image of {channel} is {camera.width} x {camera.height}; {GEOMETRY} has {width} x {height}"
+            yield Broken(META, text)
+        if camera.dist_model != UNBENT or counts[number]:
+            yield from _of_lens(channel, camera.dist_model, geometry.dist[number], counts[number])
+
+
+def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) -> Iterator[Broken]:
+    """The rules that ``count`` coefficients of a camera break."""
+    if model != UNBENT and model not in MODELS:
+        known = ", ".join((UNBENT, *MODELS))
+        yield Broken(META, f"the dist_model of {channel} is {model!r:.40}; known: {known}")
+        return
+    most = 0 if model == UNBENT else MODELS[model][1][-1]
+    if np.isnan(dist[:count]).any():
+        yield Broken(GEOMETRY, f"dist of {channel} has NaN before a coefficient: NaN may only follow the last one")
+    elif count > most:
+        yield Broken(GEOMETRY, f"dist of {channel} has {count} coefficients; dist_model {model!r} has {most} at most")
+
+
+def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | None:
+    """Why the geometry is not that of the manifest's rig and of the images that are there; None where it is."""
+    present = [int(channel in images) for channel in rig.cameras]
+    valid = geometry.cam_valid.tolist()
+    if valid != present:
+        return (
+            f"cam_valid is {_shown(valid)}, but of the cameras {', '.join(rig.cameras)} these have an image: "
+            f"{_shown(present)}"
+        )
+    if len(geometry.lidar2ego) != len(rig.lidars):
+        return f"of {len(geometry.lidar2ego)} lidars, the manifest has {len(rig.lidars)}"
+    return None
+
+
+def broken_calibration(geometry: Geometry) -> Iterator[str]:
+    """The rules that calibration, poses and motion break; of one sample, or of several joined by :func:`_joined`."""
+    is_absent = geometry.cam_valid == 0
+    wh = geometry.img_wh
+    bad = ((wh < 1) | (wh > LARGEST_IMAGE)).any(1)
+    if bad.any():
+        bad &= ~(is_absent & ((wh == -1) | (wh == 0)).all(1))
+        yield from _first(bad, "img_wh", wh, f"1 to {LARGEST_IMAGE}, or -1 where there is no image")
+    intrinsics = geometry.intrinsics
+    bad = ~((intrinsics >= _K_LOW) & (intrinsics <= _K_HIGH)).all((1, 2))
+    if bad.any():
+        bad &= ~(is_absent & np.isnan(intrinsics).all((1, 2)))
+        yield from _first(bad, "intrinsics", intrinsics, _K_WORDS)
+    yield from _of_poses(geometry, is_absent)
+    for name in ("dist", "ego_velocity", "ego_accel", "ego_rates"):
+        values: NDArray[np.float64] = getattr(geometry, name)
+        bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
+        if bad.any():
+            yield from _first(bad, name, values, f"{_BOUND_WORDS}, or NaN where it is unknown")
+
+
+_BOUND_WORDS: Final = f"-{LARGEST:g} to {LARGEST:g}"
+_K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.001 to 1e6 and the rest within 1e6"
+_POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
+
+
+def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_]) -> Iterator[str]:
+    """Of all poses at once, for most of what a look at small arrays takes is the call."""
+    no_sweep = geometry.lidar_timestamp_ns < 0
+    groups = (
+        ("cam2ego", geometry.cam2ego, is_absent),
+        ("cam_ego2global", geometry.cam_ego2global, is_absent),
+        ("ego2global", geometry.ego2global.reshape(-1, 4, 4), None),
+        ("lidar2ego", geometry.lidar2ego, no_sweep),
+        ("lidar_ego2global", geometry.lidar_ego2global, no_sweep),
+    )
+    bad = ~are_rigid(np.concatenate([poses for _, poses, _ in groups]))
+    if not bad.any():
+        return
+    first = 0
+    for name, poses, unless in groups:
+        own = bad[first : first + len(poses)]
+        first += len(poses)
+        if unless is not None:
+            own = own & ~(unless & np.isnan(poses).all((1, 2)))
+        yield from _first(own, name, poses, _POSE_WORDS)
+
+
+def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which of (P, 4, 4) matrices are a rotation and a translation, finite and within :data:`LARGEST`; bool (P,)."""
+    with np.errstate(all="ignore"):  # NaN and infinity compare as they should: to False
+        rotation = poses[:, :3, :3]
+        skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - np.eye(3)).max((1, 2))
+        return np.asarray(
+            (skew <= SKEW)
+            & (np.linalg.det(rotation) > 0)
+            & (np.abs(poses[:, :3, 3]) <= LARGEST).all(1)
+            & (poses[:, 3] == _LAST_ROW).all(1)
+        )
+
+
+def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
+    """Rule by rule: where it is broken, for which array, and what is allowed."""
+    if not len(boxes.boxes3d):
+        return
+    seen = boxes.visibility
+    with np.errstate(all="ignore"):
+        quaternion = boxes.rotation_wxyz
+        length = np.sqrt(np.einsum("mi,mi->m", quaternion, quaternion))
+    box_words = (
+        f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"
+    )
+    for bad, name, words in (
+        (~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)), "boxes3d", box_words),
+        (~(np.abs(length - 1) <= SKEW), "rotation_wxyz", "quaternions of length 1"),
+        (np.abs(boxes.velocity) > LARGEST, "velocity", f"{_BOUND_WORDS}, or NaN where it is unknown"),
+        (
+            _outside(boxes.label, rig.num_classes - 1),
+            "label",
+            f"-1 to {rig.num_classes - 1}, as the manifest's classes",
+        ),
+        (_outside(seen, 4) | (seen == 0), "visibility", "-1 (unknown) or 1 to 4"),
+        (
+            _outside(boxes.attribute, rig.num_attributes - 1),
+            "attribute",
+            f"-1 to {rig.num_attributes - 1}, as the manifest's attributes",
+        ),
+        (boxes.num_lidar_pts < -1, "num_lidar_pts", "-1 (unknown) or more"),
+        (boxes.num_radar_pts < -1, "num_radar_pts", "-1 (unknown) or more"),
+        (boxes.valid > 1, "valid", "0 or 1"),
+    ):
+        if bad.any():
+            yield from _first(bad, name, getattr(boxes, name), words)
+
+
+def _outside(numbers: NDArray[Any], last: int) -> NDArray[np.bool_]:
+    return np.asarray((numbers < -1) | (numbers > last))
+
+
+def broken_points(points: NDArray[np.float32], channel: str, rig: Rig) -> Iterator[str]:
+    """The rules that the points (P, C) of one lidar break."""
+    columns = dict(rig.lidars)
+    wanted = columns.get(channel)
+    if wanted is None:
+        yield f"the manifest has no lidar '{channel}', only {', '.join(columns) or 'none'}"
+    elif points.shape[1] != wanted:
+        yield f"its points have {points.shape[1]} columns, the manifest has {wanted}"
+    elif len(points) > MOST_POINTS:
+        yield f"it has {len(points)} points; {MOST_POINTS} at most are allowed"
+
+
+def broken_sweeps(sweeps: Sweeps, channel: str, rig: Rig) -> Iterator[str]:
+    """The rules that the earlier sweeps of one lidar break."""
+    yield from broken_points(sweeps.points, channel, rig)
+    poses = sweeps.lidar2global
+    if len(poses):
+        yield from _first(~are_rigid(poses), "lidar2global", poses, _POSE_WORDS)
+
+
+def _first(bad: NDArray[np.bool_], name: str, values: NDArray[Any], words: str) -> Iterable[str]:
+    """One text on the first row of an array that is bad; ``bad`` has its shape, or that of its first axes."""
+    if not bad.any():
+        return ()
+    at = int(np.argwhere(bad)[0, 0])
+    return (f"{name}[{at}] is {_shown(values[at])}; allowed: {words}",)
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401
+    text = str(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,262 @@
+"""A shard as pure byte functions: normalised tar members out, spans in.
+
+A shard is a plain POSIX tar (IEEE Std 1003.1, ustar interchange format) in WebDataset's naming,
+``{key}.{field}``, all members of a sample adjacent. Headers are normalised (mode 0644, uid and gid 0, no owner
+names, mtime 0), so equal content is equal bytes. FORMAT.md has the rules.
+
+A *span* is one sample's run of bytes in the shard: from its first header to the end of its last member's padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tarfile
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from fuelrail.pipeline.errors import ConfigError, MemberTooLargeError, TarFormatError, TruncatedShardError
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+BLOCK_BYTES: Final = 512
+END_OF_ARCHIVE: Final = bytes(2 * BLOCK_BYTES)
+"""Two zero blocks close a tar."""
+
+MAX_STORED_BYTES: Final = 0o77777777777
+"""What a ustar size field holds: 8 GiB less one byte."""
+
+MAX_KEY_BYTES: Final = 512
+"""Cap on a sample's key, and on a clip's id."""
+
+_KEY = re.compile(r"(?!__)[a-z0-9_-]+\Z")  # webdataset skips files called __...__
+_FIELD = re.compile(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+\Z")
+_USTAR_NAME_BYTES: Final = 100
+_FRONT_BYTES: Final = 136
+"""Name, mode, owner and size in a header: what it says of its member."""
+_MODE_UID_GID = b"".join(b"%07o\0" % number for number in (0o644, 0, 0))
+_MTIME = b"%011o\0" % 0
+_DEVICES = 2 * (b"%07o\0" % 0)
+_NO_DEVICES = bytes(len(_DEVICES))
+_ZERO_BLOCK = bytes(BLOCK_BYTES)
+
+
+class StoredMember(NamedTuple):
+    """One member to be packed: its field name as stored (``cam_front.jpg``, ``meta.json.zst``) and its stored bytes."""
+
+    field: str
+    data: Buffer
+
+
+class PackedSpan(NamedTuple):
+    """A sample's span: the pieces to write in order, the data offset of each member in the span, the span's length."""
+
+    pieces: list[Buffer]
+    offsets: list[int]
+    length: int
+
+
+class FoundMember(NamedTuple):
+    """One member found in a tar: full name, offset of its first header block, offset and length of its data."""
+
+    name: str
+    header_offset: int
+    offset: int
+    length: int
+
+
+def check_key(key: str) -> None:
+    """Raise ConfigError unless ``key`` is a legal sample key: ``[a-z0-9_-]+``, no dot, no slash (FORMAT.md)."""
+    if not _KEY.match(key) or len(key) > MAX_KEY_BYTES:
+        raise ConfigError(
+            f"sample key '{shown(key)}' is not allowed: use only the characters a-z 0-9 _ -, not __ in front, "
+            f"{MAX_KEY_BYTES} at most"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def check_field(field: str) -> None:
+    """Raise ConfigError unless ``field`` is a legal field name: lower-case parts joined by dots, one dot at least."""
+    if not _FIELD.match(field) or field.startswith("__"):
+        raise ConfigError(
+            f"field name {field!r} is not allowed: lower-case letters, digits and _ in two or more parts joined by "
+            "dots, such as cam_front.jpg, and not starting with __"
+        )
+
+
+def member_header(name: str, size: int) -> bytes:
+    """Return the header block(s) of a regular file ``name`` of ``size`` bytes.
+
+    One ustar block of 512 bytes, as GNU tar writes it. A name over 100 bytes or not ASCII takes a pax extended header
+    in front (three blocks in all, or more) with one record, ``path``; the ustar block then holds the name's front.
+    """
+    if not 0 <= size <= MAX_STORED_BYTES:
+        raise MemberTooLargeError(f"{size} bytes do not fit a tar header (at most {MAX_STORED_BYTES})", member=name)
+    if len(name) <= _USTAR_NAME_BYTES and name.isascii():
+        return _ustar_block(name.encode("ascii"), size, b"0", _DEVICES)
+    # Written here, not by Python's tarfile: its bytes have changed between Python versions.
+    record = _pax_record(b"path", name.encode("utf-8"))
+    padding = _ZERO_BLOCK[: -len(record) % BLOCK_BYTES]
+    front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
+    # GNU tar leaves the device numbers of the extended header itself blank.
+    extended = _ustar_block(b"././@PaxHeader", len(record), b"x", _NO_DEVICES)
+    return extended + record + padding + _ustar_block(front, size, b"0", _DEVICES)
+
+
+def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> bytes:
+    # Fields of the ustar header: name 100, mode 8, uid 8, gid 8, size 12, mtime 12, chksum 8, typeflag 1,
+    # linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8, prefix 155, padding 12.
+    digits = b"%011o\0" % size
+    back, rest = _after_checksum(typeflag, devices)
+    checksum = rest + sum(name) + sum(digits)
+    return b"".join((name.ljust(100, b"\0"), _MODE_UID_GID, digits, _MTIME, b"%06o\0 " % checksum, back))
+
+
+def are_members(
+    view: memoryview, key: str, fields: tuple[str, ...], offsets: Sequence[int], sizes: Sequence[int]
+) -> bool:
+    """Whether the members of a sample lie there: their headers, in front of ``offsets`` in its span, say so.
+
+    Of names over 100 bytes only so many are compared. ``fields`` and ``sizes`` [bytes] are those of the members.
+    """
+    # Every sample that is read passes here, so all headers are compared at once. The key is in each; one will do.
+    front = key.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
+    begin, end = len(front) - BLOCK_BYTES, _FRONT_BYTES - BLOCK_BYTES
+    found = b"".join([view[at + begin : at + end] for at in offsets])
+    return found == _fronts(fields, len(front)) % tuple(sizes) and (
+        not offsets or view[offsets[0] - BLOCK_BYTES : offsets[0] + begin] == front
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fronts(fields: tuple[str, ...], key_bytes: int) -> bytes:
+    """What follows the key in the headers of these fields, up to the sizes, for which there are places."""
+    most = _USTAR_NAME_BYTES - key_bytes
+    names = [b"." + field.encode("ascii", "replace") for field in fields]
+    names = [name[:most].ljust(most, b"\0").replace(b"%", b"%%") for name in names]
+    return b"".join([name + _MODE_UID_GID + b"%011o\0" for name in names])
+
+
+@functools.cache
+def _after_checksum(typeflag: bytes, devices: bytes) -> tuple[bytes, int]:
+    """What follows the checksum in a header, and the checksum's part that does not depend on name and size."""
+    back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
+    return back, sum(_MODE_UID_GID) + sum(_MTIME) + 8 * ord(" ") + sum(back)
+
+
+def _pax_record(keyword: bytes, value: bytes) -> bytes:
+    """``LENGTH keyword=value\\n``, where LENGTH counts the whole record, itself included."""
+    rest = len(b" " + keyword + b"=" + value + b"\n")
+    length = rest + len(str(rest))
+    length = rest + len(str(length))  # one digit more where the first guess carried over
+    return b"%d %s=%s\n" % (length, keyword, value)
+
+
+def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
+    """Lay the members of one sample out as they stand in the shard; data buffers are referenced, not copied.
+
+    Raises ConfigError for a bad key or field and for a field that stands twice.
+    """
+    check_key(key)
+    pieces: list[Buffer] = []
+    offsets: list[int] = []
+    position = 0
+    seen: set[str] = set()
+    for field, data in members:
+        check_field(field)
+        if field in seen:
+            raise ConfigError(f"sample {key!r} has the field {field!r} twice")
+        seen.add(field)
+        size = memoryview(data).nbytes
+        header = member_header(f"{key}.{field}", size)
+        padding = _ZERO_BLOCK[: -size % BLOCK_BYTES]
+        offsets.append(position + len(header))
+        pieces += (header, data, padding) if padding else (header, data)
+        position += len(header) + size + len(padding)
+    return PackedSpan(pieces, offsets, position)
+
+
+def split_member_name(name: str) -> tuple[str, str]:
+    """Split a member's full name at the first dot of its base name, as webdataset does: (key, field)."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, field = base.partition(".")
+    return folder + slash + stem, field
+
+
+def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[FoundMember]:
+    """Yield the members of a whole normalised tar held in ``data``, strictly; not ``closed``: of a span alone.
+
+    This is the check for shards that Fuelrail wrote: regular files with our normalised headers, and pax headers in
+    front of long names, nothing else. Raises TarFormatError for anything else, TruncatedShardError where the file ends
+    early; both carry shard and offset.
+    """
+    view = memoryview(data)
+    position = 0
+    while closed or position < len(view):
+        header_offset = position
+        name, size, position = _read_header(view, position, shard)
+        if name is None:
+            if not closed:
+                raise TarFormatError("zeros instead of a header", shard=shard, offset=header_offset)
+            if len(view) < header_offset + len(END_OF_ARCHIVE):
+                raise TruncatedShardError("the closing zero blocks are cut", shard=shard, offset=header_offset)
+            end = header_offset + len(END_OF_ARCHIVE)
+            if len(view) > end or any(view[header_offset:end]):
+                raise TarFormatError("bytes after the end of the archive", shard=shard, offset=header_offset)
+            return
+        end = position + size
+        padded = end + -size % BLOCK_BYTES
+        if padded > len(view):
+            raise TruncatedShardError(
+                f"member '{name}' needs {padded} bytes, the shard has {len(view)}", shard=shard, offset=header_offset
+            )
+        if any(view[end:padded]):
+            raise TarFormatError(f"padding of member '{name}' is not zero", shard=shard, offset=end)
+        yield FoundMember(name, header_offset, position, size)
+        position = padded
+
+
+def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | None, int, int]:
+    """Name, size and data offset of the member whose header starts at ``position``; name None at the end's zeros."""
+    block = bytes(view[position : position + BLOCK_BYTES])
+    if len(block) < BLOCK_BYTES:
+        raise TruncatedShardError("no end-of-archive blocks", shard=shard, offset=position)
+    if block == _ZERO_BLOCK:
+        return None, 0, position
+    is_pax = block[156:157] == b"x"
+    length = BLOCK_BYTES
+    if is_pax:
+        length += BLOCK_BYTES + (_octal(block, shard, position) + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+    whole = bytes(view[position : position + length])
+    if len(whole) < length:
+        raise TruncatedShardError("the shard ends inside a header", shard=shard, offset=position)
+    try:
+        info = tarfile.TarInfo.frombuf(whole[-BLOCK_BYTES:], "utf-8", "strict")
+        name = _pax_path(whole[BLOCK_BYTES:-BLOCK_BYTES]) if is_pax else info.name
+        normal = member_header(name, info.size)
+    except (tarfile.HeaderError, UnicodeDecodeError, ValueError, MemberTooLargeError) as error:
+        raise TarFormatError(f"not a tar header: {error}", shard=shard, offset=position) from error
+    if whole != normal:
+        raise TarFormatError(f"header of '{name}' is not normalised", shard=shard, offset=position)
+    return name, info.size, position + length
+
+
+def _octal(block: bytes, shard: str, position: int) -> int:
+    try:
+        size = int(block[124:135], 8)
+    except ValueError as error:
+        raise TarFormatError("size field is not octal", shard=shard, offset=position) from error
+    if size > 1 << 20:
+        raise TarFormatError(f"a pax header of {size} bytes", shard=shard, offset=position)
+    return size
+
+
+def _pax_path(records: bytes) -> str:
+    """The path out of a pax header that holds just that: ``LENGTH path=NAME\\n``."""
+    match = re.match(rb"(\d+) path=", records)
+    if match is None:
+        raise ValueError("pax header without a path record")
+    return records[match.end() : int(match.group(1)) - 1].decode("utf-8")

@@ -1,0 +1,209 @@
+"""Data-parallel ranks, and the arithmetic from (epoch length, global batch, rank, step) to positions.
+
+An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R consecutive ones::
+
+    step 0                     step 1                     step 2
+    | rank 0 | .. | rank R-1 | rank 0 | .. | rank R-1 | ...
+    start                      start + G                  start + 2 G
+
+``start`` is the number of samples consumed before: 0 at the epoch's beginning. What a global batch holds depends on
+(start, G) alone, so another number of ranks goes on with the same batches; with another G the rest of the epoch is cut
+anew, and each of the samples left comes once. All of it is integer arithmetic on a few numbers: ranks agree without a
+word between them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from operator import index
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import WorldError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's data-parallel rank and the number of data-parallel ranks; one process alone by default.
+
+    Ranks of one tensor-, pipeline- or context-parallel group share a data-parallel rank. Raises WorldError unless
+    0 <= rank < size.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        _integers(self, "rank", "size")
+        if self.size < 1:
+            raise WorldError(f"world size must be at least 1, got {self.size}")
+        if not 0 <= self.rank < self.size:
+            raise WorldError(f"rank {self.rank} is outside 0 .. {self.size - 1} of a world of {self.size}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """The global batches of one epoch, or of its rest, and one rank's part in each.
+
+    ``epoch_length``: positions in the epoch, at least 1. ``global_batch``: samples a step over all ranks, a multiple of
+    ``world.size``. ``start``: samples of this epoch consumed already; step 0 begins there. The samples left behind the
+    last full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
+    beginning on that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
+
+    Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave every epoch empty,
+    and for numbers out of range.
+    """
+
+    epoch_length: int
+    global_batch: int
+    world: World
+    drop_last: bool = True
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        _integers(self, "epoch_length", "global_batch", "start")
+        if not 1 <= self.epoch_length <= 2**62:
+            raise WorldError(f"an epoch must have 1 .. 2**62 positions, got {self.epoch_length}")
+        if not 1 <= self.global_batch <= 2**31:
+            raise WorldError(f"a global batch must have 1 .. 2**31 samples, got {self.global_batch}")
+        if self.global_batch % self.world.size:
+            raise WorldError(_indivisible(self.global_batch, self.world.size))
+        if not 0 <= self.start <= self.epoch_length:
+            raise WorldError(f"{self.start} samples consumed in an epoch that has {self.epoch_length}")
+        if self.drop_last and self.global_batch > self.epoch_length:
+            raise WorldError(
+                f"an epoch of {self.epoch_length} samples has no full global batch of {self.global_batch}, so with "
+                f"drop_last every epoch is empty; use a global batch of at most {self.epoch_length}, or drop_last=False"
+            )
+
+    @property
+    def rank_batch(self) -> int:
+        """Samples a step on each rank."""
+        return self.global_batch // self.world.size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps from ``start`` to the epoch's end, the same on every rank."""
+        left = self.epoch_length - self.start
+        return left // self.global_batch if self.drop_last else -(-left // self.global_batch)
+
+    def positions(self, step: int) -> NDArray[np.int64]:
+        """This rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
+
+        Beyond the epoch's end, in the last step only, they begin again at position 0. Raises WorldError for a step
+        outside 0 .. num_steps - 1.
+        """
+        return self._running(step) % self.epoch_length
+
+    def valid(self, step: int) -> NDArray[np.bool_]:
+        """Which of ``positions(step)`` are samples of the epoch, and not padding: bool (rank_batch,)."""
+        return self._running(step) < self.epoch_length
+
+    def _running(self, step: int) -> NDArray[np.int64]:
+        """This rank's positions in one step, counted on beyond the epoch's end."""
+        if not 0 <= step < self.num_steps:
+            raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
+        first = self.start + step * self.global_batch + self.world.rank * self.rank_batch
+        return np.arange(first, first + self.rank_batch, dtype=np.int64)
+
+    def consumed(self, num_steps: int) -> int:
+        """Samples of the epoch that all ranks have consumed, from its beginning, once ``num_steps`` steps are done.
+
+        Padding is not counted. This is what `Cursor.samples_consumed` and ``start`` hold. Raises WorldError for more
+        steps than there are.
+        """
+        if not 0 <= num_steps <= self.num_steps:
+            raise WorldError(f"{num_steps} steps done of the {self.num_steps} left in the epoch")
+        return min(self.start + num_steps * self.global_batch, self.epoch_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a run stands: the epoch, and how many of its samples all ranks together have consumed, padding not counted.
+
+    With the order and the dataset, that is all there is to save. Raises WorldError for negative numbers.
+    """
+
+    epoch: int = 0
+    samples_consumed: int = 0
+
+    def __post_init__(self) -> None:
+        _integers(self, "epoch", "samples_consumed")
+        if self.epoch < 0 or self.samples_consumed < 0:
+            raise WorldError(f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}")
+
+    def rest(self, whole: Batching) -> Batching:
+        """The batches of this cursor's epoch that are still to come, cut as ``whole`` says from where the run stands.
+
+        The first begins behind the last consumed sample, whatever batch size that was consumed with. Where it has no
+        step the epoch is over (:meth:`rolled`). Raises WorldError where more was consumed than there is.
+        """
+        return replace(whole, start=self.samples_consumed)
+
+    def rolled(self, whole: Batching) -> Cursor:
+        """Itself, or the beginning of the next epoch where its own has no step left."""
+        return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
+
+    def advanced(self, whole: Batching, num_steps: int = 1) -> Cursor:
+        """The cursor ``num_steps`` steps on, through as many epochs as that takes, rolled; in constant time.
+
+        Every epoch is taken to have ``whole.epoch_length`` positions. Raises WorldError for a negative number.
+        """
+        if num_steps < 0:
+            raise WorldError(f"a cursor advances by 0 steps or more, got {num_steps}")
+        rest = self.rest(whole)
+        if num_steps < rest.num_steps:
+            return replace(self, samples_consumed=rest.consumed(num_steps))
+        full = replace(whole, start=0)
+        epochs, steps = divmod(num_steps - rest.num_steps, full.num_steps)
+        return Cursor(self.epoch + 1 + epochs, full.consumed(steps))
+
+
+def _integers(record: object, *names: str) -> None:
+    """Turn integer-like fields (numpy scalars too) into int; WorldError for anything else."""
+    for name in names:
+        value = getattr(record, name)
+        try:
+            object.__setattr__(record, name, index(value))
+        except TypeError as error:
+            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be a whole number") from error
+
+
+def _indivisible(global_batch: int, size: int) -> str:
+    """What is wrong, and the nearest global batches and world sizes that fit."""
+    below = global_batch - global_batch % size
+    batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
+    small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]
+    divisors = small + [global_batch // count for count in reversed(small)]
+    near = [max(count for count in divisors if count < size), *[count for count in divisors if count > size][:1]]
+    sizes = " or ".join(str(count) for count in near)
+    return (
+        f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "
+        f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for {global_batch}"
+    )
+
+
+class Share(NamedTuple):
+    """Which steps a process makes of its rank's: every ``of``-th from ``first`` on."""
+
+    first: int = 0
+    of: int = 1
+
+    def steps(self, batching: Batching) -> range:
+        """The steps of these batches that are its own."""
+        return range(self.first, batching.num_steps, self.of)
+
+    def step(self, number: int, start: Cursor, whole: Batching) -> int:
+        """Which step, counted from ``start`` on over the ends of epochs, is its own one of this number."""
+        rest = start.rest(whole)
+        own = self.steps(rest)
+        if number < len(own):
+            return own[number]
+        own_in_epoch = self.steps(whole)
+        epochs, at = divmod(number - len(own), len(own_in_epoch))
+        return rest.num_steps + epochs * whole.num_steps + own_in_epoch[at]

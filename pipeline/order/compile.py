@@ -1,0 +1,401 @@
+"""An order specification applied to one split of a dataset: compiled once, arithmetic from then on.
+
+::
+
+    order = compile_order(OrderSpec(filter="night", weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset)
+    samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
+
+Each piece maps numbers to numbers, so they compose: the kind permutes positions, weights turn them into selected
+samples (:class:`~fuelrail.pipeline.order.weights.SystematicSampling`), the selection turns these into samples of the
+split.
+Memory: nothing for a whole split, 4 bytes for each selected sample, 16 more with weights, 16 a sample with lanes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.format.attributes import Attributes, ClipTable
+from fuelrail.pipeline.order.lanes import LaneEpoch, Lanes
+from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedEpoch, MixedOrder
+from fuelrail.pipeline.order.permutation import derive_key
+from fuelrail.pipeline.order.select import Filter
+from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
+from fuelrail.pipeline.order.weights import (
+    SystematicSampling,
+    columns_of,
+    compute_weights,
+    natural_length,
+    read_columns,
+    value_numbers,
+)
+from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.order.permutation import PositionMap
+
+
+if TYPE_CHECKING:
+    Rows = NDArray[np.int64]
+
+_DIGEST_CHARS: Final = 16
+
+
+def compile_order(
+    spec: OrderSpec,
+    dataset: Dataset,
+    split: str = "train",
+    *,
+    global_batch: int | None = None,
+    window: FrameWindow | None = None,
+    clips: ClipTable | None = None,
+) -> AnyOrder:
+    """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
+
+    ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
+    samples whose window is not complete. ``clips`` is the split's table, where the caller has it already.
+
+    Raises OrderError for an expression, file or weights that make no order, and where nothing is selected;
+    ConfigError for an unknown split; IndexFileError for attributes that don't fit.
+    """
+    if spec.epoch_length is not None and not spec.weights and spec.mix is None:
+        raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
+    num_samples = dataset.split(split).num_samples
+    if not num_samples:
+        raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
+    attributes = Attributes(dataset, split)
+    identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
+    selected: Rows | None = None
+    if spec.filter is not None:
+        condition = Filter(spec.filter, attributes.names)
+        selected = _narrow(selected, condition.select(attributes.read(condition.columns)), f"filter {spec.filter!r}")
+    if spec.subset is not None:
+        listed = read_keys(spec.subset, attributes.read(("key",))["key"])
+        identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
+        selected = _narrow(selected, listed, f"subset '{spec.subset}'")
+    if clips is None and (spec.kind == "lanes" or _drops(window)):
+        clips = ClipTable.of_split(dataset, split)
+    if window is not None and _drops(window):
+        assert clips is not None
+        complete = np.flatnonzero(WindowLookup(clips, window).complete())
+        selected = _narrow(selected, complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+    if selected is not None:
+        identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
+    if spec.kind == "lanes":
+        if global_batch is None:
+            raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
+        assert clips is not None
+        identity["lanes"] = global_batch
+        lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
+        return LaneOrder(spec, lanes, identity)
+    lengths = Layout.of_split(dataset.manifest, split).shard_lengths
+    for described in identity.get("weights", ()):
+        described.pop("file", None)  # what the file says is in a digest
+    if spec.mix is not None:
+        return _mixed(spec, spec.mix, attributes, lengths, selected, identity)
+    sampling = None
+    if spec.weights:
+        table = _selected_rows(attributes.read(columns_of(spec.weights)), selected)
+        weights = compute_weights(spec.weights, table)
+        sampling = SystematicSampling(weights, spec.epoch_length or natural_length(spec.weights, table))
+        identity["weighted"] = _said(sampling)
+    return CompiledOrder(spec, identity, lengths, selected, sampling)
+
+
+def _mixed(
+    spec: OrderSpec,
+    mix: Mix,
+    attributes: Attributes,
+    shard_lengths: Sequence[int],
+    selected: Rows | None,
+    identity: dict[str, Any],
+) -> MixOrder:
+    """The parts of the selected samples, each an order of its own, mixed; weights are those of the whole selection."""
+    column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
+    weights = None
+    if spec.weights:
+        weights = compute_weights(spec.weights, _selected_rows(attributes.read(columns_of(spec.weights)), selected))
+    number = value_numbers(column, tuple(mix.ratios))
+    parts = []
+    for at, value in enumerate(mix.ratios):
+        inside = np.flatnonzero(number == at)
+        if not inside.size:
+            known = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+            raise OrderError(f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {known}")
+        own = inside if selected is None else selected[inside]
+        seed = derive_key("order mix part", spec.seed, at) % 2**63
+        part = msgspec.structs.replace(spec, seed=seed, filter=None, subset=None, mix=None, epoch_length=None)
+        sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
+        said = f"{len(own)} samples {_digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
+        parts.append(CompiledOrder(part, {value: said}, shard_lengths, own, sampling))
+    mixed = MixedOrder(parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length)
+    identity["mixed"] = mixed.identity["parts"]
+    return MixOrder(spec, identity, mixed)
+
+
+class CompiledOrder:
+    """The epochs of an order over one split. Immutable; safe to call from any number of threads.
+
+    ``identity`` is what a saved position depends on, in plain JSON types: the specification, and digests of what its
+    filter, keys and weights came to.
+    """
+
+    def __init__(
+        self,
+        spec: OrderSpec,
+        identity: dict[str, Any],
+        shard_lengths: Sequence[int],
+        selected: NDArray[np.int64] | None = None,
+        sampling: SystematicSampling | None = None,
+    ) -> None:
+        """``selected``: samples of the split, ascending, each once (None: all); ``sampling``: how often they come."""
+        self.spec, self.identity, self._sampling = spec, identity, sampling
+        self._kind = msgspec.structs.replace(spec, filter=None, subset=None, weights=(), mix=None, epoch_length=None)
+        self._bounds = np.cumsum([0, *shard_lengths])
+        self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
+        self._selected: NDArray[np.integer] | None = None
+        if selected is not None:
+            self._bounds = np.searchsorted(selected, self._bounds)
+            small = np.int32 if int(selected[-1]) <= np.iinfo(np.int32).max else np.int64
+            self._selected = selected.astype(small)
+        self.epoch_length = self.num_selected if sampling is None else sampling.length
+
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+        return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
+
+    def epoch(self, epoch: int) -> PositionMap:
+        """The order of one epoch: positions 0 .. epoch_length - 1 to samples of the split. Same length every epoch."""
+        bounds = self._bounds
+        then: list[Callable[[Rows], Rows]] = []
+        if self._sampling is not None:
+            copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
+            bounds = np.array(copies.first_copies(bounds.tolist()))
+            then.append(copies)
+        if self._selected is not None:
+            then.append(partial(_take, self._selected))
+        lengths = np.diff(bounds)
+        order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
+        return Chain(order, *then) if then else order
+
+
+class MixOrder:
+    """The epochs of parts of one split, mixed by ratio; as :class:`CompiledOrder`."""
+
+    def __init__(self, spec: OrderSpec, identity: dict[str, Any], mixed: MixedOrder[CompiledOrder]) -> None:
+        self.spec, self.identity, self.mixed = spec, identity, mixed
+        self.epoch_length = mixed.epoch_length
+        self.num_selected = sum(part.num_selected for part in mixed.orders)
+
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+        return np.sort(np.concatenate([part.selected() for part in self.mixed.orders]))
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        orders, ratios = self.mixed.orders, self.mixed.ratios
+        counts = [
+            part.expected_counts() * (self.mixed.num_blocks * ratio / part.epoch_length)
+            for part, ratio in zip(orders, ratios, strict=True)
+        ]
+        stored = np.argsort(np.concatenate([part.selected() for part in orders]))
+        return np.concatenate(counts)[stored]
+
+    def epoch(self, epoch: int) -> MixedEpoch:
+        """The order of one epoch; raises OrderError for an epoch out of range."""
+        return self.mixed.epoch(epoch)
+
+
+class LaneOrder:
+    """The epochs of an order of kind ``lanes``; as :class:`CompiledOrder`, with :meth:`epoch` giving lanes."""
+
+    def __init__(self, spec: OrderSpec, lanes: Lanes, identity: dict[str, Any]) -> None:
+        self.spec, self.lanes, self.identity = spec, lanes, identity
+        self.epoch_length, self.num_selected = len(lanes), lanes.num_samples
+
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+        return self.lanes.selected()
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, padding aside: float64 (num_selected,), ones."""
+        return np.ones(self.num_selected)
+
+    def epoch(self, epoch: int) -> LaneEpoch:
+        """The lanes of one epoch; raises OrderError for an epoch out of range."""
+        if not 0 <= epoch < 2**63:
+            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        return self.lanes.epoch(self.spec.seed, epoch)
+
+
+AnyOrder: TypeAlias = CompiledOrder | MixOrder | LaneOrder
+
+
+class Chain:
+    """Maps applied one after the other, as one map."""
+
+    __slots__ = ("_first", "_then")
+
+    def __init__(self, first: PositionMap, *then: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+        self._first, self._then = first, then
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
+        values = self._first(positions)
+        for step in self._then:
+            values = step(values)
+        return values
+
+
+def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
+    """The samples (places in ``known``, ascending) that a keys file lists.
+
+    Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
+    have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.
+    """
+    if Path(file).suffix in {".parquet", ".csv"}:
+        listed = read_columns(file, ("key",))["key"].cast(pa.string())
+    else:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
+        keys = [line.strip() for line in lines]
+        listed = pa.chunked_array([pa.array([key for key in keys if key and not key.startswith("#")], pa.string())])
+    wanted = listed.unique()
+    samples: Rows = np.flatnonzero(pc.is_in(known, value_set=wanted).to_numpy())
+    if len(samples) < len(wanted):
+        missing = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known.combine_chunks())))
+        raise OrderError(
+            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that the split hasn't got, "
+            f"the first one {missing[0].as_py()!r}"
+        )
+    return samples
+
+
+def _as_said(spec: OrderSpec) -> dict[str, Any]:
+    """Kind, seed, and what else differs from the defaults: a state outlives the fields that later releases add."""
+    # Through JSON and back: a state that was saved as JSON has lists where the specification has tuples.
+    said, defaults = (msgspec.json.decode(msgspec.json.encode(each)) for each in (spec, OrderSpec()))
+    return {name: value for name, value in said.items() if name in ("kind", "seed") or value != defaults[name]}
+
+
+def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:
+    """What is in both, ascending; raises OrderError, naming ``what``, where nothing is left."""
+    both = among if selected is None else np.intersect1d(selected, among, assume_unique=True)
+    if not both.size:
+        rest = "" if selected is None or not among.size else f" out of the {len(selected)} selected before"
+        raise OrderError(f"{what} selects no sample{rest}")
+    return both
+
+
+def _drops(window: FrameWindow | None) -> bool:
+    return window is not None and window.pad == "drop"
+
+
+def _take(selected: NDArray[np.integer], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    return selected[numbers].astype(np.int64)
+
+
+def _selected_rows(table: pa.Table, selected: Rows | None) -> pa.Table:
+    return table if selected is None else table.take(selected)
+
+
+def _said(sampling: SystematicSampling) -> str:
+    return f"{sampling.length} positions, weights {sampling.digest()[:_DIGEST_CHARS]}"
+
+
+def _digest(samples: Rows) -> str:
+    return hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
+
+
+class DatasetMixOrder:
+    """The epochs of several datasets mixed; as `compiled_order.CompiledOrder`, its epochs also tell the datasets."""
+
+    def __init__(self, spec: OrderSpec, mixed: MixedOrder[CompiledOrder], identity: dict[str, Any]) -> None:
+        self.spec, self.mixed, self.identity = spec, mixed, identity
+        self.epoch_length = mixed.epoch_length
+
+    def epoch(self, epoch: int) -> MixedEpoch:
+        """The order of one epoch; raises OrderError for an epoch out of range."""
+        return self.mixed.epoch(epoch)
+
+
+def compile_mix(
+    ratios: Mapping[str, int],
+    spec: OrderSpec,
+    datasets: Mapping[str, Dataset],
+    split: str = "train",
+    *,
+    window: FrameWindow | None = None,
+    clips: Sequence[ClipTable | None] | None = None,
+) -> DatasetMixOrder:
+    """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
+
+    ``window`` and ``clips`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that do not name
+    the datasets or are not whole numbers of 1 or more, for an order that is not to be mixed (``lanes``, ``subset`` and
+    a mix of its own), and what `compile_order` raises.
+    """
+    check_ratios(ratios, datasets)
+    if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None:
+        what = "kind 'lanes'" if spec.kind == "lanes" else "a mix of its own" if spec.mix else "a subset"
+        raise OrderError(f"an order with {what} is of one dataset; mix datasets by kind, filter, weights, epoch_length")
+    orders = []
+    for at, (name, dataset) in enumerate(datasets.items()):
+        seed = derive_key("order mix part", spec.seed, at) % 2**63
+        own = msgspec.structs.replace(spec, seed=seed, epoch_length=None)
+        try:
+            order = compile_order(own, dataset, split, window=window, clips=None if clips is None else clips[at])
+        except OrderError as error:
+            raise OrderError(f"dataset {name!r}: {error}") from error
+        assert isinstance(order, CompiledOrder)
+        orders.append(order)
+    mixed = MixedOrder(orders, [ratios[name] for name in datasets], seed=spec.seed, epoch_length=spec.epoch_length)
+    parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
+    identity = {
+        "version": ORDER_VERSION,
+        "kind": spec.kind,
+        "seed": spec.seed,
+        "mix": {name: ratios[name] for name in datasets},
+        "epoch_length": mixed.epoch_length,
+        "parts": parts,
+    }
+    return DatasetMixOrder(spec, mixed, identity)
+
+
+def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
+    """Raise OrderError unless ``ratios`` gives each dataset a whole number of 1 or more, MAX_BLOCK in sum."""
+    example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
+    rule = f"it gives each dataset a whole number of 1 or more, {MAX_BLOCK} in sum, such as {example}"
+    if not hasattr(ratios, "items"):
+        raise OrderError(f"mix={ratios!r} is no mix: {rule}")
+    given = dict(ratios.items())
+    if given.keys() != datasets.keys():
+        raise OrderError(f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}")
+    if not all(type(ratio) is int and ratio >= 1 for ratio in given.values()) or sum(given.values()) > MAX_BLOCK:
+        raise OrderError(f"mix={given!r} is no mix: {rule}")
+
+
+def _names(named: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, named)) or "none"

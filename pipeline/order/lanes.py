@@ -1,0 +1,161 @@
+"""Lanes: each row of the global batch follows one clip through time, then the next; for models with a memory.
+
+The clips (or pieces of them) are dealt out to L lanes, L being the global batch, so that all lanes end about together;
+position step * L + lane is what a lane sees at a step::
+
+    lane 0 | clip 3 frame 0 | clip 3 frame 1 | ... | clip 8 frame 0 | ...
+    lane 1 | clip 5 frame 0 | clip 5 frame 1 | ...
+             step 0           step 1
+
+Which lane gets pieces of which lengths is fixed (longest piece first, to the lane with the least: Graham, "Bounds on
+Multiprocessing Timing Anomalies", 1969, ends within 4/3 of the best), so every epoch has the same number of steps.
+Each epoch shuffles which piece of a length stands where, the order of the pieces in a lane, and the lanes. A lane
+that ends early repeats its first piece, flagged as not valid: every lane has a frame at each step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.format.attributes import ClipTable
+
+
+class LaneEntries(NamedTuple):
+    """What lanes see at some positions; all of the positions' shape."""
+
+    samples: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    """False: the lane's first piece again, because the others aren't done."""
+    prev_exists: NDArray[np.bool_]
+    """The lane showed the frame before this one in its previous step; False: its memory is to be reset."""
+
+
+class Lanes:
+    """The pieces of a split's clips, dealt out to ``num_lanes`` lanes; :meth:`epoch` gives their order.
+
+    ``selected`` restricts it to some samples (numbers, each once); a piece ends where a stored frame between two
+    selected ones is left out. ``pieces_per_clip`` cuts longer runs into that many pieces of about equal length
+    (StreamPETR trains with 2). Raises OrderError where there are fewer pieces than lanes.
+    """
+
+    def __init__(
+        self, clips: ClipTable, num_lanes: int, *, pieces_per_clip: int = 1, selected: ArrayLike | None = None
+    ) -> None:
+        if num_lanes < 1 or pieces_per_clip < 1:
+            raise OrderError(f"lanes need a global batch and pieces of 1 or more, got {num_lanes}, {pieces_per_clip}")
+        chosen = np.arange(len(clips)) if selected is None else np.sort(clips.ranks[np.asarray(selected)])
+        clip = clips.clip_numbers()[chosen]
+        new = np.ones(len(chosen), dtype=bool)
+        new[1:] = (clip[1:] != clip[:-1]) | (chosen[1:] != chosen[:-1] + 1)
+        lengths = np.diff(np.append(np.flatnonzero(new), len(chosen)))
+        # A run of m frames in k pieces: the first m % k of them one frame longer.
+        count = np.minimum(lengths, pieces_per_clip)
+        run = np.repeat(np.arange(len(lengths)), count)
+        number = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
+        self._lengths = lengths[run] // count[run] + (number < lengths[run] % count[run])
+        self._first_ranks = chosen[np.cumsum(self._lengths) - self._lengths]
+        if len(run) < num_lanes:
+            raise OrderError(
+                f"{len(run)} pieces of clips for {num_lanes} lanes (the global batch): a lane needs at least one; use "
+                f"a global batch of at most {len(run)}, or more pieces_per_clip than {pieces_per_clip}"
+            )
+        self._clips, self._chosen, self.num_lanes, self.num_samples = clips, chosen, num_lanes, len(chosen)
+        self._lane_of_slot = _deal(np.sort(self._lengths)[::-1], num_lanes)
+        loads = np.bincount(self._lane_of_slot, weights=np.sort(self._lengths)[::-1], minlength=num_lanes)
+        self.num_steps = int(loads.max())
+
+    def __len__(self) -> int:
+        """Positions of an epoch: steps times lanes."""
+        return self.num_steps * self.num_lanes
+
+    @property
+    def num_padding(self) -> int:
+        """Positions of an epoch that are not valid."""
+        return len(self) - self.num_samples
+
+    def selected(self) -> NDArray[np.int64]:
+        """The samples of an epoch, ascending: int64 (num_samples,)."""
+        return np.sort(self._clips.samples[self._chosen].astype(np.int64))
+
+    def epoch(self, seed: int, epoch: int) -> LaneEpoch:
+        """The lanes of one epoch, in time proportional to the number of pieces."""
+        pieces = np.arange(len(self._lengths))
+        shuffled = KeyedPermutation(len(pieces), derive_key("order lanes pieces", seed, epoch))(pieces)
+        by_length = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]  # slot to piece: ties shuffled
+        lanes = KeyedPermutation(self.num_lanes, derive_key("order lanes", seed, epoch))(self._lane_of_slot)
+        place = KeyedPermutation(len(pieces), derive_key("order lanes places", seed, epoch))(pieces)
+        slots = np.lexsort((place, lanes))
+        chosen = by_length[slots]
+        return LaneEpoch(self._clips, self.num_steps, lanes[slots], self._first_ranks[chosen], self._lengths[chosen])
+
+
+def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
+    """The lane of each piece, lengths descending: always the lane with the least, the lowest number among equals."""
+    lanes = [(0, lane) for lane in range(num_lanes)]
+    dealt = np.empty(len(lengths), dtype=np.int64)
+    for slot, length in enumerate(lengths.tolist()):
+        load, lane = lanes[0]
+        dealt[slot] = lane
+        heapq.heapreplace(lanes, (load + length, lane))
+    return dealt
+
+
+class LaneEpoch:
+    """One epoch: a call maps positions to samples, :meth:`entries` tells the rest of each place."""
+
+    __slots__ = (
+        "_clips",
+        "_first_piece",
+        "_first_ranks",
+        "_lane_ends",
+        "_lengths",
+        "_num_steps",
+        "_starts",
+        "num_lanes",
+    )
+
+    def __init__(
+        self,
+        clips: ClipTable,
+        num_steps: int,
+        lanes: NDArray[np.int64],
+        first_ranks: NDArray[np.integer],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Pieces as they follow one another: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
+        self._clips, self._num_steps, self._first_ranks, self._lengths = clips, num_steps, first_ranks, lengths
+        self.num_lanes = int(lanes[-1]) + 1
+        self._first_piece = np.searchsorted(lanes, np.arange(self.num_lanes))
+        ends = np.cumsum(lengths)
+        before = (ends - lengths)[self._first_piece]
+        # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
+        self._starts = ends - lengths - before[lanes] + lanes * num_steps
+        self._lane_ends = np.append(before[1:], ends[-1]) - before
+
+    def __len__(self) -> int:
+        return self._num_steps * self.num_lanes
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
+        return self.entries(positions).samples
+
+    def entries(self, positions: ArrayLike) -> LaneEntries:
+        """Samples and flags at ``positions``; raises OrderError as a call does."""
+        step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
+        valid = step < self._lane_ends[lane]
+        first = self._first_piece[lane]
+        padding = (step - self._lane_ends[lane]) % self._lengths[first]
+        running = np.searchsorted(self._starts, lane * self._num_steps + step, side="right") - 1
+        piece = np.where(valid, running, first)
+        offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
+        samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
+        return LaneEntries(samples, valid, offset > 0)

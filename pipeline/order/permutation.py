@@ -1,0 +1,221 @@
+"""A keyed permutation of 0 .. n-1 in constant memory: the arithmetic under every shuffled order.
+
+``KeyedPermutation(n, key)`` maps any positions to distinct values without ever making a list of n. Two forms, by n:
+
+* up to ``TABLE_LIMIT``: the n values sorted by n 64-bit words of SHAKE-128 (a true shuffle of bounded size);
+* above: a generalised Feistel network on Z_a x Z_b with a * b just over n, and cycle walking for the rest (Black and
+  Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 3 and 4). a is the even number next to
+  sqrt(n): the inner domain exceeds n by less than a, so about one value in sqrt(n) is walked on; and an even a lets
+  odd permutations occur as often as even ones.
+
+A round adds F(right) to the left half modulo its size. F is the high 32 bits of MurmurHash3's 64-bit finaliser
+(fmix64; Austin Appleby, public domain) of ``right ^ round_key``, scaled to the half's size by a multiplication
+(Lemire, "Fast Random Integer Generation in an Interval", 2019). Scaling favours some values by at most size / 2**32
+(8e-6 for n = 10**9); each half collects the sum of half the rounds, in which these excesses multiply.
+
+This is a shuffle of statistical quality with a fixed definition, not a cipher. Its values are pinned by tests: a
+change of them changes every order, hence `fuelrail.pipeline.order.spec.ORDER_VERSION`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from operator import index
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from fuelrail.pipeline.errors import OrderError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+MAX_LENGTH: Final = 2**62
+"""Largest n of a permutation: halves stay under 2**32 and products under 2**64."""
+
+TABLE_LIMIT: Final = 1024
+"""Largest n that is shuffled as a table (8 KiB)."""
+
+NUM_ROUNDS: Final = 8
+"""Feistel rounds. Generic attacks on six rounds need many whole code books (Patarin); two more are margin."""
+
+_KEY_BYTES: Final = 16
+
+
+_CHUNK: Final = 16384  # positions at a time: four buffers of 128 KiB stay in a core's second-level cache
+
+
+_FMIX_1: Final = np.uint64(0xFF51AFD7ED558CCD)
+
+
+_FMIX_2: Final = np.uint64(0xC4CEB9FE1A85EC53)
+
+
+_S32: Final = np.uint64(32)
+
+
+_S33: Final = np.uint64(33)
+
+
+def derive_key(purpose: str, *numbers: int) -> int:
+    """A 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an unambiguous encoding.
+
+    Nothing is added up: (1, 2) and (2, 1) are unrelated, and so are two purposes. Numbers must be in [0, 2**128).
+    Raises OrderError for others.
+    """
+    for number in numbers:
+        if not 0 <= number < 2**128:
+            raise OrderError(f"key number for '{purpose}' must be in 0 .. 2**128 - 1, got {number}")
+    name = purpose.encode()
+    parts = [b"fuelrail key 1", len(name).to_bytes(8, "little"), name]
+    parts += [index(number).to_bytes(16, "little") for number in numbers]
+    return int.from_bytes(hashlib.shake_128(b"".join(parts)).digest(_KEY_BYTES), "little")
+
+
+def _words(n: int, key: int, count: int) -> NDArray[np.uint64]:
+    """``count`` 64-bit words (uint64) that depend on n and key: SHAKE-128, little-endian."""
+    seed = b"fuelrail permutation 1" + n.to_bytes(8, "little") + key.to_bytes(_KEY_BYTES, "little")
+    return np.frombuffer(hashlib.shake_128(seed).digest(8 * count), dtype="<u8").astype(np.uint64)
+
+
+def as_positions(positions: ArrayLike, n: int, what: str = "position") -> NDArray[np.int64]:
+    """``positions`` as an int64 array of the same shape, each in [0, n); raises OrderError with the offending value."""
+    array: NDArray[Any] = np.asarray(positions)
+    if array.size == 0:
+        return np.zeros(array.shape, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise OrderError(f"{what}s must be integers, got dtype {array.dtype}")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= n:
+        raise OrderError(f"{what} {low if low < 0 else high} is outside 0 .. {n - 1}")
+    return array.astype(np.int64, copy=False)
+
+
+class KeyedPermutation:
+    """A bijection of [0, n) chosen by ``key``; equal (n, key) give equal values on every machine and version.
+
+    ``n`` in 1 .. 2**62, ``key`` in 0 .. 2**128 - 1 (see :func:`derive_key`). Memory is constant; calls are pure and may
+    run in any number of threads. Raises OrderError for arguments out of range.
+    """
+
+    __slots__ = ("_a", "_b", "_round_keys", "_table", "key", "n")
+
+    def __init__(self, n: int, key: int) -> None:
+        if not 1 <= n <= MAX_LENGTH:
+            raise OrderError(f"a permutation needs a length in 1 .. 2**62, got {n}")
+        if not 0 <= key < 2 ** (8 * _KEY_BYTES):
+            raise OrderError(f"a permutation's key must be in 0 .. 2**128 - 1, got {key}")
+        self.n, self.key = index(n), index(key)
+        self._table: NDArray[np.int64] | None = None
+        if self.n <= TABLE_LIMIT:
+            self._table = _shuffled_table(self.n, self.key)
+            return
+        root = math.isqrt(self.n - 1) + 1  # ceil(sqrt(n))
+        a = root + root % 2
+        self._a, self._b = np.uint64(a), np.uint64(-(-self.n // a))
+        # fmix64 begins with x ^= x >> 33. A half is under 2**33, so that shift sees the key alone: done here, once.
+        # The finaliser's last step, the same shift, does not reach the high 32 bits that F takes.
+        words = _words(self.n, self.key, NUM_ROUNDS)
+        self._round_keys = tuple(words ^ (words >> _S33))
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __repr__(self) -> str:
+        return f"KeyedPermutation(n={self.n}, key={self.key:#x})"
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Values (int64, same shape) at ``positions`` (integers in [0, n)); raises OrderError for positions outside."""
+        return self._map(as_positions(positions, self.n), backwards=False)
+
+    def inverse(self, values: ArrayLike) -> NDArray[np.int64]:
+        """Positions (int64, same shape) at which ``values`` (integers in [0, n)) stand: ``p.inverse(p(x)) == x``."""
+        return self._map(as_positions(values, self.n, "value"), backwards=True)
+
+    def _map(self, inputs: NDArray[np.int64], *, backwards: bool) -> NDArray[np.int64]:
+        if self._table is not None:
+            if not backwards:
+                return self._table[inputs]
+            inverse = np.empty_like(self._table)
+            inverse[self._table] = np.arange(self.n)
+            return inverse[inputs]
+        outputs = np.empty(inputs.size, dtype=np.int64)
+        source, target = inputs.reshape(-1).view(np.uint64), outputs.view(np.uint64)
+        for first in range(0, source.size, _CHUNK):
+            self._walk(source[first : first + _CHUNK], target[first : first + _CHUNK], backwards=backwards)
+        return outputs.reshape(inputs.shape)
+
+    def _walk(self, source: NDArray[np.uint64], target: NDArray[np.uint64], *, backwards: bool) -> None:
+        """Apply the network until every value is under n.
+
+        Each value's cycle comes back to its own start, which is under n: the loop ends, and distinct inputs end apart.
+        """
+        network = self._backwards if backwards else self._forwards
+        network(source, target)
+        while (outside := np.flatnonzero(target >= self.n)).size:
+            walking = target[outside]
+            network(walking, walking)
+            target[outside] = walking
+
+    def _split(self, source: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Value x in [0, a * b) to its halves (x // b in Z_a, x % b in Z_b)."""
+        left = source // self._b
+        return left, source - left * self._b
+
+    def _forwards(self, source: NDArray[np.uint64], target: NDArray[np.uint64]) -> None:
+        left, right = self._split(source)
+        mixed, spare = np.empty_like(left), np.empty_like(left)
+        size, other = self._a, self._b
+        for key in self._round_keys:
+            _round_function(right, key, size, mixed, spare)
+            np.add(left, mixed, out=left)  # under 2 * size
+            np.subtract(left, size, out=spare)  # wraps around to a huge number where left < size already
+            np.minimum(left, spare, out=left)
+            left, right, size, other = right, left, other, size
+        np.multiply(left, self._b, out=target)
+        np.add(target, right, out=target)
+
+    def _backwards(self, source: NDArray[np.uint64], target: NDArray[np.uint64]) -> None:
+        left, right = self._split(source)
+        mixed, spare = np.empty_like(left), np.empty_like(left)
+        size, other = self._a, self._b
+        for key in reversed(self._round_keys):
+            left, right, size, other = right, left, other, size
+            _round_function(right, key, size, mixed, spare)
+            np.subtract(left, mixed, out=left)  # wraps around to a huge number where it is negative
+            np.add(left, size, out=spare)
+            np.minimum(left, spare, out=left)
+        np.multiply(left, self._b, out=target)
+        np.add(target, right, out=target)
+
+
+def _round_function(
+    right: NDArray[np.uint64], key: np.uint64, size: np.uint64, out: NDArray[np.uint64], spare: NDArray[np.uint64]
+) -> None:
+    """F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the constructor for what is left out."""
+    np.bitwise_xor(right, key, out=out)
+    np.multiply(out, _FMIX_1, out=out)
+    np.right_shift(out, _S33, out=spare)
+    np.bitwise_xor(out, spare, out=out)
+    np.multiply(out, _FMIX_2, out=out)
+    np.right_shift(out, _S32, out=out)
+    np.multiply(out, size, out=out)
+    np.right_shift(out, _S32, out=out)
+
+
+def _shuffled_table(n: int, key: int) -> NDArray[np.int64]:
+    """0 .. n-1 sorted by random words; each carries its index in its low bits, so that no two are equal."""
+    low = np.uint64(TABLE_LIMIT - 1)
+    words = (_words(n, key, n) & ~low) | np.arange(n, dtype=np.uint64)
+    return (np.sort(words) & low).astype(np.int64)
+
+
+class PositionMap(Protocol):
+    """Anything that maps the positions of an epoch to sample indices; orders are built of these."""
+
+    def __len__(self) -> int:
+        """Positions in the epoch."""
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Sample indices (int64, same shape) at ``positions``."""

@@ -1,0 +1,212 @@
+"""Filter expressions: a small language over a dataset's attributes, parsed safely and run by Arrow.
+
+::
+
+    night and num_pedestrian >= 3
+    location in ('singapore-onenorth', 'boston-seaport') and not rain
+    contains(description, 'construction') or frame % 5 == 0
+
+The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by node into an Arrow
+compute expression, and whatever is not in the tables below is refused. Names are columns; those whose name is no
+Python name are written ``col('the name')``. An unknown (null) value makes a comparison unknown, and a sample for which
+the whole expression is unknown is not selected, as in SQL.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.format.attributes import no_attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from numpy.typing import NDArray
+
+MAX_LENGTH: Final = 10_000
+"""Longest expression [characters]."""
+MAX_DEPTH: Final = 100
+"""Deepest nesting of an expression: both Python's parser and Arrow recurse."""
+
+_BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], pc.Expression]]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a.cast(pa.float64()) / b,  # Arrow's own cuts integers
+    ast.Mod: lambda a, b: _remainder(a.cast(pa.int64()), b.cast(pa.int64())),
+}
+_COMPARE: Final[dict[type[ast.cmpop], Callable[[Any, Any], pc.Expression]]] = {
+    ast.Eq: lambda a, b: a == b,
+    ast.NotEq: lambda a, b: a != b,
+    ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b,
+    ast.Gt: lambda a, b: a > b,
+    ast.GtE: lambda a, b: a >= b,
+}
+_TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]] = {
+    "contains": pc.match_substring,
+    "startswith": pc.starts_with,
+    "endswith": pc.ends_with,
+    "matches": pc.match_substring_regex,  # RE2: linear time whatever the pattern
+}
+
+
+class Filter:
+    """A parsed expression: ``columns`` are those that it needs.
+
+    ``known`` are the names there are. Raises OrderError, with the place in the text, for anything that the language
+    hasn't got and for unknown columns.
+    """
+
+    def __init__(self, text: str, known: Collection[str]) -> None:
+        self.text, self._known = text if len(text) <= 200 else text[:200] + "...", known
+        self._found: dict[str, None] = {}
+        if len(text) > MAX_LENGTH:
+            raise OrderError(f"a filter may have {MAX_LENGTH} characters, got {len(text)}")
+        try:
+            tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            place = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
+            reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
+            raise OrderError(f"filter {self.text!r} is no expression: {reason}{place}") from error
+        self._expression = self._condition(tree, 0)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that the expression names, in the order of their appearance."""
+        return tuple(self._found)
+
+    def select(self, table: pa.Table) -> NDArray[np.int64]:
+        """Rows of ``table`` (which has all of ``columns``) for which the expression holds: ascending int64.
+
+        Raises OrderError where types don't fit, such as a text compared with a number.
+        """
+        row = "\0row"  # no column of a file has this name
+        needed = {name: _plain(table[name]) for name in self.columns}
+        numbered = pa.table({**needed, row: np.arange(len(table))})
+        try:
+            found = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
+        except (pa.ArrowException, TypeError) as error:
+            types = ", ".join(f"{name}: {table.schema.field(name).type}" for name in self.columns)
+            raise OrderError(f"filter {self.text!r} does not fit the attributes ({types}): {error}") from error
+        rows: NDArray[np.int64] = np.sort(found[row].to_numpy())
+        return rows
+
+    def _refuse(self, node: ast.AST, reason: str) -> OrderError:
+        place = f" at character {node.col_offset + 1}" if hasattr(node, "col_offset") else ""
+        return OrderError(f"filter {self.text!r}{place}: {reason}")
+
+    def _condition(self, node: ast.expr, depth: int) -> pc.Expression:
+        """A node that is true or false."""
+        depth = self._deeper(node, depth)
+        match node:
+            case ast.BoolOp(op=operator, values=values):
+                result = self._condition(values[0], depth)
+                for value in values[1:]:
+                    other = self._condition(value, depth)
+                    result = result & other if isinstance(operator, ast.And) else result | other
+                return result
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return ~self._condition(operand, depth)
+            case ast.Compare(left=left, ops=operators, comparators=rights):
+                result = None
+                for comparison, right in zip(operators, rights, strict=True):
+                    part = self._comparison(left, comparison, right, depth)
+                    result, left = part if result is None else result & part, right
+                return result
+            case ast.Constant(value=bool() as value):
+                return pc.scalar(value)
+            case ast.Name() | ast.Call():
+                return self._value(node, depth)
+            case _:
+                raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
+
+    def _comparison(self, left: ast.expr, operator: ast.cmpop, right: ast.expr, depth: int) -> pc.Expression:
+        value = self._value(left, depth)
+        match operator, right:
+            case ((ast.Is() | ast.IsNot()), ast.Constant(value=None)):
+                return value.is_null() if isinstance(operator, ast.Is) else value.is_valid()
+            case ((ast.Is() | ast.IsNot()), _):
+                raise self._refuse(right, "`is` goes with None only; compare with ==")
+            case ((ast.In() | ast.NotIn()), (ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items))):
+                try:
+                    inside = value.isin([self._literal(item) for item in items])
+                except (pa.ArrowException, TypeError) as error:
+                    raise self._refuse(right, f"the values of a list must be of one type: {error}") from error
+                # Arrow takes null for a value like others here; an unknown value is neither in nor not in a list.
+                return (inside if isinstance(operator, ast.In) else ~inside) & value.is_valid()
+            case ((ast.In() | ast.NotIn()), _):
+                raise self._refuse(right, "`in` needs a list such as ('a', 'b')")
+            case _:
+                return _COMPARE[type(operator)](value, self._value(right, depth))
+
+    def _value(self, node: ast.expr, depth: int) -> pc.Expression:
+        """A node that stands for a value of any type."""
+        depth = self._deeper(node, depth)
+        match node:
+            case ast.Name(id=name):
+                return self._column(node, name)
+            case ast.Constant() | ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant()):
+                return pc.scalar(self._literal(node))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return pc.negate(self._value(operand, depth))
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
+                return _BINARY[type(operator)](self._value(left, depth), self._value(right, depth))
+            case ast.Call(func=ast.Name(id="col"), args=[ast.Constant(value=str() as name)], keywords=[]):
+                return self._column(node, name)
+            case ast.Call(func=ast.Name(id=name), args=[subject, ast.Constant(value=str() as text)], keywords=[]) if (
+                name in _TEXT_FUNCTIONS
+            ):
+                return _TEXT_FUNCTIONS[name](self._value(subject, depth), text)
+            case ast.Call():
+                known = "col('column'), " + ", ".join(f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS)
+                raise self._refuse(node, f"the functions there are: {known}")
+            case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
+                return self._condition(node, depth)
+            case _:
+                raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
+
+    def _column(self, node: ast.expr, name: str) -> pc.Expression:
+        if name not in self._known:
+            raise self._refuse(node, no_attribute(name, self._known))
+        self._found[name] = None
+        return pc.field(name)
+
+    def _literal(self, node: ast.expr) -> bool | int | float | str:
+        match node:
+            case ast.Constant(value=(bool() | int() | float() | str()) as value):
+                if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                    raise self._refuse(node, f"the number {value} does not fit 64 bits")
+                return value
+            case ast.UnaryOp(
+                op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=(int() | float()) as value)
+            ) if not isinstance(value, bool):
+                return -value if isinstance(sign, ast.USub) else value
+            case _:
+                raise self._refuse(node, f"a text, a number, True or False is needed here, not {_describe(node)}")
+
+    def _deeper(self, node: ast.expr, depth: int) -> int:
+        if depth == MAX_DEPTH:
+            raise self._refuse(node, f"nested more than {MAX_DEPTH} deep")
+        return depth + 1
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A dictionary-encoded column as the values that it stands for; others as they are."""
+    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+
+
+def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:
+    """The remainder of integers, with the sign of ``a``; ranges that don't fit whole numbers are Arrow's errors."""
+    return a - a / b * b
+
+
+def _describe(node: ast.AST) -> str:
+    return f"`{ast.unparse(node)}`"[:80]

@@ -1,0 +1,288 @@
+"""Position to sample: the order of an epoch as a pure function, in constant memory.
+
+``Order(spec, layout, epoch)`` maps positions 0 .. len - 1 of the epoch to sample indices. It depends on the order
+specification, the layout and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
+which positions is `fuelrail.pipeline.order.batching`'s matter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+import numpy as np
+
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
+from fuelrail.pipeline.order.permutation import MAX_LENGTH, KeyedPermutation, as_positions, derive_key
+from fuelrail.pipeline.order.weights import Weighting  # noqa: TC001, msgspec reads the annotation
+from fuelrail.pipeline.settings import Settings, check_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.pipeline.order.permutation import PositionMap
+
+ORDER_VERSION: Final = 1
+"""Goes up when any order changes for the same arguments. A saved position means nothing under another version."""
+
+
+_CHUNK: Final = 16384  # positions at a time: what they need stays in a core's second-level cache
+
+_MAX_RUNS: Final = 4096  # of a window's table: 32 KiB
+
+Kind = Literal["shuffled", "windowed", "sequential", "lanes"]
+
+
+class OrderSpec(Settings, frozen=True):
+    """Which samples an epoch has, how often, and in which order.
+
+    * ``shuffled``: every sample anywhere, another permutation each epoch.
+    * ``windowed``: shards permuted, cut into windows of at most ``window`` shards, samples permuted within each window;
+      for storage that likes long reads. Windows hold about as many shards each, so that no small one is left over.
+    * ``sequential``: as stored; seed and epoch change nothing, save for ``weights``.
+    * ``lanes``: each row of the global batch follows clips through time (`fuelrail.pipeline.order.lanes`).
+
+    ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset: `fuelrail.pipeline.order.compile` applies them.
+    """
+
+    kind: Kind = "shuffled"
+    seed: int = 0
+    """0 .. 2**63 - 1."""
+    window: int | None = None
+    """Shards in a window, 1 or more; with kind ``windowed`` only, and needed there."""
+    filter: str | None = None
+    """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
+    subset: str | None = None
+    """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
+    weights: tuple[Weighting, ...] = ()
+    """How often samples come, as the product of these (`fuelrail.pipeline.order.weights`); not with ``lanes``."""
+    mix: Mix | None = None
+    """Parts of the selected samples by ratio, exact in every block (`fuelrail.pipeline.order.mix`).
+
+    Not with ``lanes``.
+    """
+    epoch_length: int | None = None
+    """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
+    selected samples; mixed, as many as it takes for all of them to come."""
+    pieces_per_clip: int | None = None
+    """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise OrderError(f"order kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise OrderError(f"order seed must be an integer in 0 .. 2**63 - 1, got {self.seed}")
+        check_types(self, OrderError)
+        if self.kind == "windowed" and (self.window is None or self.window < 1):
+            raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
+        if self.kind != "windowed" and self.window is not None:
+            raise OrderError(f"window={self.window} means something with order kind 'windowed' only, got {self.kind!r}")
+        if self.kind == "lanes" and (self.weights or self.mix):
+            raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
+        if self.kind != "lanes" and self.pieces_per_clip is not None:
+            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} goes with order kind 'lanes', got {self.kind!r}")
+        if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
+            raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
+        if self.epoch_length is not None and self.epoch_length < 1:
+            raise OrderError(f"epoch_length must be 1 or more, got {self.epoch_length}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an order needs to know of the data: how many samples each shard holds, in stored order, each 1 or more.
+
+    Only ``windowed`` looks at the shards; for the others ``Layout((num_samples,))`` will do. Raises OrderError for no
+    shards, for empty ones, and for more than 2**62 samples.
+    """
+
+    shard_lengths: tuple[int, ...]
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        lengths = tuple(index(length) for length in self.shard_lengths)
+        if not lengths:
+            raise OrderError("an order needs at least one shard of samples, got none")
+        if min(lengths) < 1:
+            raise OrderError(f"shard {lengths.index(min(lengths))} holds {min(lengths)} samples; 1 or more are needed")
+        object.__setattr__(self, "shard_lengths", lengths)
+        object.__setattr__(self, "num_samples", sum(lengths))
+        if self.num_samples > MAX_LENGTH:
+            raise OrderError(f"an order can have at most 2**62 samples, got {self.num_samples}")
+
+    @classmethod
+    def of_split(cls, manifest: Manifest, split: str) -> Layout:
+        """The layout of one split of a dataset; sample 0 is the split's first. Raises OrderError for unknown splits."""
+        entry = manifest.splits.get(split)
+        if entry is None:
+            raise OrderError(f"dataset {manifest.name!r} has no split {split!r}; it has: {', '.join(manifest.splits)}")
+        shards = manifest.shards[entry.first_shard : entry.first_shard + entry.num_shards]
+        return cls(tuple(shard.num_samples for shard in shards))
+
+
+class Order:
+    """The order of one epoch of all samples: ``order(positions)`` gives sample indices, ``len(order)`` positions.
+
+    Immutable, picklable, and safe to call from any number of threads. Raises OrderError for an epoch out of range, and
+    for a specification that needs a dataset (`fuelrail.pipeline.order.compile`).
+    """
+
+    __slots__ = ("_map", "epoch", "layout", "spec")
+
+    def __init__(self, spec: OrderSpec, layout: Layout, epoch: int) -> None:
+        if not 0 <= epoch < 2**63:
+            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        if spec.epoch_length is not None and not spec.weights and spec.mix is None:
+            raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
+        if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
+            raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
+        self.spec, self.layout, self.epoch = spec, layout, index(epoch)
+        self._map: PositionMap = _KINDS[spec.kind](spec, layout, self.epoch)
+
+    def __len__(self) -> int:
+        return len(self._map)
+
+    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+        """Sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each position another sample.
+
+        Raises OrderError for positions outside the epoch or not integer.
+        """
+        return self._map(positions)
+
+    def __reduce__(self) -> tuple[type[Order], tuple[OrderSpec, Layout, int]]:
+        return Order, (self.spec, self.layout, self.epoch)
+
+    def __repr__(self) -> str:
+        return f"Order({self.spec!r}, num_samples={self.layout.num_samples}, epoch={self.epoch})"
+
+
+class _Sequential:
+    """As stored."""
+
+    __slots__ = ("_num_samples",)
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        return as_positions(positions, self._num_samples).copy()
+
+
+class _Windowed:
+    """Shards permuted, samples permuted within windows of consecutive permuted shards.
+
+    Memory: two integers a shard. A position's window is found by bisection of the windows' starts.
+    """
+
+    __slots__ = ("_first_slots", "_num_samples", "_shard_offsets", "_slot_starts", "_window", "_window_starts")
+
+    def __init__(self, layout: Layout, window: int, seed: int, epoch: int) -> None:
+        stored = np.array(layout.shard_lengths, dtype=np.int64)
+        shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(np.arange(len(stored)))
+        lengths = stored[shards]
+        # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] .. slot_starts[i] + length - 1
+        # before the permutation within the window, and shard_offsets[i] more as stored.
+        self._slot_starts = np.cumsum(lengths) - lengths
+        self._shard_offsets = (np.cumsum(stored) - stored)[shards] - self._slot_starts
+        self._num_samples = layout.num_samples
+        num_windows = -(-len(stored) // window)
+        self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
+        self._window_starts = np.append(self._slot_starts, self._num_samples)[self._first_slots]
+
+        def make(number: int) -> _Window:
+            slots = slice(int(self._first_slots[number]), int(self._first_slots[number + 1]))
+            start, end = int(self._window_starts[number]), int(self._window_starts[number + 1])
+            permutation = KeyedPermutation(end - start, derive_key("order windowed samples", seed, epoch, number))
+            return _Window(permutation, start, self._slot_starts[slots] - start, self._shard_offsets[slots] + start)
+
+        # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely elsewhere.
+        self._window: Callable[[int], _Window] = lru_cache(maxsize=8)(make)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        wanted = as_positions(positions, self._num_samples)
+        flat = wanted.reshape(-1)
+        samples = np.empty_like(flat)
+        for first in range(0, flat.size, _CHUNK):
+            part = flat[first : first + _CHUNK]
+            ends = np.array((part.min(), part.max()))
+            lowest, highest = (np.searchsorted(self._window_starts, ends, side="right") - 1).tolist()
+            if lowest == highest:  # as nearly always for positions in a row
+                samples[first : first + _CHUNK] = self._window(lowest)(part)
+            else:
+                window = np.searchsorted(self._window_starts, part, side="right") - 1
+                by_window = np.argsort(window, kind="stable")
+                samples[first + by_window] = self._by_window(part[by_window], window[by_window])
+        return samples.reshape(wanted.shape)
+
+    def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Samples at positions whose windows ascend."""
+        samples = np.empty_like(positions)
+        bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
+        for first, last in pairwise(bounds.tolist()):
+            samples[first:last] = self._window(int(window[first]))(positions[first:last])
+        return samples
+
+
+class _Window:
+    """The samples of one window at positions inside it.
+
+    A table tells for each run of 2**shift values the slot that its first value lies in. No slot is shorter than a run,
+    so a value lies in that slot or in the next: cheaper than bisection, whose branches nobody can predict here.
+    """
+
+    __slots__ = ("_guide", "_next_starts", "_offsets", "_permutation", "_shift", "_start", "_starts")
+
+    def __init__(
+        self, permutation: KeyedPermutation, start: int, starts: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> None:
+        """``starts``: where the slots begin, from 0; ``offsets``: from there to samples as stored."""
+        self._permutation, self._start, self._starts, self._offsets = permutation, start, starts, offsets
+        n = len(permutation)
+        self._next_starts = np.append(starts[1:], n)
+        self._shift = int((self._next_starts - starts).min()).bit_length() - 1
+        num_runs = (n >> self._shift) + 1
+        self._guide: NDArray[np.int64] | None = None
+        if num_runs <= _MAX_RUNS:
+            self._guide = np.searchsorted(starts, np.arange(num_runs) << self._shift, side="right") - 1
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        shuffled = self._permutation(positions - self._start)
+        if self._guide is None:  # a slot that is very short beside the others
+            slot = np.searchsorted(self._starts, shuffled, side="right") - 1
+        else:
+            slot = self._guide.take(shuffled >> self._shift)
+            slot += shuffled >= self._next_starts.take(slot)
+        shuffled += self._offsets.take(slot)
+        return shuffled
+
+
+def _shuffled(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
+    return KeyedPermutation(layout.num_samples, derive_key("order shuffled", spec.seed, epoch))
+
+
+def _windowed(spec: OrderSpec, layout: Layout, epoch: int) -> PositionMap:
+    assert spec.window is not None  # the spec's own check
+    return _Windowed(layout, spec.window, spec.seed, epoch)
+
+
+def _sequential(_spec: OrderSpec, layout: Layout, _epoch: int) -> PositionMap:
+    return _Sequential(layout.num_samples)
+
+
+_KINDS: Final[dict[str, Callable[[OrderSpec, Layout, int], PositionMap]]] = {
+    "shuffled": _shuffled,
+    "windowed": _windowed,
+    "sequential": _sequential,
+}

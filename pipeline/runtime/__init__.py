@@ -1,0 +1,1 @@
+"""The stage runner, its clocks, metrics and traces."""

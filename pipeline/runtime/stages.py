@@ -1,0 +1,398 @@
+"""The stage runner: items flow through stages of threads, over bounded links, and come out in the order they went in.
+
+::
+
+    source --> [stage: n threads] --link--> [stage: m threads] --link--> consumer
+
+Every item has a sequence number, and links restore the order of the numbers (:mod:`fuelrail.pipeline.runtime.links`),
+so what
+comes out does not depend on timing or thread counts; those may change while the pipeline runs. An exception travels as
+an item in its place and is raised at the consumer. Each thread keeps its clock: *busy* in the stage's work, *starved*
+waiting for input, *blocked* waiting for room. The harness, the metrics and the autotuner read these.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import threading
+import time
+import traceback
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from fuelrail.pipeline.errors import FuelrailError, StageError
+from fuelrail.pipeline.runtime.links import END, Failure, Link, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_JOIN_TIMEOUT_S: Final = 10.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage: ``work(item) -> item``, run by ``num_threads`` threads; ``capacity`` items may wait behind it.
+
+    With ``group`` the work takes a list of that many consecutive items (the last list may be shorter);
+    such a stage has one thread.
+    """
+
+    name: str
+    work: Callable[[Any], Any]
+    num_threads: int
+    capacity: int
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.num_threads >= 1, "a stage needs a thread"
+        assert self.capacity >= 1, "a stage needs room for one item"
+        assert self.group is None or self.num_threads == 1, "a grouping stage has one thread"
+
+
+class StageClock(NamedTuple):
+    """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this moment.
+
+    ``items`` counts finished work calls, ``waiting`` the results that stand behind the stage at this moment.
+    """
+
+    name: str
+    num_threads: int
+    items: int
+    busy_s: float
+    starved_s: float
+    blocked_s: float
+    waiting: int
+    capacity: int
+
+
+class Observer(Protocol):
+    """Told of every finished piece of work, on the thread that did it; times of ``time.perf_counter``.
+
+    ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0. The consumer's waits are
+    told too, with the stage name ``wait``.
+    """
+
+    def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+        """One item went through one stage."""
+
+
+class _Times(NamedTuple):
+    """A thread's sums, and what it has been doing since when; replaced as one, so that readers see one moment."""
+
+    items: int
+    busy_s: float
+    starved_s: float
+    blocked_s: float
+    doing: str
+    since_s: float
+
+    def until(self, now_s: float) -> _Times:
+        """With what is under way counted up to now."""
+        name = f"{self.doing}_s"
+        if not self.doing:
+            return self
+        return self._replace(**{name: getattr(self, name) + max(0.0, now_s - self.since_s)}, since_s=now_s)
+
+
+class _Clock:
+    """One thread's times; written by that thread alone."""
+
+    __slots__ = ("times",)
+
+    def __init__(self) -> None:
+        self.times = _Times(0, 0.0, 0.0, 0.0, "", 0.0)
+
+
+class _Crew:
+    """A stage's threads and what they share: its links, its clocks, and how many threads it should have.
+
+    Thread k serves while k < ``target``; a larger target starts the missing ones.
+    """
+
+    def __init__(
+        self, name: str, stage: Stage, inbox: Source | Link, outbox: Link, per_batch: int, observer: Observer | None
+    ) -> None:
+        self.stage, self.inbox, self.outbox, self.per_batch, self.observer = stage, inbox, outbox, per_batch, observer
+        self.target = 0
+        self.clocks: list[_Clock] = []
+        self.threads: dict[int, threading.Thread] = {}
+        self._name = f"{name}-{stage.name}"
+        self._lock = threading.Lock()
+
+    def resize(self, num_threads: int) -> list[threading.Thread]:
+        """Set the number of threads and return those that must be started."""
+        with self._lock:
+            self.target = num_threads
+            missing = [number for number in range(num_threads) if number not in self.threads]
+            for number in missing:
+                while len(self.clocks) <= number:
+                    self.clocks.append(_Clock())
+                self.threads[number] = threading.Thread(
+                    target=_run, args=(self, number), name=f"{self._name}-{number}", daemon=True
+                )
+            return [self.threads[number] for number in missing]
+
+    def dismissed(self, number: int) -> bool:
+        """Whether thread ``number`` is one too many and must end now."""
+        if number < self.target:
+            return False
+        with self._lock:
+            if number < self.target:  # wanted again meanwhile
+                return False
+            del self.threads[number]
+            return True
+
+    def clock(self, now_s: float) -> StageClock:
+        times = [clock.times.until(now_s) for clock in self.clocks]
+        return StageClock(
+            self.stage.name,
+            self.target,
+            sum(t.items for t in times),
+            sum(t.busy_s for t in times),
+            sum(t.starved_s for t in times),
+            sum(t.blocked_s for t in times),
+            self.outbox.waiting(),
+            self.outbox.capacity,
+        )
+
+
+def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:
+    """The clocks of one chain of stages over two runs; ``before`` may be empty."""
+    if not before:
+        return tuple(now)
+    return tuple(
+        new._replace(
+            items=old.items + new.items,
+            busy_s=old.busy_s + new.busy_s,
+            starved_s=old.starved_s + new.starved_s,
+            blocked_s=old.blocked_s + new.blocked_s,
+        )
+        for old, new in zip(before, now, strict=True)
+    )
+
+
+class Pipeline:
+    """A running chain of stages; iterate it for the results. Close it, or let it be collected, to end its threads.
+
+    A process that was forked off by someone else has no copy of the threads; iterating there raises a StageError.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        stages: Sequence[Stage],
+        *,
+        name: str = "fuelrail",
+        observer: Observer | None = None,
+    ) -> None:
+        self._links = [Link(stage.capacity) for stage in stages]
+        head = Source(source)
+        inboxes: list[Source | Link] = [head, *self._links[:-1]]
+        # Threads know their crew, never this object: dropping the last reference to it stops them.
+        self._crews = [
+            _Crew(name, stage, inbox, outbox, _per_batch(stages[number:]), observer)
+            for number, (stage, inbox, outbox) in enumerate(zip(stages, inboxes, self._links, strict=True))
+        ]
+        self._observer = observer
+        self._pid = os.getpid()
+        self._taken = 0
+        self._waited_s = 0.0
+        self._parts: list[Source | Link] = [head, *self._links]
+        self._finalizer = weakref.finalize(self, _shut_down, self._pid, self._parts, self._crews)
+        for crew in self._crews:
+            for thread in crew.resize(crew.stage.num_threads):
+                thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:  # noqa: ANN401
+        """The next result in order; raises what a stage raised for it, and stops the pipeline then.
+
+        Threads still at work are not waited for, so that the error comes at once: :meth:`close` does.
+        """
+        if os.getpid() != self._pid:
+            raise StageError(
+                f"this iteration was started in process {self._pid} and cannot go on in process {os.getpid()}, which "
+                "was forked from it without its threads: start iterating in the child, or use the spawn start method"
+            )
+        started = time.perf_counter()
+        _, item = self._links[-1].get()
+        done = time.perf_counter()
+        self._waited_s += done - started
+        if item is END:
+            self.close()
+            raise StopIteration
+        if self._observer is not None:
+            item = _observe(self._observer, "wait", self._taken, self._taken, started, done, item)
+        self._taken += 1
+        if isinstance(item, Failure):
+            _stop(self._parts)
+            raise item.error
+        return item
+
+    @property
+    def is_running(self) -> bool:
+        """Whether results can still come: not closed, and the process is the one that started it."""
+        return self._finalizer.alive and os.getpid() == self._pid
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the consumer has waited for results so far."""
+        return self._waited_s
+
+    def close(self) -> None:
+        """Stop all threads and wait until they are gone; may be called twice."""
+        self._finalizer()
+
+    def set_num_threads(self, stage: str, num_threads: int) -> None:
+        """Let ``num_threads`` threads serve a stage from now on; ones too many end after the item they are at."""
+        crew = self._crew(stage)
+        assert num_threads >= 1, "a stage needs a thread"
+        assert crew.stage.group is None or num_threads == 1, "a grouping stage has one thread"
+        if self._finalizer.alive:
+            for thread in crew.resize(num_threads):
+                thread.start()
+
+    def set_capacity(self, stage: str, capacity: int) -> None:
+        """Let ``capacity`` items wait behind a stage from now on."""
+        self._crew(stage).outbox.set_capacity(capacity)
+
+    def clocks(self) -> tuple[StageClock, ...]:
+        """The stages' clocks as of now, in flow order."""
+        now_s = time.perf_counter()
+        return tuple(crew.clock(now_s) for crew in self._crews)
+
+    def _crew(self, stage: str) -> _Crew:
+        return next(crew for crew in self._crews if crew.stage.name == stage)
+
+
+def _per_batch(stages: Sequence[Stage]) -> int:
+    """How many outputs of the first of these stages become one result of the last; its own group is behind it."""
+    product = 1
+    for stage in stages[1:]:
+        product *= stage.group or 1
+    return product
+
+
+def _run(crew: _Crew, number: int) -> None:
+    """One thread of one stage."""
+    now = time.perf_counter
+    stage, inbox, outbox, clock = crew.stage, crew.inbox, crew.outbox, crew.clocks[number]
+    items, busy_s, starved_s, blocked_s = clock.times[:4]
+    free_s = now()
+    while not crew.dismissed(number):
+        clock.times = _Times(items, busy_s, starved_s, blocked_s, "starved", free_s)
+        at, item = inbox.get() if stage.group is None else _take_group(inbox, stage.group)
+        taken_s = now()
+        starved_s += taken_s - free_s
+        if item is END:
+            clock.times = _Times(items, busy_s, starved_s, blocked_s, "", taken_s)
+            outbox.finish(at)
+            return
+        clock.times = _Times(items, busy_s, starved_s, blocked_s, "busy", taken_s)
+        if not isinstance(item, Failure):
+            item = _attempt(stage, item)
+        done_s = now()
+        busy_s += done_s - taken_s
+        items += 1
+        clock.times = _Times(items, busy_s, starved_s, blocked_s, "blocked", done_s)
+        if crew.observer is not None:
+            item = _observe(crew.observer, stage.name, at, at // crew.per_batch, taken_s, done_s, item)
+        admitted = outbox.put(at, item)
+        free_s = now()
+        blocked_s += free_s - done_s
+        if not admitted or (stage.group is not None and isinstance(item, Failure)):
+            break
+        del item  # a result must not live on in a waiting thread's frame
+    clock.times = _Times(items, busy_s, starved_s, blocked_s, "", free_s)
+
+
+def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
+    """Take up to ``size`` items; the group's number counts groups. The first failure stands for the whole group.
+
+    The rest of that group is left where it is: each may take as long to fail, and nobody asks for what is behind it.
+    """
+    items: list[Any] = []
+    for _ in range(size):
+        number, item = inbox.get()
+        if isinstance(item, Failure):
+            return number // size, item
+        if item is END:
+            if items:
+                break
+            return -(-number // size), END
+        items.append(item)
+    return number // size, items
+
+
+def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
+    try:
+        return stage.work(item)
+    except FuelrailError as error:  # says itself what and where
+        return Failure(error)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, sys.exit() too, the consumer must see it
+        subject = f"{_text(item[0])} .. {_text(item[-1])}" if stage.group is not None else _text(item)
+        return _failure(f"stage '{stage.name}' failed on {subject:.300}", error)
+
+
+def _observe(observer: Observer, stage: str, at: int, batch: int, begin_s: float, end_s: float, item: Any) -> Any:  # noqa: ANN401
+    """Tell the observer; the item goes on, or the observer's own failure in its place."""
+    try:
+        observer(stage, at, batch, begin_s, end_s)
+    except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
+        return item if isinstance(item, Failure) else _failure(f"the observer failed at stage '{stage}'", error)
+    return item
+
+
+def _failure(what: str, error: BaseException) -> Failure:
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    wrapped = StageError(
+        f"{what}: {type(error).__name__}: {_text(error)} ({origin.filename}:{origin.lineno} in {origin.name})"
+    )
+    wrapped.__cause__ = error
+    return Failure(wrapped)
+
+
+def _text(subject: object) -> str:
+    try:
+        return str(subject)
+    except Exception:  # noqa: BLE001 - a foreign __str__ must not hide the error that it is asked for
+        return f"a {type(subject).__name__} without a text"
+
+
+def _shut_down(pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:
+    if os.getpid() != pid:
+        return  # in a fork the threads do not exist, and locks may be held for ever by those that held them
+    threads = [thread for crew in crews for thread in list(crew.threads.values())]
+    if threading.current_thread() in threads:
+        # Garbage collection ran this inside one of the threads, which may hold a link's lock at this moment.
+        _thread.start_new_thread(_stop, (parts,))
+        return
+    try:
+        _end(parts, threads)
+    except KeyboardInterrupt:
+        # This is called once. Threads that outlived the interpreter would be torn out of C++ code, and it would abort.
+        _end(parts, threads)
+        raise
+
+
+def _end(parts: Sequence[Source | Link], threads: Sequence[threading.Thread]) -> None:
+    """Let all threads go and wait for them; what was begun and broken off can be done again."""
+    _stop(parts)
+    deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if stuck:
+        _LOG.warning("threads still at work %g s after the pipeline was closed: %s", _JOIN_TIMEOUT_S, ", ".join(stuck))
+
+
+def _stop(parts: Sequence[Source | Link]) -> None:
+    for part in parts:
+        part.stop()

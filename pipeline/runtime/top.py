@@ -1,0 +1,186 @@
+"""``fuelrail top``: what the loaders behind some metrics endpoints are doing, in a terminal."""
+
+from __future__ import annotations
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.metrics import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.console import RenderableType
+
+    from fuelrail.pipeline.runtime.metrics import Metric
+
+TIMEOUT_S = 5.0
+_BAR = 10
+_MAX_BYTES = 16 << 20
+
+
+class Reading(NamedTuple):
+    """One endpoint at one moment: values by name, by (name, stage) and by (name, stage, state)."""
+
+    time_s: float
+    rank: str
+    values: Mapping[tuple[str, ...], float]
+    stages: Sequence[str]
+
+
+class StageRow(NamedTuple):
+    """One stage over one interval: shares are of the stage's thread time, in [0, 1]."""
+
+    name: str
+    threads: int
+    items_per_s: float
+    busy: float
+    starved: float
+    blocked: float
+    queue: int
+    capacity: int
+
+
+class RankView(NamedTuple):
+    """One loader over one interval; ``waiting`` is the share of time in which the trainer waited for data."""
+
+    rank: str
+    batches_per_s: float
+    samples_per_s: float
+    images_per_s: float
+    waiting: float
+    stages: Sequence[StageRow]
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The stage that holds the trainer up: the busiest one, if the trainer waits."""
+        if self.waiting < 0.02 or not self.stages:
+            return None
+        return max(self.stages, key=lambda stage: stage.busy).name
+
+
+def read(url: str) -> Reading:
+    """Ask one endpoint. Raises ConfigError where none answers, or where it is no loader's."""
+    address = url if "://" in url else f"http://{url}"
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"metrics endpoint {url!r} must be an http URL or HOST:PORT")
+    if address.count("/") == 2:
+        address += "/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
+            body = answer.read(_MAX_BYTES + 1)
+        if len(body) > _MAX_BYTES:
+            raise ConfigError(f"no metrics at {address}: the answer is larger than {_MAX_BYTES >> 20} MiB")
+        text = body.decode()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.loaders.serve_metrics(loader)?"
+        ) from error
+    return digest(parse(text), time.monotonic())
+
+
+def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
+    """Metrics as a reading."""
+    values: dict[tuple[str, ...], float] = {}
+    for name, labels, value in metrics:
+        values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
+    stages = list(dict.fromkeys(labels["stage"] for _, labels, _ in metrics if "stage" in labels))
+    rank = next((labels["rank"] for _, labels, _ in metrics if "rank" in labels), "?")
+    return Reading(time_s, rank, values, stages)
+
+
+def compare(before: Reading, now: Reading) -> RankView:
+    """What happened between two readings of one endpoint."""
+    length_s = max(now.time_s - before.time_s, 1e-9)
+
+    def grown(*key: str) -> float:
+        return max(0.0, now.values.get(key, 0.0) - before.values.get(key, 0.0))
+
+    rows = []
+    for stage in now.stages:
+        states = {
+            state: grown("fuelrail_stage_seconds_total", stage, state) for state in ("busy", "starved", "blocked")
+        }
+        total_s = sum(states.values()) or 1.0
+        rows.append(
+            StageRow(
+                stage,
+                int(now.values["fuelrail_stage_threads", stage]),
+                grown("fuelrail_stage_items_total", stage) / length_s,
+                states["busy"] / total_s,
+                states["starved"] / total_s,
+                states["blocked"] / total_s,
+                int(now.values["fuelrail_stage_queue", stage]),
+                int(now.values["fuelrail_stage_queue_capacity", stage]),
+            )
+        )
+    return RankView(
+        now.rank,
+        grown("fuelrail_batches_total") / length_s,
+        grown("fuelrail_samples_total") / length_s,
+        grown("fuelrail_images_total") / length_s,
+        min(1.0, grown("fuelrail_wait_seconds_total") / length_s),
+        rows,
+    )
+
+
+def draw(views: Sequence[RankView]) -> Group:
+    """The views as tables."""
+    parts: list[RenderableType] = []
+    for view in views:
+        fed = Text(f"trainer fed {100 * (1 - view.waiting):.0f} %", "green" if view.waiting < 0.02 else "bold red")
+        head = Text(
+            f"rank {view.rank}   {view.batches_per_s:.1f} batches/s   {view.samples_per_s:.1f} samples/s   "
+            f"{view.images_per_s:.0f} images/s   "
+        ).append_text(fed)
+        if view.bottleneck:
+            head.append(f"   held up by {view.bottleneck}", "red")
+        table = Table(box=None, pad_edge=False)
+        for title in ("stage", "threads", "items/s", "busy", "starved", "blocked", "queue"):
+            table.add_column(title, justify="left" if title in ("stage", "queue") else "right")
+        for row in view.stages:
+            filled = round(_BAR * min(1.0, row.queue / max(1, row.capacity)))
+            table.add_row(
+                row.name,
+                str(row.threads),
+                f"{row.items_per_s:.1f}",
+                f"{100 * row.busy:.0f} %",
+                f"{100 * row.starved:.0f} %",
+                f"{100 * row.blocked:.0f} %",
+                f"{'#' * filled}{'.' * (_BAR - filled)} {row.queue}/{row.capacity}",
+            )
+        parts += [head, table, Text()]
+    return Group(*parts)
+
+
+def run(urls: Sequence[str], interval_s: float, *, once: bool, console: Console | None = None) -> None:
+    """Show the endpoints, anew each interval, until interrupted, or until the last one is gone; or just once."""
+    console = console or Console()
+    before = {url: read(url) for url in urls}
+    with Live(console=console, auto_refresh=False) as live:
+        while before:
+            time.sleep(interval_s)
+            now: dict[str, Reading] = {}
+            for url in before:
+                try:
+                    now[url] = read(url)
+                except ConfigError:
+                    if once:
+                        raise
+            views = [compare(before[url], reading) for url, reading in now.items()]
+            if views:
+                live.update(draw(views), refresh=True)
+            before = now
+            if once:
+                return
+    console.print("the trainer has ended")

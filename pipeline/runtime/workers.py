@@ -1,0 +1,149 @@
+"""Work in threads whose results come in order, and which an exception, Ctrl-C among them, ends soon."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from contextlib import AbstractContextManager
+    from types import FrameType
+
+LARGE_BYTES: Final = 64 << 20
+"""A sample of more is worked on by one thread of a process at a time."""
+
+A = TypeVar("A")
+
+
+B = TypeVar("B")
+
+
+_large = threading.Lock()
+
+
+def one_at_a_time(num_bytes: int) -> AbstractContextManager[object]:
+    """Enter to work on a sample of so many bytes: the memory of a process is bounded by one large sample."""
+    return _large if num_bytes > LARGE_BYTES else _ANY_TIME
+
+
+_ANY_TIME: Final = contextlib.nullcontext()
+
+
+def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> Iterator[B]:
+    """``work(item)`` for each item, in the order of the items; what is not begun when the caller stops never is.
+
+    No more than twice as many items as threads are under way, so results do not pile up.
+    """
+    pending: deque[Future[B]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(work, item))
+                if len(pending) >= 2 * num_threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+GRACE_S: Final = 3.0
+
+
+@contextlib.contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM, which batch systems and Kubernetes send before they kill, end a run as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Hold SIGINT back while processes may be started: they inherit that, and it's this process's business alone.
+
+    A Ctrl-C meanwhile comes at the end, so that no child is left with half of what its parent had to tell it; so does
+    SIGTERM where it has a handler.
+    """
+    held: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    # The mask is this thread's and its children's. Another thread may get the signal all the same, and then its handler
+    # runs on the main thread: so that waits too. SIGTERM is not masked, because children must die of it.
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    for number in handlers:
+        signal.signal(number, lambda number, _: held.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if held:
+            handler = handlers[signal.Signals(held[0])]
+            assert callable(handler)
+            handler(held[0], None)
+
+
+def set_up_worker() -> None:
+    """To be called first in a worker process: it ignores Ctrl-C, and ends when its parent does, however that ends.
+
+    A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two samples.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_soon)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _end_soon(_: int, __: FrameType | None) -> None:
+    timer = threading.Timer(GRACE_S, os._exit, (128 + signal.SIGTERM,))
+    timer.daemon = True
+    timer.start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with contextlib.suppress(OSError):
+            parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While inside, SIGTERM raises KeyboardInterrupt; then whoever had it before has it again.
+
+    Does nothing on another thread than the main one, which alone gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""What one sample holds: its members, their rules, and how they are read."""

@@ -1,0 +1,241 @@
+"""safetensors and .npy, read straight from a buffer into numpy views.
+
+Headers are written by the ``safetensors`` library, once for each set of names, dtypes and shapes. Reading a handful of
+small tensors is on every sample's path, so it is done here, with headers parsed once and numpy views on the bytes: same
+result (a property test holds it to the library) in a fraction of the time (``bench/micro/metadata.py``). Every size in
+the untrusted header is checked before use.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import math
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from safetensors.numpy import save as _save
+
+from fuelrail.pipeline.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+_DTYPES: Final = {
+    name: np.dtype(code)
+    for name, code in {
+        "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2", "U32": "<u4", "I32": "<i4",
+        "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
+    }.items()
+}  # fmt: skip
+
+
+_LITTLE: Final = "<|=" if sys.byteorder == "little" else "<|"
+
+
+_MAX_HEADER_BYTES: Final = 1 << 20
+
+
+_MAX_KNOWN_HEADER_BYTES: Final = 1 << 12  # bounds the memory of the layouts that are kept
+
+
+_MAX_NPY_HEADER_BYTES: Final = 10_000  # numpy's own bound on what it evaluates as a literal
+
+
+_NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
+
+
+_PLAIN_NPY_HEADER: Final = re.compile(
+    rb"\{'descr': '<f4', 'fortran_order': False, 'shape': \((0|[1-9]\d{0,17}), (0|[1-9]\d{0,17})\), \} *\n"
+)
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+
+_header_decoder = msgspec.json.Decoder(dict[str, _Entry])
+
+
+def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
+    """Serialise named arrays as safetensors (little-endian, C order); the same arrays give the same bytes."""
+    arrays = {name: _plain(array) for name, array in tensors.items()}
+    start, order = _header(tuple((name, array.dtype, array.shape) for name, array in arrays.items()))
+    return b"".join((start, *(arrays[name].data for name in order)))
+
+
+def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
+    """:func:`write_tensors` of many records at once: all arrays have one axis more in front, of the same length."""
+    arrays = {name: _plain(array) for name, array in tensors.items()}
+    start, order = _header(tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items()))
+    num_records = len(arrays[order[0]])
+    parts = [np.broadcast_to(np.frombuffer(start, np.uint8), (num_records, len(start)))]
+    parts += [arrays[name].reshape(num_records, -1).view(np.uint8) for name in order if arrays[name].size]
+    return [record.tobytes() for record in np.concatenate(parts, axis=1)]
+
+
+def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """The array in little-endian and C order, itself where it is so."""
+    if array.flags.c_contiguous and array.dtype.byteorder in _LITTLE:
+        return array
+    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+
+
+@functools.lru_cache(maxsize=512)
+def _header(specs: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> tuple[bytes, tuple[str, ...]]:
+    """Length and header as the library writes them for arrays of these kinds, and the order in which data follow."""
+    whole = bytes(_save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
+    end = 8 + int.from_bytes(whole[:8], "little")
+    begins = {name: entry.data_offsets for name, entry in _header_decoder.decode(whole[8:end]).items()}
+    return whole[:end], tuple(sorted(begins, key=lambda name: begins[name]))
+
+
+def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
+    """Read all tensors of a safetensors buffer as read-only views into it.
+
+    Raises SchemaError where header or offsets do not describe the buffer exactly. The ``__metadata__`` entry that the
+    format permits is refused: Fuelrail writes none.
+    """
+    return read_layout(data).views(data)
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a safetensors buffer: dtype, shape, and where it begins [bytes from the buffer's start]."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Layout:
+    """What a safetensors header says: the tensors, which lie without holes or overlaps up to the buffer's end.
+
+    Samples of one rig have equal headers, so a layout is parsed and checked once and then found by its header's bytes.
+    ``fits`` is for callers: the record types that they have found it to fit.
+    """
+
+    __slots__ = ("fits", "num_bytes", "specs")
+
+    def __init__(self, specs: dict[str, TensorSpec], num_bytes: int) -> None:
+        self.specs, self.num_bytes = specs, num_bytes
+        self.fits: set[type] = set()
+
+    def views(self, data: Buffer) -> dict[str, NDArray[np.generic]]:
+        """The tensors of a buffer of this layout, as read-only views into it; raises SchemaError if it is cut."""
+        view = memoryview(data).toreadonly()
+        if len(view) != self.num_bytes:
+            raise SchemaError(f"the tensors end at byte {self.num_bytes} of a buffer of {len(view)}")
+        return {name: np.ndarray(shape, dtype, view, at) for name, (dtype, shape, at) in self.specs.items()}
+
+
+def read_layout(data: Buffer) -> Layout:
+    """The layout of a safetensors buffer; raises SchemaError where its header describes none."""
+    view = memoryview(data)
+    if len(view) < 8:
+        raise SchemaError(f"{len(view)} bytes are too few for safetensors")
+    header_bytes = int.from_bytes(view[:8], "little")
+    if not header_bytes <= min(len(view) - 8, _MAX_HEADER_BYTES):
+        raise SchemaError(f"safetensors header of {header_bytes} bytes in a buffer of {len(view)}")
+    header = bytes(view[8 : 8 + header_bytes])
+    return _known_layout(header) if header_bytes <= _MAX_KNOWN_HEADER_BYTES else _parse(header)
+
+
+def _parse(header: bytes) -> Layout:
+    start = 8 + len(header)
+    try:
+        entries = _header_decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"safetensors header: {error}") from error
+    position = 0
+    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+        if begin != position:
+            raise SchemaError(f"a tensor at byte {begin} where byte {position} is the next: a hole or an overlap")
+        position = end
+    specs: dict[str, TensorSpec] = {}
+    for name, entry in entries.items():
+        dtype = _DTYPES.get(entry.dtype)
+        begin, end = entry.data_offsets
+        if dtype is None:
+            raise SchemaError(f"tensor '{name}' has dtype {entry.dtype!r}; known: {', '.join(_DTYPES)}")
+        if end - begin != math.prod(entry.shape) * dtype.itemsize:
+            raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes {begin} to {end}")
+        try:
+            np.broadcast_to(np.empty((), dtype), entry.shape)
+        except ValueError as error:  # more than numpy can hold, in a tensor that holds nothing
+            raise SchemaError(f"tensor '{name}' {entry.dtype}{list(entry.shape)}: {error}") from error
+        specs[name] = TensorSpec(dtype, entry.shape, start + begin)
+    return Layout(specs, start + position)
+
+
+_known_layout = functools.lru_cache(maxsize=512)(_parse)
+
+
+def write_npy(array: NDArray[np.generic]) -> bytes:
+    """Serialise one array as ``.npy`` version 1.0, C order; never pickles."""
+    whole = np.asarray(array, order="C")
+    # As bytes: a buffer cannot say every dtype there is (datetime64).
+    return b"".join((_npy_start(whole.dtype, whole.shape), whole.reshape(-1).view(np.uint8).data))
+
+
+@functools.lru_cache(maxsize=512)
+def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Everything before the data of a ``.npy`` file, by numpy's own writer."""
+    if dtype.hasobject:
+        raise ValueError("object arrays cannot be written when allow_pickle=False")
+    buffer = io.BytesIO()
+    facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, facts)
+    return buffer.getvalue()
+
+
+def read_npy(data: Buffer) -> NDArray[np.generic]:
+    """Read a ``.npy`` 1.0 buffer as a read-only view; raises SchemaError for anything else, object arrays included."""
+    view = memoryview(data)
+    if bytes(view[:8]) != _NPY_MAGIC or len(view) < 10:
+        raise SchemaError("not a .npy file of version 1.0")
+    start = 10 + int.from_bytes(view[8:10], "little")
+    if start > min(len(view), _MAX_NPY_HEADER_BYTES):
+        raise SchemaError(f".npy header of {start} bytes in a buffer of {len(view)}")
+    try:
+        dtype, shape = _npy_header(bytes(view[10:start]))
+        array = np.frombuffer(view, dtype, math.prod(shape), start).reshape(shape)
+    except (
+        ValueError, SyntaxError, AttributeError, TypeError, OverflowError, MemoryError, RecursionError,
+    ) as error:  # fmt: skip
+        raise SchemaError(f".npy header: {error}") from error
+    if start + array.nbytes != len(view):
+        raise SchemaError(f".npy of {array.dtype}{list(array.shape)} in {len(view)} bytes")
+    array.flags.writeable = False
+    return array
+
+
+def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of a header; whatever is wrong raises one of the errors that :func:`read_npy` expects."""
+    plain = _PLAIN_NPY_HEADER.fullmatch(header)
+    if plain is not None:  # what numpy writes for plain float32; the general way below takes 30 us
+        return np.dtype("<f4"), (int(plain[1]), int(plain[2]))
+    entries = ast.literal_eval(header.decode("latin-1"))
+    if entries.keys() != {"descr", "fortran_order", "shape"}:
+        raise ValueError("its keys are not descr, fortran_order and shape")
+    descr, shape = entries["descr"], entries["shape"]
+    if not isinstance(descr, str | list) or not isinstance(shape, tuple) or entries["fortran_order"] is not False:
+        raise ValueError("Fortran order and odd types are refused")
+    dtype = np.dtype(descr)
+    if dtype.hasobject or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("object arrays and odd shapes are refused")
+    return dtype, shape
+
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""A contiguous run of bytes. Views into mapped shards are ``memoryview`` and read-only."""

@@ -1,0 +1,309 @@
+"""Reads image headers: what is it, how large, and is it something that the decoders take? No pixel is decoded.
+
+The writer, ``verify --deep`` and the loader use these rules, so that a stored image is one that can be loaded. Strict
+on purpose. Headers are the cheapest place to refuse hostile or mistaken bytes, before any decoder allocates.
+JPEG after ITU-T T.81 annex B; Exif orientation after TIFF 6.0; PNG after the W3C recommendation.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from fuelrail.pipeline.errors import ImageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+MAX_PIXELS = 1 << 26
+"""Largest image decoded by default: 67 megapixels, several times the largest automotive camera's."""
+
+MAX_SCANS = 100
+"""Progressive JPEGs have about ten scans. Thousands keep a decoder busy for minutes."""
+
+MAX_SCANNED_PIXELS: Final = 16 * MAX_PIXELS
+"""Largest product of a JPEG's scans and pixels, because a decoder visits each block in each scan. It bounds the time to
+about 1.5 s of a core. It permits 12 scans of the largest image, and 100 scans of 10 megapixels."""
+
+_SOF_REFUSED = {
+    3: "lossless",
+    5: "hierarchical",
+    6: "hierarchical",
+    7: "lossless hierarchical",
+    9: "arithmetic-coded",
+    10: "arithmetic-coded progressive",
+    11: "arithmetic-coded lossless",
+    13: "arithmetic-coded hierarchical",
+    14: "arithmetic-coded hierarchical",
+    15: "arithmetic-coded hierarchical",
+}
+_SUBSAMPLING = {(1, 1): "4:4:4", (2, 1): "4:2:2", (2, 2): "4:2:0", (1, 2): "4:4:0", (4, 1): "4:1:1", (4, 2): "4:1:0"}
+_COLOR_SPACES = {1: "gray", 3: "color", 4: "cmyk"}
+_REENCODE = "re-encode it as 8-bit baseline or progressive JPEG"
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+"""The passes of an interlaced PNG: first column, first row, and the steps between columns and between rows."""
+_U16 = struct.Struct(">H").unpack_from
+_SOF = struct.Struct(">BHHB").unpack_from
+
+
+class ImageInfo(NamedTuple):
+    """What the header of an encoded image says.
+
+    ``subsampling`` is "4:2:0" and the like, "gray" for one component, "other" for factors without a name, and "" for
+    PNG. ``restart_interval`` counts MCUs, 0 for none. ``orientation`` is Exif's 1 to 8, reported and never applied.
+    ``frame_at`` and ``scan_at`` are the bytes where a JPEG's frame header (its marker) and the entropy-coded data of
+    its first scan begin; 0 for PNG.
+    """
+
+    width: int
+    height: int
+    format: Literal["jpeg", "png"]
+    num_components: int
+    bits: int
+    subsampling: str
+    progressive: bool
+    restart_interval: int
+    orientation: int
+    frame_at: int = 0
+    scan_at: int = 0
+
+    @property
+    def is_cmyk(self) -> bool:
+        """A JPEG of four components: CMYK or YCCK."""
+        return self.num_components == 4 and self.format == "jpeg"
+
+
+def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS) -> ImageInfo:
+    """Read the header of a JPEG or PNG.
+
+    Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for images over
+    ``max_pixels``, for JPEGs whose scans would take too long, and for coding variants that no decoder takes: 12-bit,
+    lossless, arithmetic, hierarchical JPEG; palette and 16-bit PNG.
+    """
+    if encoded[:2] == b"\xff\xd8":
+        info = _probe_jpeg(encoded)
+    elif encoded[:8] == _PNG_SIGNATURE:
+        info = _probe_png(encoded)
+    else:
+        raise ImageError(_describe_stranger(bytes(encoded[:512])))
+    if info.width * info.height > max_pixels:
+        raise ImageError(f"image of {info.width}x{info.height} pixels is over the limit of {max_pixels} pixels")
+    return info
+
+
+def _check_scans(encoded: Buffer, width: int, height: int) -> None:
+    """Refuse a JPEG of several scans that would keep a decoder busy for long."""
+    num_scans = bytes(encoded).count(b"\xff\xda")
+    if num_scans > MAX_SCANS:
+        raise ImageError(f"JPEG has {num_scans} scans, more than {MAX_SCANS}: refused as hostile")
+    if num_scans * width * height > MAX_SCANNED_PIXELS:
+        raise ImageError(
+            f"JPEG of {width}x{height} pixels has {num_scans} scans; scans times pixels may be at most "
+            f"{MAX_SCANNED_PIXELS}: re-encode it with fewer scans"
+        )
+
+
+def _probe_jpeg(encoded: Buffer) -> ImageInfo:
+    end, at = len(encoded), 2
+    sof: tuple[int, int, int, int, int, bytes] | None = None  # marker, precision, height, width, count, factors
+    restart_interval, orientation, frame_at = 0, 1, 0
+    while True:
+        if at + 4 > end:
+            raise ImageError(f"JPEG of {end} bytes ends inside its header: the file was cut")
+        if encoded[at] != 0xFF:
+            raise ImageError(f"JPEG header is broken: expected a marker at byte {at}, found 0x{encoded[at]:02x}")
+        marker = encoded[at + 1]
+        if marker == 0xFF:  # fill byte
+            at += 1
+            continue
+        if not 0xC0 <= marker <= 0xFE or 0xD0 <= marker <= 0xD9:
+            raise ImageError(f"JPEG header is broken: marker 0xff{marker:02x} at byte {at} cannot stand there")
+        (length,) = _U16(encoded, at + 2)
+        if length < 2 or at + 2 + length > end:
+            raise ImageError(f"JPEG header is broken: segment 0xff{marker:02x} at byte {at} claims {length} bytes")
+        if marker == 0xDA:
+            break
+        if marker == 0xDD and length == 4:
+            (restart_interval,) = _U16(encoded, at + 4)
+        elif marker == 0xE1 and length >= 16 and encoded[at + 4 : at + 10] == b"Exif\0\0":
+            orientation = _exif_orientation(bytes(encoded[at + 10 : at + 2 + length]))
+        elif marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            if sof is not None:
+                raise ImageError(f"JPEG header is broken: a second frame header at byte {at}")
+            precision, height, width, count = _SOF(encoded, at + 4) if length >= 8 else (0, 0, 0, 0)
+            if length != 8 + 3 * count:
+                raise ImageError(f"JPEG header is broken: frame header of {length} bytes for {count} components")
+            frame_at = at
+            sof = (marker - 0xC0, precision, height, width, count, bytes(encoded[at + 11 : at + 10 + 3 * count : 3]))
+        at += 2 + length
+    if sof is None:
+        raise ImageError("JPEG header is broken: pixel data start without a frame header")
+    kind, precision, height, width, count, factors = sof
+    if kind in _SOF_REFUSED:
+        raise ImageError(f"{_SOF_REFUSED[kind]} JPEG is not supported: {_REENCODE}")
+    if precision != 8:
+        raise ImageError(f"{precision}-bit JPEG is not supported: {_REENCODE}")
+    if width == 0 or height == 0:
+        raise ImageError(f"JPEG header gives a size of {width}x{height} pixels")
+    if count not in _COLOR_SPACES:
+        raise ImageError(f"JPEG of {count} components is not supported: 1 (gray), 3 (color) or 4 (CMYK) are")
+    if any(not (1 <= factor >> 4 <= 4 and 1 <= factor & 15 <= 4) for factor in factors):
+        raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
+    if kind == 2 or encoded[at + 4] != count:
+        _check_scans(encoded, width, height)
+    return ImageInfo(
+        width,
+        height,
+        "jpeg",
+        count,
+        8,
+        _subsampling(factors),
+        kind == 2,
+        restart_interval,
+        orientation,
+        frame_at,
+        at + 2 + length,
+    )
+
+
+def _subsampling(factors: bytes) -> str:
+    """Name the chroma subsampling of 0xHV sampling factors."""
+    if len(factors) == 1:
+        return "gray"
+    luma, chroma = factors[0], factors[1]
+    if factors[2] != chroma or (luma >> 4) % (chroma >> 4) or (luma & 15) % (chroma & 15):
+        return "other"
+    return _SUBSAMPLING.get(((luma >> 4) // (chroma >> 4), (luma & 15) // (chroma & 15)), "other")
+
+
+def _exif_orientation(tiff: bytes) -> int:
+    """Return tag 0x0112 of the first directory; 1 where it is absent, malformed or out of range."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (num_entries,) = struct.unpack_from(order + "H", tiff, start)
+        for entry in range(min(num_entries, 64)):
+            tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, start + 2 + 12 * entry)
+            if tag == 0x0112:
+                return int(value) if 1 <= value <= 8 else 1
+    except struct.error:
+        return 1
+    return 1
+
+
+def _probe_png(encoded: Buffer) -> ImageInfo:
+    if len(encoded) < 33 or encoded[8:16] != b"\0\0\0\rIHDR":
+        raise ImageError(f"PNG of {len(encoded)} bytes ends inside its header: the file was cut")
+    width, height, bits, color_type = struct.unpack_from(">IIBB", encoded, 16)
+    if width == 0 or height == 0:
+        raise ImageError(f"PNG header gives a size of {width}x{height} pixels")
+    if bits != 8 or color_type not in _PNG_CHANNELS:
+        raise ImageError(
+            f"PNG of {bits} bits and colour type {color_type} is not supported: "
+            "8-bit gray and RGB are, with or without alpha"
+        )
+    if encoded[26] or encoded[27] or encoded[28] > 1:
+        raise ImageError(f"PNG header is broken: its methods are {bytes(encoded[26:29]).hex(' ')}")
+    return ImageInfo(
+        width, height, "png", _PNG_CHANNELS[color_type], bits, "", progressive=False, restart_interval=0, orientation=1
+    )
+
+
+def check_jpeg_end(encoded: Buffer) -> None:
+    """Refuse a JPEG without an end-of-image marker in its last 64 KiB (trailers follow it in some): it was cut.
+
+    For decoders that read only some rows, or fill up what is missing. Raises ImageError.
+    """
+    if bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
+        raise ImageError(f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut")
+
+
+def unpack_png(encoded: Buffer) -> bytes:
+    """Check a whole PNG; return it with its pixel data uncompressed and without further chunks. Raises ImageError.
+
+    The checksum of every chunk is verified. Pixel data are expanded to the size that the header states; more or less
+    is refused. libpng-based decoders give half-decoded pictures of cut or damaged files without an error, and expand
+    what follows the pixels without a limit. They read uncompressed data in a fourth of the time, which pays for a part
+    of the check.
+    """
+    info = _probe_png(encoded)
+    packed = b"".join(data for name, data in _png_chunks(encoded) if name == b"IDAT")
+    num_bytes = _png_data_bytes(info, is_interlaced=encoded[28] == 1)
+    inflate = zlib.decompressobj()
+    try:
+        raw = inflate.decompress(packed, num_bytes + 1)
+    except zlib.error as error:
+        raise ImageError(f"PNG cannot be decoded: its pixel data are broken ({error})") from error
+    if len(raw) > num_bytes or inflate.unused_data:
+        raise ImageError(f"PNG has more data than its {info.width}x{info.height} pixels: refused as hostile")
+    if len(raw) < num_bytes or not inflate.eof:
+        raise ImageError(f"PNG has {len(raw)} of {num_bytes} bytes of pixel data: the file was cut")
+    header = bytes(encoded[16:29])
+    return b"".join((_PNG_SIGNATURE, _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(raw, 0)), _chunk(b"IEND")))
+
+
+def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield name and data of each chunk up to the end chunk; raises ImageError for a damaged or missing one."""
+    end, at = len(encoded), 8
+    view = memoryview(encoded)
+    while at + 12 <= end:
+        (length,) = struct.unpack_from(">I", encoded, at)
+        if at + 12 + length > end:
+            break
+        (stored,) = struct.unpack_from(">I", encoded, at + 8 + length)
+        if zlib.crc32(view[at + 4 : at + 8 + length]) != stored:
+            raise ImageError(f"PNG chunk at byte {at} fails its checksum: the file is damaged")
+        name = bytes(view[at + 4 : at + 8])
+        yield name, view[at + 8 : at + 8 + length]
+        if name == b"IEND":
+            return
+        at += 12 + length
+    raise ImageError(f"PNG of {end} bytes has no end chunk: the file was cut")
+
+
+def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
+    """Return the size of the uncompressed pixel data: a byte for the filter, then the pixels, of each row."""
+    num_bytes = 0
+    for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
+        width, height = -((left - info.width) // step_x), -((top - info.height) // step_y)
+        if width > 0 and height > 0:
+            num_bytes += height * (1 + width * info.num_components)
+    return num_bytes
+
+
+def _chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(name)))
+
+
+def _describe_stranger(head: bytes) -> str:
+    """Say what bytes that are neither JPEG nor PNG look like, for the user to find the mistake."""
+    if not head:
+        return "image is empty (0 bytes)"
+    if head.startswith(b"version https://git-lfs"):
+        return "image is a git-LFS pointer, not the picture itself: run 'git lfs pull' where the data came from"
+    text = head.lstrip()[:64].lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "image is an HTML or XML page: the download that made it has failed"
+    if not head.strip(b"\0"):
+        return "image starts with zero bytes: the file was not written out (disk full, crash during a copy?)"
+    names = {
+        b"RIFF": "WebP",
+        b"GIF8": "GIF",
+        b"BM": "BMP",
+        b"II*\0": "TIFF",
+        b"MM\0*": "TIFF",
+        b"\x00\x00\x00\x0cjP": "JPEG 2000",
+        b"\xff\x4f\xff\x51": "JPEG 2000",
+        b"\xff\x0a": "JPEG XL",
+    }
+    for magic, name in names.items():
+        if head.startswith(magic):
+            return f"image is {name}; JPEG and PNG are supported"
+    return f"image is neither JPEG nor PNG: it starts with bytes {head[:8].hex(' ')}"

@@ -1,0 +1,347 @@
+"""What one sample is: the members' contents, with dtypes, units and frames of reference.
+
+Conventions (normative):
+
+* time: integer nanoseconds; length m, angle rad, speed m/s
+* a matrix ``a2b`` maps homogeneous column vectors of frame a to frame b: ``p_b = a2b @ p_a``
+* ``ego``: x forward, y left, z up (ISO 8855); ``cam``: optical axes, x right, y down, z forward; ``lidar``: the
+  sensor's own axes; ``global``: the data set's world, float64
+* pixels: the centre of the top-left pixel is (0, 0)
+* boxes: gravity centre, size l, w, h, yaw counter-clockwise from +x to +y, in ``ego`` at ``timestamp_ns``
+* unknown is NaN or -1, never 0; a missing camera is an absent member and ``cam_valid`` 0, never a blank image
+
+N is the number of cameras of the rig (order of the manifest), L of lidars, M of boxes. The array fields below carry
+dtype and shape in their annotations, and those are what encoding and decoding check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from fuelrail.pipeline.errors import MemberError, SchemaError
+from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
+from fuelrail.pipeline.sample.arrays import read_layout, read_npy, write_npy, write_stacked, write_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.pipeline.sample.arrays import Buffer, TensorSpec
+
+SCHEMA: Final = "fuelrail/1"
+META: Final = "meta.json"
+GEOMETRY: Final = "geometry.safetensors"
+BOXES: Final = "boxes.safetensors"
+IMAGE_EXTENSIONS: Final = ("jpg", "png")
+POINTS_EXTENSION: Final = "npy"
+SWEEPS_FIELD: Final = "_sweeps.safetensors"
+"""Ends the field name of a lidar's earlier sweeps: ``lidar_top_sweeps.safetensors``."""
+NUM_DIST: Final = 14
+"""Slots for distortion coefficients, NaN padded."""
+
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""An integer as index and arrays can hold it."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""A number of frames or of pixels, from 0."""
+
+F64 = NDArray[np.float64]
+F32 = NDArray[np.float32]
+
+
+class CameraMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """One camera of one sample, scalars: source token, exposure time [ns], stored image size [px]."""
+
+    token: str
+    timestamp_ns: Int64
+    width: Count
+    height: Count
+    dist_model: str = "none"
+    rolling_shutter: str = "none"
+    readout_ns: Int64 | None = None
+    exposure_ns: Int64 | None = None
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True):
+    """``meta.json``: identity and scalars of one sample. ``key`` is unique in the dataset; no neighbour is null."""
+
+    schema: str
+    dataset: str
+    key: str
+    sample_token: str
+    clip_id: str
+    clip_token: str
+    clip_name: str
+    log_id: str
+    vehicle: str
+    frame_idx: Count
+    num_frames: Count
+    prev_key: str | None
+    next_key: str | None
+    timestamp_ns: Int64
+    is_key_frame: bool
+    split: str
+    cameras: dict[str, CameraMeta]
+    tags: dict[str, Any] = {}
+    stats: dict[str, float | Int64] = {}
+    sync: dict[str, Any] = {}
+    license: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Geometry:
+    """``geometry.safetensors``: where every sensor was, and how its pixels map, at its own time.
+
+    Derived matrices are computed here, in float64, and never stored.
+    """
+
+    cam_valid: Annotated[NDArray[np.uint8], "u1", "N"]  #: 1 where the image member exists
+    cam_timestamp_ns: Annotated[NDArray[np.int64], "i8", "N"]  #: mid-exposure if known, else trigger
+    img_wh: Annotated[NDArray[np.int32], "i4", "N", 2]  #: stored image (width, height) [px]
+    intrinsics: Annotated[F64, "f8", "N", 3, 3]  #: K of the stored image
+    dist: Annotated[F64, "f8", "N", NUM_DIST]  #: coefficients of the camera's dist_model, NaN padded
+    cam2ego: Annotated[F64, "f8", "N", 4, 4]  #: static extrinsic
+    cam_ego2global: Annotated[F64, "f8", "N", 4, 4]  #: ego pose at cam_timestamp_ns
+    ego2global: Annotated[F64, "f8", 4, 4]  #: ego pose at the sample's timestamp_ns
+    lidar2ego: Annotated[F64, "f8", "L", 4, 4]
+    lidar_ego2global: Annotated[F64, "f8", "L", 4, 4]  #: ego pose at lidar_timestamp_ns
+    lidar_timestamp_ns: Annotated[NDArray[np.int64], "i8", "L"]
+    ego_velocity: Annotated[F64, "f8", 3]  #: [m/s] over ground, ego axes, NaN unknown
+    ego_accel: Annotated[F64, "f8", 3]  #: [m/s^2] ego axes, NaN unknown
+    ego_rates: Annotated[F64, "f8", 3]  #: [rad/s] ego axes, NaN unknown
+
+    def ego2cam(self) -> F64:
+        """(N, 4, 4): ego at the sample's time to each camera at its exposure, through both ego poses."""
+        cam2global = self.cam_ego2global @ self.cam2ego
+        return np.asarray(invert_rigid(cam2global) @ self.ego2global)
+
+    def ego2img(self) -> F64:
+        """(N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
+        return np.asarray(homogeneous(self.intrinsics) @ self.ego2cam())
+
+    def lidar2keyego(self, lidar: int = 0) -> F64:
+        """(4, 4): one lidar at its own time to ego at the sample's time."""
+        lidar2global = self.lidar_ego2global[lidar] @ self.lidar2ego[lidar]
+        return np.asarray(invert_rigid(self.ego2global) @ lidar2global)
+
+    def lidar2img(self, lidar: int = 0) -> F64:
+        """(N, 4, 4): one lidar at its own time to homogeneous pixels, through both ego poses (as mmdet3d's infos)."""
+        return np.asarray(self.ego2img() @ self.lidar2keyego(lidar))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Boxes:
+    """``boxes.safetensors``: 3-D annotations of one sample, in ego at the sample's ``timestamp_ns``."""
+
+    boxes3d: Annotated[F32, "f4", "M", 7]  #: x, y, z of the gravity centre, l, w, h [m], yaw [rad]
+    rotation_wxyz: Annotated[F32, "f4", "M", 4]  #: full rotation, box to ego
+    velocity: Annotated[F32, "f4", "M", 3]  #: [m/s] over ground, ego axes, NaN unknown
+    label: Annotated[NDArray[np.int16], "i2", "M"]  #: index into the manifest's classes, -1 outside them
+    instance_id: Annotated[NDArray[np.int64], "i8", "M"]  #: stable hash of the source's track id
+    num_lidar_pts: Annotated[NDArray[np.int32], "i4", "M"]  #: -1 unknown
+    num_radar_pts: Annotated[NDArray[np.int32], "i4", "M"]  #: -1 unknown
+    visibility: Annotated[NDArray[np.int8], "i1", "M"]  #: 1 to 4 as in nuScenes, -1 unknown
+    attribute: Annotated[NDArray[np.int16], "i2", "M"]  #: index into the manifest's attributes, -1 none
+    valid: Annotated[NDArray[np.uint8], "u1", "M"]  #: lidar + radar points > 0, or unknown
+
+    def corners(self) -> F32:
+        """(M, 8, 3): corners in ego. Order: x front to back outermost, then y left to right, then z top to bottom."""
+        signs = np.array([[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)], np.float32) / 2
+        offsets = signs[None] * self.boxes3d[:, None, 3:6]
+        rotation = rotation_matrices(self.rotation_wxyz)
+        return np.asarray(np.einsum("mij,mkj->mki", rotation, offsets) + self.boxes3d[:, None, :3], np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sweeps:
+    """``{lidar}_sweeps.safetensors``: a lidar's S sweeps before the sample's own one, the latest first.
+
+    Each is as it was measured, in the lidar's frame at its own time: nothing is moved or left out.
+    """
+
+    num_points: Annotated[NDArray[np.int64], "i8", "S"]  #: of each sweep; together P
+    timestamp_ns: Annotated[NDArray[np.int64], "i8", "S"]
+    lidar2global: Annotated[F64, "f8", "S", 4, 4]  #: each at its own time
+    points: Annotated[F32, "f4", "P", "C"]  #: one sweep after the other, columns as the manifest names them
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One decoded sample: metadata parsed, images still encoded (views of the shard), points as arrays.
+
+    ``images`` maps channel to encoded bytes, rig order, absent cameras left out; ``points`` maps lidar channel to
+    float32 (P, C) in the lidar's own frame, columns as the manifest names them; ``extra`` holds user members by field;
+    ``sweeps`` maps lidar channel to its earlier sweeps, where they are stored.
+    """
+
+    key: str
+    meta: Meta
+    geometry: Geometry
+    boxes: Boxes | None
+    images: Mapping[str, Buffer]
+    points: Mapping[str, F32]
+    extra: Mapping[str, Buffer]
+    sweeps: Mapping[str, Sweeps] = field(default_factory=dict)
+
+
+A = TypeVar("A", Geometry, Boxes, Sweeps)
+
+
+def encode_meta(meta: Meta) -> bytes:
+    """Serialise ``meta.json``: UTF-8, keys in schema order, no white space."""
+    return msgspec.json.encode(meta)
+
+
+_meta_decoder = msgspec.json.Decoder(Meta)
+
+
+def decode_meta(data: Buffer) -> Meta:
+    """Parse ``meta.json``; raises SchemaError with the path of what is wrong."""
+    try:
+        meta = _meta_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise SchemaError(str(error)) from error
+    if meta.schema != SCHEMA:
+        raise SchemaError(f"schema {meta.schema!r}; this version reads {SCHEMA!r}")
+    return meta
+
+
+def encode_arrays(record: Geometry | Boxes | Sweeps) -> bytes:
+    """Serialise geometry, boxes or sweeps as safetensors; every dtype and shape is checked (SchemaError)."""
+    kind = type(record)
+    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
+    _check_once(kind, arrays)
+    return write_tensors(arrays)
+
+
+def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
+    """:func:`encode_arrays` of many records of the same shapes, whose arrays all have one axis more in front."""
+    kind = type(record)
+    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
+    _check_once(kind, {name: array[0] for name, array in arrays.items()})
+    return write_stacked(arrays)
+
+
+def decode_arrays(data: Buffer, to: type[A]) -> A:
+    """Parse a ``.safetensors`` member into read-only views; raises SchemaError."""
+    layout = read_layout(data)
+    if to not in layout.fits:
+        _check(to, layout.specs)
+        layout.fits.add(to)
+    return to(**layout.views(data))  # type: ignore[arg-type]
+
+
+def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...]], ...]:
+    """Name, dtype and shape of each array of a record, from its annotations; equal letters are equal sizes."""
+    hints = get_type_hints(record, include_extras=True)
+    metadata = {name: hint.__metadata__ for name, hint in hints.items()}
+    return tuple((name, np.dtype("<" + code), shape) for name, (code, *shape) in metadata.items())
+
+
+_SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
+
+
+_MOST_FITTING: Final = 1024
+_fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
+"""What arrays of a record were found to be and passed: the same need no second look."""
+
+
+def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:
+    found = tuple((array.dtype, array.shape) for array in arrays.values())
+    if (kind, found) not in _fitting:
+        _check(kind, arrays)
+        if len(_fitting) == _MOST_FITTING:
+            _fitting.clear()
+        _fitting.add((kind, found))
+
+
+def _check(record: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any] | TensorSpec]) -> None:
+    specs = _SPECS[record]
+    if len(arrays) != len(specs):
+        unknown = sorted(arrays.keys() - {name for name, _, _ in specs})
+        if unknown:
+            raise SchemaError(f"unknown array '{unknown[0]}'; known: {', '.join(name for name, _, _ in specs)}")
+    sizes: dict[str, int] = {}
+    for name, dtype, shape in specs:
+        array = arrays.get(name)
+        if array is None:
+            raise SchemaError(f"array '{name}' is missing")
+        found = array.shape
+        wanted = tuple(sizes.setdefault(n, found[i] if i < len(found) else -1) if isinstance(n, str) else n
+                       for i, n in enumerate(shape))  # fmt: skip
+        if array.dtype != dtype or found != wanted:
+            raise SchemaError(f"array '{name}' is {array.dtype}{list(found)}; wanted {dtype}{list(wanted)}")
+
+
+def encode_points(points: F32) -> bytes:
+    """Serialise one sweep (P, C) float32 as ``.npy``."""
+    if points.dtype != np.float32 or points.ndim != 2:
+        raise SchemaError(f"points are {points.dtype}{list(points.shape)}; wanted float32 [P, C]")
+    return write_npy(points)
+
+
+def decode_points(data: Buffer) -> F32:
+    """Parse one sweep: read-only float32 (P, C); raises SchemaError."""
+    points = read_npy(data)
+    if points.dtype != np.dtype("<f4") or points.ndim != 2:
+        raise SchemaError(f"points are {points.dtype}{list(points.shape)}; wanted float32 [P, C]")
+    return points  # type: ignore[return-value]
+
+
+def lidar_channel(name: str) -> str:
+    """The channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and ``lidar_top_sweeps.safetensors``."""
+    return name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
+
+
+def decode_sweeps(data: Buffer) -> Sweeps:
+    """Parse a lidar's earlier sweeps; raises SchemaError, also where the points are not as many as stated."""
+    sweeps = decode_arrays(data, Sweeps)
+    counts = sweeps.num_points.tolist()
+    if min(counts, default=0) < 0 or sum(counts) != len(sweeps.points):
+        raise SchemaError(f"num_points {counts} are not those of {len(sweeps.points)} points")
+    return sweeps
+
+
+def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
+    """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
+
+    Raises SchemaError, naming key and member, where a member is not what the schema says, a needed one is absent, or
+    ``meta.json`` is that of another sample.
+    """
+    images: dict[str, Buffer] = {}
+    points: dict[str, F32] = {}
+    extra: dict[str, Buffer] = {}
+    sweeps: dict[str, Sweeps] = {}
+    known: dict[str, Any] = {META: None, GEOMETRY: None, BOXES: None}
+    for name, data in members.items():
+        channel, _, extension = name.partition(".")
+        try:
+            if name == META:
+                known[name] = decode_meta(data)
+            elif name == GEOMETRY:
+                known[name] = decode_arrays(data, Geometry)
+            elif name == BOXES:
+                known[name] = decode_arrays(data, Boxes)
+            elif channel.startswith("x_"):
+                extra[name] = data
+            elif name.endswith(SWEEPS_FIELD):
+                sweeps[lidar_channel(name)] = decode_sweeps(data)
+            elif extension in IMAGE_EXTENSIONS:
+                if channel in images:
+                    raise SchemaError(f"camera '{channel}' has two images; one is allowed")
+                images[channel] = data
+            elif extension == POINTS_EXTENSION:
+                points[channel] = decode_points(data)
+            else:
+                extra[name] = data
+        except MemberError as error:
+            raise type(error)(error.message, key=key, member=name) from error
+    for needed in (META, GEOMETRY):
+        if known[needed] is None:
+            raise SchemaError("the member is missing", key=key, member=needed)
+    if known[META].key != key:
+        raise SchemaError(f"it says that the sample is {known[META].key!r}", key=key, member=META)
+    return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra, sweeps)

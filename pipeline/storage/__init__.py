@@ -1,0 +1,1 @@
+"""Local and remote file systems, and retries."""

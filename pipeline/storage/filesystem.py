@@ -1,0 +1,89 @@
+"""Datasets at a URL: what any fsspec file system serves, ``s3://``, ``gs://``, ``az://``, ``http(s)://``.
+
+Opening one fetches the manifest, and the index and attribute table once into a local folder named by the manifest's
+SHA-256, where the index is mapped as every local one is. The folder is for this user only. Shards stay where they are;
+loaders read ranges of them. Credentials and endpoints come by each library's own means (environment, profiles,
+``storage_options``) and go into no message, file or log.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.storage.retry import redacted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+_EXTRAS: Final = {
+    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
+    "http": "http", "https": "http",
+}  # fmt: skip
+
+
+_VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
+
+
+DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says that takes no more."""
+
+
+READ_BYTES: Final = 1 << 20
+
+
+def is_url(root: str | os.PathLike[str]) -> bool:
+    """Whether a dataset's place is a URL and not a local path; ``file://`` counts as local."""
+    return isinstance(root, str) and "://" in root and not root.startswith("file://")
+
+
+def shown_url(url: str) -> str:
+    """The URL as messages may show it: without user, password and query."""
+    return redacted(url)
+
+
+def stated_version(info: Mapping[str, Any]) -> str:
+    """What a store says of an object that changes whenever the object does (its ETag); empty where it says nothing."""
+    return next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+
+
+def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The fsspec file system for a URL, and the dataset's path in it.
+
+    Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong or the URL has a
+    query.
+    """
+    try:
+        import fsspec
+    except ImportError as error:  # a base requirement; but a trimmed environment may lack it
+        raise ConfigError(f"'{shown_url(url)}' needs fsspec: pip install fsspec") from error
+    protocol = url.partition("://")[0]
+    if protocol in ("http", "https") and "?" in url:
+        raise ConfigError(
+            f"'{shown_url(url)}' was given with a query ('?...'), which cannot stand behind the names of a dataset's "
+            "files: leave it out, and give credentials by storage_options (for a SAS token of Azure: "
+            "az://CONTAINER/PATH with account_name and sas_token)"
+        )
+    try:
+        # An instance of our own: fsspec's shared ones keep the endpoint and credentials that they met first, and
+        # belong to others too.
+        fs, path = fsspec.core.url_to_fs(url, **{"skip_instance_cache": True, **(storage_options or {})})
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        hint = f"pip install 'fuelrail[{extra}]'" if extra else "install its fsspec implementation"
+        raise ConfigError(f"'{shown_url(url)}' needs a library that is not installed: {hint} ({error})") from error
+    except (ValueError, TypeError) as error:
+        text = redacted(str(error), storage_options)
+        given = " with these storage_options" if storage_options else ""
+        raise ConfigError(f"'{shown_url(url)}' cannot be opened{given}: {text}") from None
+    return fs, str(path).rstrip("/")
+
+
+def default_cache_folder() -> Path:
+    """Where manifests and indices of remote datasets are kept: ``fuelrail`` in the user's cache folder (XDG)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fuelrail"

@@ -1,0 +1,169 @@
+"""Augmentation of the world about the vehicle: one linear map of the ego frame for boxes, points and matrices at once.
+
+p' = B p with B = translation . flip . scale . rotation about z, as BEVDet's `bda`, bevfusion's `lidar_aug_matrix` and
+StreamPETR's global augmentations. B is not rigid: it may mirror and scale. An image flip is not one of these; that is
+the image's own affair (`fuelrail.pipeline.transforms.image`).
+
+With the ego frame replaced by the augmented one (ego'):
+
+* boxes: centre' = B centre, size' = scale * size, heading' = the direction of B heading, velocity' = B's 3 x 3 part *
+  velocity, since positions scale and time does not;
+* ego' to anything: X' = X . B^-1 (``ego2img``, ``ego2global``); anything to ego': X' = B . X (``cam2keyego``);
+* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STREAM = "bev-augment"
+"""Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the translation."""
+
+_NUM_DRAWS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class BevMap:
+    """One map of the ego frame.
+
+    Attributes:
+        rotation_rad: about z, counter-clockwise seen from above; applied first.
+        scale: of all three axes, applied next.
+        flip_x, flip_y: mirror the x (y) coordinate, applied next.
+        translation_m: (x, y, z), applied last.
+    """
+
+    rotation_rad: float = 0.0
+    scale: float = 1.0
+    flip_x: bool = False
+    flip_y: bool = False
+    translation_m: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def matrix(self) -> NDArray[np.float64]:
+        """B, float64 (4, 4): ego to augmented ego."""
+        cos, sin = self.scale * math.cos(self.rotation_rad), self.scale * math.sin(self.rotation_rad)
+        x, y = -1.0 if self.flip_x else 1.0, -1.0 if self.flip_y else 1.0
+        matrix = np.eye(4)
+        matrix[:3, :3] = ((x * cos, -x * sin, 0.0), (y * sin, y * cos, 0.0), (0.0, 0.0, self.scale))
+        matrix[:3, 3] = self.translation_m
+        return matrix
+
+    @property
+    def inverse(self) -> NDArray[np.float64]:
+        """B^-1, float64 (4, 4): augmented ego to ego."""
+        matrix = self.matrix
+        inverse = np.eye(4)
+        inverse[:3, :3] = matrix[:3, :3].T / self.scale**2  # a mirrored rotation times the scale
+        inverse[:3, 3] = -inverse[:3, :3] @ matrix[:3, 3]
+        return inverse
+
+    def boxes3d(self, boxes3d: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return float32 (M, 7) boxes x y z l w h yaw, ego to augmented ego; yaw in [-pi, pi). A copy."""
+        if self == IDENTITY:
+            return boxes3d.copy()
+        matrix = self.matrix
+        boxes = boxes3d.astype(np.float64)
+        boxes[:, :3] = boxes[:, :3] @ matrix[:3, :3].T + matrix[:3, 3]
+        boxes[:, 3:6] *= self.scale
+        yaw = boxes[:, 6] + self.rotation_rad
+        yaw = math.pi - yaw if self.flip_x else yaw
+        yaw = -yaw if self.flip_y else yaw
+        boxes[:, 6] = (yaw + math.pi) % (2 * math.pi) - math.pi
+        return boxes.astype(np.float32)
+
+    def vectors(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return float32 (M, 3) velocities in augmented ego axes; NaN stays NaN. A copy."""
+        if self == IDENTITY:
+            return vectors.copy()
+        return (vectors.astype(np.float64) @ self.matrix[:3, :3].T).astype(np.float32)
+
+    def points(self, points: NDArray[np.float32], lidar2ego: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return float32 (P, C) points in the lidar's frame, moved as ego is; columns after x, y, z are copied.
+
+        ``lidar2ego`` is rigid, (4, 4) float64.
+        """
+        if self == IDENTITY:
+            return points.copy()
+        rotation, place = lidar2ego[:3, :3], lidar2ego[:3, 3]
+        matrix = self.matrix
+        linear = rotation.T @ matrix[:3, :3] @ rotation
+        shift = rotation.T @ (matrix[:3, :3] @ place + matrix[:3, 3] - place)
+        moved = points.copy()
+        moved[:, :3] = points[:, :3] @ linear.T.astype(np.float32) + shift.astype(np.float32)
+        return moved
+
+
+IDENTITY = BevMap()
+
+
+class BevAugment(Settings, frozen=True):
+    """What becomes of the world about the vehicle, drawn once a sample.
+
+    Attributes:
+        train: draw at random; False leaves everything as it is.
+        rotate_deg: rotation about z, uniform in this range, degrees (BEVDet: -22.5 to 22.5).
+        scale: factor, uniform in this range (BEVDet, StreamPETR: 0.95 to 1.05; bevfusion: 0.9 to 1.1).
+        flip_x_prob, flip_y_prob: probability of mirroring the x (y) coordinate.
+        translate_std_m: standard deviation of a normal translation of each axis, metres (bevfusion: 0.5).
+
+    Raises ConfigError for values out of range.
+    """
+
+    train: bool = False
+    rotate_deg: tuple[float, float] = (0.0, 0.0)
+    scale: tuple[float, float] = (1.0, 1.0)
+    flip_x_prob: float = 0.0
+    flip_y_prob: float = 0.0
+    translate_std_m: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_types(self, ConfigError)
+        for name in ("rotate_deg", "scale"):
+            limits = getattr(self, name)
+            if not (limits[0] <= limits[1] and all(map(math.isfinite, limits))):
+                raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high")
+        if self.scale[0] <= 0.0:
+            raise ConfigError(f"scale={list(self.scale)} must be factors above 0")
+        for name in ("flip_x_prob", "flip_y_prob"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a probability from 0 to 1")
+        if not 0.0 <= self.translate_std_m < math.inf:
+            raise ConfigError(f"translate_std_m={self.translate_std_m} must be 0 or more metres")
+
+    def evaluation(self) -> BevAugment:
+        """Return the settings that change nothing."""
+        return msgspec.structs.replace(self, train=False)
+
+    def draw(self, *, seed: int, epoch: int, sample: int) -> BevMap:
+        """Return the map of a sample; arguments as in `ImageAugment.draw`."""
+        if not self.train:
+            return IDENTITY
+        u = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
+        low, high = self.rotate_deg
+        # Box and Muller's transform: two uniforms make one normal number. 1 - u is never 0.
+        normal = [math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i]) for i in range(3)]
+        return BevMap(
+            rotation_rad=math.radians(low + (high - low) * u[0]),
+            scale=self.scale[0] + (self.scale[1] - self.scale[0]) * u[1],
+            flip_x=u[2] < self.flip_x_prob,
+            flip_y=u[3] < self.flip_y_prob,
+            translation_m=(
+                self.translate_std_m * normal[0],
+                self.translate_std_m * normal[1],
+                self.translate_std_m * normal[2],
+            ),
+        )

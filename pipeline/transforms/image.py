@@ -1,0 +1,234 @@
+"""Image augmentation settings and their draw: from (seed, epoch, sample, camera) to one `ImageMap` an image.
+
+The order of operations, the sizes and the crops are those of the BEVDet family (BEVDet, bevfusion, StreamPETR,
+Sparse4D, SparseDrive): resize by a factor with the side lengths cut to integers, crop, flip, rotate. The matrices are
+exact (`fuelrail.pipeline.transforms.image_map`): they follow the integers used and the half-pixel centres. Those code
+bases use the
+drawn factor and edge-origin formulas on centre-origin pixels, and are off by up to two pixels; for weights that were
+trained so, ``geometry="legacy_mmdet3d"`` gives their matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.transforms.image_map import ImageMap
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STREAM = "image-augment"
+"""Name of the random stream; its columns are resize, crop x, crop y, flip, rotate, in this order."""
+
+_NUM_DRAWS = 5
+_MIN_FACTOR, _MAX_FACTOR = 1e-3, 1e3
+_MAX_SIDE = 16384
+_MAX_PIXELS = 1 << 26
+"""Of the final size: the limit of a stored image, too."""
+
+
+class ImageAugment(Settings, frozen=True):
+    """What becomes of each camera image before the model sees it.
+
+    Attributes:
+        height, width: final size in pixels.
+        train: draw at random. False gives the deterministic evaluation of the same settings: no jitter, no flip, no
+            rotation, mean of ``crop_bottom``, random crops centred.
+        resize: factor from stored to resized image. ``"width"``: final width / stored width (BEVDet).
+            ``"cover"``: the smallest factor at which the final size is filled (StreamPETR, SparseDrive).
+            ``"contain"``: the largest at which the whole image fits; the rest is black. ``"stretch"``: each side to
+            its final length, aspect not kept. Or a number (bevfusion evaluates with 0.48, BEVFormer-tiny uses 0.5).
+        resize_jitter: in training, uniform in this range is added to ``resize`` (BEVDet: -0.06 to 0.11).
+        resize_range: in training, the factor is uniform in this range instead of ``resize`` (StreamPETR: 0.38 to 0.55).
+        crop_y: where the final height is taken: ``"bottom"``, ``"center"``, ``"top"`` or ``"random"``.
+        crop_bottom: with ``crop_y="bottom"``, the share of the resized height left out below: uniform in this range
+            in training, its mean in evaluation (``bot_pct_lim`` elsewhere).
+        crop_x: where the final width is taken: ``"random"``, ``"center"`` or ``"left"``.
+        flip_prob: probability of a left-right flip in training.
+        rotate_deg: in training, rotation uniform in this range, degrees, counter-clockwise.
+        geometry: ``"exact"``, or ``"legacy_mmdet3d"``: the matrices of BEVDet, bevfusion, StreamPETR and SparseDrive as
+            published, errors included. Pixels are the same.
+        scope: ``"camera"`` draws for each camera (BEVDet, bevfusion), ``"sample"`` once for all of them (StreamPETR).
+
+    Resized images smaller than the final size are padded with black at the right and at the bottom; at the top with
+    ``crop_y="bottom"``. Raises ConfigError for values out of range.
+    """
+
+    height: int
+    width: int
+    train: bool = False
+    resize: Literal["width", "cover", "contain", "stretch"] | float = "cover"
+    resize_jitter: tuple[float, float] | None = None
+    resize_range: tuple[float, float] | None = None
+    crop_y: Literal["bottom", "center", "top", "random"] = "bottom"
+    crop_bottom: tuple[float, float] = (0.0, 0.0)
+    crop_x: Literal["random", "center", "left"] = "random"
+    flip_prob: float = 0.0
+    rotate_deg: tuple[float, float] = (0.0, 0.0)
+    geometry: Literal["exact", "legacy_mmdet3d"] = "exact"
+    scope: Literal["camera", "sample"] = "camera"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_types(self, ConfigError)
+        if not (1 <= self.height <= _MAX_SIDE and 1 <= self.width <= _MAX_SIDE):
+            raise ConfigError(
+                f"final size height={self.height}, width={self.width}: each must be 1 to {_MAX_SIDE} pixels"
+            )
+        if self.height * self.width > _MAX_PIXELS:
+            raise ConfigError(
+                f"final size height={self.height}, width={self.width} has {self.height * self.width} pixels: "
+                f"at most {_MAX_PIXELS} are allowed"
+            )
+        if not isinstance(self.resize, str) and not _MIN_FACTOR <= self.resize <= _MAX_FACTOR:
+            raise ConfigError(f"resize={self.resize} must be a factor from {_MIN_FACTOR} to {_MAX_FACTOR:g}")
+        if self.resize_jitter is not None and self.resize_range is not None:
+            raise ConfigError("resize_jitter and resize_range exclude each other: give one of them")
+        if self.resize == "stretch" and (self.resize_jitter or self.resize_range):
+            raise ConfigError("resize='stretch' has no factor to vary: leave out resize_jitter and resize_range")
+        for name in ("resize_jitter", "resize_range", "crop_bottom", "rotate_deg"):
+            limits = getattr(self, name)
+            if limits is not None and not -math.inf < limits[0] <= limits[1] < math.inf:
+                raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high, both finite")
+        for name, least in (("resize_range", _MIN_FACTOR), ("resize_jitter", -_MAX_FACTOR)):
+            limits = getattr(self, name)
+            if limits is not None and not (least <= limits[0] and limits[1] <= _MAX_FACTOR):
+                raise ConfigError(f"{name}={list(limits)} must be factors from {least:g} to {_MAX_FACTOR:g}")
+        if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
+            raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
+        if not 0.0 <= self.flip_prob <= 1.0:
+            raise ConfigError(f"flip_prob={self.flip_prob} must be a probability from 0 to 1")
+
+    def evaluation(self) -> ImageAugment:
+        """Return the deterministic variant of these settings."""
+        return msgspec.structs.replace(self, train=False)
+
+    def draw(
+        self,
+        img_wh: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        epoch: int,
+        sample: int,
+        cameras: Sequence[int] | None = None,
+    ) -> list[ImageMap]:
+        """Return one map for each camera of a sample.
+
+        Args:
+            img_wh: width and height in pixels of each stored image; (N, 2) integers. A camera without an image may
+                say 0, 0: its map is the identity on the final size.
+            seed: the run's seed.
+            epoch: counted from 0.
+            sample: index of the sample in the dataset, not its position in the epoch.
+            cameras: the cameras' indices in the dataset's rig, where not 0 .. N-1, so that a loader of some cameras
+                draws for them what a loader of all cameras draws.
+
+        """
+        if not self.train:
+            return [self._evaluate(int(width), int(height)) for width, height in img_wh]
+        count = len(img_wh)
+        if self.scope == "sample":
+            draws = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS).tolist() * count
+        else:
+            rows = range(count) if cameras is None else cameras
+            draws = uniforms(seed, epoch, sample, rows, STREAM, _NUM_DRAWS).tolist()
+        return [self._train(int(wh[0]), int(wh[1]), draw) for wh, draw in zip(img_wh, draws, strict=True)]
+
+    def _base_size(self, width: int, height: int) -> tuple[int, int]:
+        """Resized (width, height) without randomness. Exact integers, where int(W * (fW / W)) may fall one short."""
+        if self.resize == "stretch":
+            return self.width, self.height
+        if isinstance(self.resize, str):
+            by_width = self.resize == "width" or (
+                (self.width * height >= self.height * width) == (self.resize == "cover")
+            )
+            if by_width:
+                return self.width, height * self.width // width
+            return width * self.height // height, self.height
+        return int(width * self.resize), int(height * self.resize)
+
+    def _evaluate(self, width: int, height: int) -> ImageMap:
+        if width < 1 or height < 1:
+            return ImageMap.identity((self.width, self.height))
+        new_width, new_height = size = _at_least_1(self._base_size(width, height))
+        if self.crop_y == "bottom":
+            top = int((1.0 - (self.crop_bottom[0] + self.crop_bottom[1]) / 2) * new_height) - self.height
+        else:
+            top = 0 if self.crop_y == "top" else max(0, new_height - self.height) // 2
+        left = 0 if self.crop_x == "left" else max(0, new_width - self.width) // 2
+        return self._map((width, height), self._base_factors(width, height), size, (left, top), flip=False, degrees=0.0)
+
+    def _train(self, width: int, height: int, draw: list[float]) -> ImageMap:
+        if width < 1 or height < 1:
+            return ImageMap.identity((self.width, self.height))
+        u_resize, u_x, u_y, u_flip, u_rotate = draw
+        if self.resize_range is not None:
+            factor = _within(self.resize_range, u_resize)
+            factors, size = (factor, factor), (int(width * factor), int(height * factor))
+        elif self.resize_jitter is not None:
+            factor = max(_MIN_FACTOR, self._base_factors(width, height)[0] + _within(self.resize_jitter, u_resize))
+            factors, size = (factor, factor), (int(width * factor), int(height * factor))
+        else:
+            factors, size = self._base_factors(width, height), self._base_size(width, height)
+        new_width, new_height = size = _at_least_1(size)
+        if self.crop_y == "bottom":
+            top = int((1.0 - _within(self.crop_bottom, u_y)) * new_height) - self.height
+        elif self.crop_y == "random":
+            top = int(u_y * max(0, new_height - self.height))
+        else:
+            top = 0 if self.crop_y == "top" else max(0, new_height - self.height) // 2
+        if self.crop_x == "random":
+            left = int(u_x * max(0, new_width - self.width))
+        else:
+            left = 0 if self.crop_x == "left" else max(0, new_width - self.width) // 2
+        degrees = _within(self.rotate_deg, u_rotate)
+        return self._map((width, height), factors, size, (left, top), flip=u_flip < self.flip_prob, degrees=degrees)
+
+    def _map(
+        self,
+        source_wh: tuple[int, int],
+        factors: tuple[float, float],
+        size: tuple[int, int],
+        left_top: tuple[int, int],
+        *,
+        flip: bool,
+        degrees: float,
+    ) -> ImageMap:
+        """The map of what was drawn; ``factors`` are those that led to the resized ``size``."""
+
+        def rest(resized: ImageMap) -> ImageMap:
+            cropped = resized.crop(*left_top, self.width, self.height)
+            return (cropped.flip() if flip else cropped).rotate(degrees)
+
+        source = ImageMap.identity(source_wh)
+        image_map = rest(source.resize(*size))
+        if self.geometry == "exact":
+            return image_map
+        by_factors = ImageMap((factors[0], 0.0, 0.0, 0.0, factors[1], 0.0), source_wh, size, source.visible)
+        return dataclasses.replace(image_map, published=rest(by_factors).coefficients)
+
+    def _base_factors(self, width: int, height: int) -> tuple[float, float]:
+        by_width, by_height = self.width / width, self.height / height
+        if not isinstance(self.resize, str):
+            return self.resize, self.resize
+        if self.resize == "stretch":
+            return by_width, by_height
+        if self.resize == "width":
+            return by_width, by_width
+        factor = max(by_width, by_height) if self.resize == "cover" else min(by_width, by_height)
+        return factor, factor
+
+
+def _within(limits: tuple[float, float], uniform: float) -> float:
+    return limits[0] + (limits[1] - limits[0]) * uniform
+
+
+def _at_least_1(size: tuple[int, int]) -> tuple[int, int]:
+    return max(1, size[0]), max(1, size[1])

@@ -1,0 +1,150 @@
+"""Augmentation of pixel values: photometric distortion and grid mask, drawn from (seed, epoch, sample, camera).
+
+The distortion is mmdet3d's `PhotoMetricDistortionMultiViewImage`, which BEVFormer, UniAD and SparseDrive train with;
+the grid mask is that of PETR and StreamPETR. Nothing here moves a pixel, so no matrix changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STREAM = "pixel-augment"
+"""Name of the random stream; its columns are, each switch before its amount: brightness, contrast, saturation, hue,
+channel order; then whether contrast comes first; then grid mask: switch, spacing, offset down, offset right."""
+
+_NUM_DRAWS = 15
+_ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+
+
+class GridHoles(NamedTuple):
+    """Square holes on a grid: row y is solid where (y - top) mod spacing < bar, columns alike; the rest are holes."""
+
+    spacing_px: int
+    bar_px: int
+    top_px: int
+    left_px: int
+
+
+class PixelChange(NamedTuple):
+    """What happens to one image's pixels, in this order.
+
+    brightness is added (grey levels of 255); contrast multiplies here if ``contrast_first``; then in HSV the saturation
+    is multiplied and the hue turned; contrast multiplies here if not ``contrast_first``; channels are put in ``order``;
+    holes are filled.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue_deg: float = 0.0
+    contrast_first: bool = False
+    order: tuple[int, int, int] = (0, 1, 2)
+    holes: GridHoles | None = None
+
+
+NO_CHANGE = PixelChange()
+
+
+class PixelAugment(Settings, frozen=True):
+    """What becomes of each image's pixel values in training. The defaults change nothing.
+
+    Attributes:
+        train: draw at random; False changes nothing.
+        brightness: grey levels of 255 added, uniform in [-brightness, brightness] (BEVFormer: 32).
+        contrast, saturation: factors, uniform in this range (BEVFormer: 0.5 to 1.5).
+        hue_deg: turn of the hue, uniform in [-hue_deg, hue_deg] degrees (BEVFormer: 18).
+        swap_channels: put the channels in a random order.
+        prob: probability of each of these, one by one.
+        grid_mask_prob: probability of a grid of holes (StreamPETR: 0.7).
+        grid_mask_ratio: width of the bars between the holes, share of the spacing.
+        grid_mask_fill: RGB of the holes. The mean that images are normalised with becomes 0.
+        scope: ``"camera"`` draws for each camera, ``"sample"`` once for all of them.
+
+    Raises ConfigError for values out of range.
+    """
+
+    train: bool = False
+    brightness: float = 0.0
+    contrast: tuple[float, float] = (1.0, 1.0)
+    saturation: tuple[float, float] = (1.0, 1.0)
+    hue_deg: float = 0.0
+    swap_channels: bool = False
+    prob: float = 0.5
+    grid_mask_prob: float = 0.0
+    grid_mask_ratio: float = 0.5
+    grid_mask_fill: tuple[int, int, int] = (124, 116, 104)
+    scope: Literal["camera", "sample"] = "camera"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        check_types(self, ConfigError)
+        if not 0.0 <= self.brightness <= 255.0:
+            raise ConfigError(f"brightness={self.brightness} must be from 0 to 255 grey levels")
+        if not 0.0 <= self.hue_deg <= 180.0:
+            raise ConfigError(f"hue_deg={self.hue_deg} must be from 0 to 180 degrees")
+        for name in ("contrast", "saturation"):
+            limits = getattr(self, name)
+            if not 0.0 <= limits[0] <= limits[1] < math.inf:
+                raise ConfigError(f"{name}={list(limits)} must be [low, high] with 0 <= low <= high")
+        for name in ("prob", "grid_mask_prob"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be a probability from 0 to 1")
+        if not 0.0 < self.grid_mask_ratio < 1.0:
+            raise ConfigError(f"grid_mask_ratio={self.grid_mask_ratio} must lie between 0 and 1")
+        if not all(0 <= level <= 255 for level in self.grid_mask_fill):
+            raise ConfigError(f"grid_mask_fill={list(self.grid_mask_fill)} must be three grey levels from 0 to 255")
+
+    @property
+    def changes_nothing(self) -> bool:
+        """True where every draw would be `NO_CHANGE`."""
+        still = self.brightness == 0.0 and self.hue_deg == 0.0 and not self.swap_channels
+        return not self.train or (
+            (self.prob == 0.0 or (still and self.contrast == self.saturation == (1.0, 1.0)))
+            and self.grid_mask_prob == 0.0
+        )
+
+    def evaluation(self) -> PixelAugment:
+        """Return the settings that change nothing."""
+        return msgspec.structs.replace(self, train=False)
+
+    def draw(self, height: int, *, seed: int, epoch: int, sample: int, cameras: Sequence[int]) -> list[PixelChange]:
+        """Return one change for each camera; ``height`` of the output in pixels, others as in `ImageAugment.draw`."""
+        if self.changes_nothing:
+            return [NO_CHANGE] * len(cameras)
+        if self.scope == "sample":
+            row = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, _NUM_DRAWS)[0].tolist()
+            return [self._change(height, row)] * len(cameras)
+        return [
+            self._change(height, row) for row in uniforms(seed, epoch, sample, cameras, STREAM, _NUM_DRAWS).tolist()
+        ]
+
+    def _change(self, height: int, u: list[float]) -> PixelChange:
+        prob = self.prob
+        return PixelChange(
+            brightness=self.brightness * (2 * u[1] - 1) if u[0] < prob else 0.0,
+            contrast=_within(self.contrast, u[3]) if u[2] < prob else 1.0,
+            saturation=_within(self.saturation, u[5]) if u[4] < prob else 1.0,
+            hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
+            order=_ORDERS[int(u[9] * len(_ORDERS))] if self.swap_channels and u[8] < prob else (0, 1, 2),
+            contrast_first=u[10] < 0.5,
+            holes=self._holes(height, *u[12:]) if u[11] < self.grid_mask_prob else None,
+        )
+
+    def _holes(self, height: int, u_spacing: float, u_top: float, u_left: float) -> GridHoles:
+        spacing = 2 + int(u_spacing * max(1, height - 2))
+        bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
+        return GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))
+
+
+def _within(limits: tuple[float, float], uniform: float) -> float:
+    return limits[0] + (limits[1] - limits[0]) * uniform

@@ -1,0 +1,131 @@
+"""Several lidar sweeps as one cloud: the sample's own and those before it, moved along with the vehicle.
+
+As nuScenes' ``LidarPointCloud.from_file_multisweep`` and mmdetection3d's ``LoadPointsFromMultiSweeps`` build it: points
+close to the sensor go, every sweep is moved from the lidar at its own time, through both ego poses, to the lidar at the
+sample's time, and a column says how long ago it was measured. Objects that move are smeared; the vehicle's own motion
+is not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.schema import Sweeps
+
+STREAM = "lidar-sweeps"
+"""Name of the random stream; a column for each stored sweep."""
+
+RING = "ring"
+"""The column of points that the time takes the place of, as in the trainers; where there is none, it comes last."""
+
+
+class PointSweeps(Settings, frozen=True):
+    """How many lidar sweeps make the points of a sample, and which.
+
+    Attributes:
+        num_sweeps: sweeps together, the sample's own included (nuScenes: 10). Where fewer are stored, as at a clip's
+            start, there are fewer.
+        choose: which of the earlier ones: the ``"latest"``, or ``"random"`` among those stored (mmdetection3d in
+            training), drawn for each sample and epoch.
+        min_distance_m: points with both |x| and |y| below it, in their own sweep's lidar frame, are left out (nuScenes
+            and mmdetection3d: 1.0): those are the vehicle itself.
+        repeat_if_alone: a sample without any earlier sweep has its own ``num_sweeps`` times (mmdetection3d's
+            ``pad_empty_sweeps``).
+
+    Raises ConfigError for values out of range.
+    """
+
+    num_sweeps: int
+    choose: Literal["latest", "random"] = "latest"
+    min_distance_m: float = 0.0
+    repeat_if_alone: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.num_sweeps < 1:
+            raise ConfigError(f"num_sweeps={self.num_sweeps} must be 1 or more: the sample's own sweep counts")
+        if not 0.0 <= self.min_distance_m < math.inf:
+            raise ConfigError(f"min_distance_m={self.min_distance_m} must be 0 or more metres")
+
+    def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
+        """The columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
+        return tuple("dt_s" if name == RING else name for name in stored) + (() if RING in stored else ("dt_s",))
+
+    def chosen(self, num_stored: int, *, seed: int, epoch: int, sample: int) -> list[int]:
+        """Which earlier sweeps (0 is the latest) are taken of those stored, the latest first."""
+        num = min(self.num_sweeps - 1, num_stored)
+        if self.choose == "latest" or num == num_stored:
+            return list(range(num))
+        draws = uniforms(seed, epoch, sample, (ALL_CAMERAS,), STREAM, num_stored)[0]
+        chosen: list[int] = np.sort(np.argsort(draws, kind="stable")[:num]).tolist()
+        return chosen
+
+    def accumulate(
+        self,
+        own: NDArray[np.float32],
+        earlier: Sweeps | None,
+        *,
+        columns: Sequence[str],
+        lidar2global: NDArray[np.float64],
+        timestamp_ns: int,
+        chosen: Sequence[int],
+    ) -> NDArray[np.float32]:
+        """Return the cloud, float32 (P', C'), in the lidar's frame at the sample's time, the own sweep first.
+
+        Args:
+            own: the sample's own sweep, float32 (P, C).
+            earlier: the sweeps before it; None where none are stored.
+            columns: names of the C columns; x, y, z come first. `columns` gives those of the result.
+            lidar2global: of the own sweep, (4, 4) float64.
+            timestamp_ns: of the own sweep.
+            chosen: places in ``earlier`` to take, from `chosen`.
+
+        Raises SchemaError where the sweeps' columns differ.
+
+        """
+        if earlier is not None and earlier.points.shape[1] != own.shape[1]:
+            raise SchemaError(f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own {own.shape[1]}")
+        parts: list[tuple[NDArray[np.float32], NDArray[np.float64] | None, float]] = [(own, None, 0.0)]
+        if self.repeat_if_alone and not chosen:
+            parts *= self.num_sweeps
+        if earlier is not None and chosen:
+            global2lidar = invert_rigid(lidar2global)
+            ends = np.cumsum(earlier.num_points).tolist()
+            for at in chosen:
+                points = earlier.points[ends[at] - int(earlier.num_points[at]) : ends[at]]
+                # Global coordinates lose centimetres in float32: composed in float64, applied to the small numbers.
+                move = global2lidar @ earlier.lidar2global[at]
+                parts.append((points, move, (timestamp_ns - int(earlier.timestamp_ns[at])) * 1e-9))
+        names = self.columns(columns)
+        at_dt = names.index("dt_s")
+        kept = [self._far_enough(points) for points, _, _ in parts]
+        cloud = np.empty((sum(len(points) for points in kept), len(names)), np.float32)
+        first = 0
+        for points, (_, move, dt_s) in zip(kept, parts, strict=True):
+            part = cloud[first : first + len(points)]
+            part[:, : points.shape[1]] = points
+            if move is not None:
+                np.matmul(points[:, :3], move[:3, :3].T.astype(np.float32), out=part[:, :3])
+                part[:, :3] += move[:3, 3].astype(np.float32)
+            part[:, at_dt] = dt_s
+            first += len(points)
+        return cloud
+
+    def _far_enough(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
+        if self.min_distance_m == 0.0:
+            return points
+        near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
+        return points[~near] if near.any() else points

@@ -1,0 +1,142 @@
+"""The sensor rig: six cameras and a roof lidar, placed and timed as on a nuScenes car.
+
+Each vehicle gets its own small, seeded calibration errors, so no two have the same matrices.
+Frames: ego is x forward, y left, z up on the ground below the rear axle; a camera is x right, y down, z forward;
+the lidar is x right, y forward, z up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from fuelrail.sharding.demo.poses import (
+    METRE_DECIMALS,
+    quaternion_from_rotation,
+    rigid,
+    rotation_about,
+    rotation_from_quaternion,
+    stream,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NATIVE_WIDTH_PX: Final = 1600
+NATIVE_HEIGHT_PX: Final = 900
+LIDAR_CHANNEL: Final = "LIDAR_TOP"
+
+
+class _Mount(NamedTuple):
+    yaw_deg: float
+    translation: tuple[float, float, float]
+    focal_px: float
+    lead_us: int  # how long before the end of the lidar's revolution the shutter opens
+
+
+# The lidar turns clockwise and ends its revolution at the rear left, so the front left camera fires first.
+_MOUNTS: Final[dict[str, _Mount]] = {
+    "CAM_FRONT": _Mount(0.0, (1.71, 0.01, 1.50), 1262.0, 35_500),
+    "CAM_FRONT_RIGHT": _Mount(-55.5, (1.56, -0.495, 1.50), 1258.0, 27_600),
+    "CAM_FRONT_LEFT": _Mount(55.0, (1.55, 0.495, 1.51), 1265.0, 43_100),
+    "CAM_BACK": _Mount(180.0, (0.04, 0.005, 1.57), 804.0, 10_400),
+    "CAM_BACK_LEFT": _Mount(108.5, (1.04, 0.484, 1.58), 1256.0, 600),
+    "CAM_BACK_RIGHT": _Mount(-110.0, (1.03, -0.475, 1.555), 1255.0, 20_000),
+}
+CAMERA_CHANNELS: Final = tuple(_MOUNTS)
+_OPTICAL2FORWARD: Final = np.array([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Camera:
+    """One pinhole camera. ``intrinsics`` (3, 3) put the centre of the top left pixel at (0, 0)."""
+
+    channel: str
+    width_px: int
+    height_px: int
+    intrinsics: NDArray[np.float64]
+    translation: tuple[float, float, float]
+    rotation: tuple[float, float, float, float]
+    lead_us: int
+
+    @property
+    def cam2ego(self) -> NDArray[np.float64]:
+        """Camera to ego, (4, 4)."""
+        return rigid(rotation_from_quaternion(self.rotation), self.translation)
+
+
+@dataclass(frozen=True, slots=True)
+class Lidar:
+    """The roof lidar's place on the car."""
+
+    translation: tuple[float, float, float]
+    rotation: tuple[float, float, float, float]
+
+    @property
+    def lidar2ego(self) -> NDArray[np.float64]:
+        """Lidar to ego, (4, 4)."""
+        return rigid(rotation_from_quaternion(self.rotation), self.translation)
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """The calibrated sensors of one vehicle."""
+
+    vehicle: str
+    cameras: tuple[Camera, ...]
+    lidar: Lidar
+
+
+def _rounded_metres(values: NDArray[np.float64]) -> tuple[float, float, float]:
+    x, y, z = (round(float(value), METRE_DECIMALS) for value in values)
+    return (x, y, z)
+
+
+def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
+    """Calibrated rig of ``vehicle`` with images of ``width_px`` x ``height_px``.
+
+    Intrinsics are drawn for 1600 x 900 and scaled as a resize scales them on centre-origin pixels:
+    ``f' = s f`` and ``c' = s (c + 1/2) - 1/2``.
+    """
+    scale_x, scale_y = width_px / NATIVE_WIDTH_PX, height_px / NATIVE_HEIGHT_PX
+    cameras = []
+    for channel, mount in _MOUNTS.items():
+        draw = stream(seed, "rig", vehicle, channel)
+        yaw, pitch, roll = np.radians(draw.normal(0.0, (0.5, 0.25, 0.25)))
+        rotation = (
+            rotation_about("z", math.radians(mount.yaw_deg) + yaw)
+            @ rotation_about("y", pitch)
+            @ rotation_about("x", roll)
+            @ _OPTICAL2FORWARD
+        )
+        focal_px = mount.focal_px + draw.uniform(-6.0, 6.0)
+        centre_x = 812.0 + draw.uniform(-16.0, 16.0)
+        centre_y = 482.0 + draw.uniform(-16.0, 16.0)
+        intrinsics = np.array(
+            [
+                [focal_px * scale_x, 0.0, scale_x * (centre_x + 0.5) - 0.5],
+                [0.0, focal_px * scale_y, scale_y * (centre_y + 0.5) - 0.5],
+                [0.0, 0.0, 1.0],
+            ]
+        )
+        cameras.append(
+            Camera(
+                channel=channel,
+                width_px=width_px,
+                height_px=height_px,
+                intrinsics=np.round(intrinsics, 9),
+                translation=_rounded_metres(np.add(mount.translation, draw.normal(0.0, 0.01, 3))),
+                rotation=quaternion_from_rotation(rotation),
+                lead_us=mount.lead_us + int(draw.integers(-300, 301)),
+            )
+        )
+    draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
+    roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
+    rotation = rotation_about("z", yaw) @ rotation_about("y", pitch) @ rotation_about("x", roll)
+    lidar = Lidar(
+        _rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84])), quaternion_from_rotation(rotation)
+    )
+    return Rig(vehicle, tuple(cameras), lidar)

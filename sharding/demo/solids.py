@@ -1,0 +1,127 @@
+"""The upright boxes of one capture, in global coordinates: what cameras draw and the lidar hits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from fuelrail.sharding.demo.road import corners
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.demo.scenery import Prop
+    from fuelrail.sharding.demo.world import Clip
+
+TRUNK_WIDTH_M: Final = 0.3
+CROWN_BASE_M: Final = 3.9  # above every parked vehicle
+_REACH_M: Final = 130.0
+
+
+@dataclass(frozen=True, slots=True)
+class Solid:
+    """One upright box. ``actor``: index in the clip's actors, -1 for scenery; ``kind`` and ``style`` pick its looks.
+
+    A tree is two of them: the trunk, and the crown that hangs over what stands below it.
+    """
+
+    kind: str
+    actor: int
+    centre: tuple[float, float, float]
+    yaw_rad: float
+    size_lwh: tuple[float, float, float]
+    colour: tuple[int, int, int]
+    style: int
+    lamps: bool = False  # whether its lamps are on at night
+
+    def footprint(self) -> NDArray[np.float64]:
+        """Corners (4, 2) in the ground plane, counter-clockwise from the front left one."""
+        x, y, _ = self.centre
+        return corners(np.asarray(x), np.asarray(y), np.asarray(self.yaw_rad), self.size_lwh[0], self.size_lwh[1])
+
+    def vertices(self) -> NDArray[np.float64]:
+        """Corners (8, 3): the footprint at the bottom, then at the top."""
+        base = self.footprint()
+        half = self.size_lwh[2] / 2.0
+        return np.concatenate(
+            [np.column_stack([base, np.full(4, self.centre[2] + side * half)]) for side in (-1.0, 1.0)]
+        )
+
+
+def solids_near(clip: Clip, capture_us: int) -> list[Solid]:
+    """Everything within sight of the car in a capture, actors first, at their places at its reference time."""
+    (ego_x, ego_y, _), _ = clip.ego(capture_us)
+
+    def near(x: float, y: float) -> bool:
+        return math.hypot(x - ego_x, y - ego_y) < _REACH_M
+
+    found = []
+    for index, actor in enumerate(clip.actors):
+        centre, yaw = clip.actor_box(actor, capture_us)
+        if near(centre[0], centre[1]):
+            width, length, height = actor.size_wlh
+            lamps = actor.attribute in ("vehicle.moving", "vehicle.stopped", "cycle.with_rider")
+            size = (length, width, height)
+            kind = "bicycle" if actor.attribute == "cycle.without_rider" else actor.category
+            found.append(Solid(kind, index, centre, yaw, size, actor.colour, index, lamps))
+    for prop in clip.props:
+        if near(prop.x, prop.y):
+            width, length, height = prop.size_wlh
+            if prop.kind == "tree":
+                crown = (width, width, height - CROWN_BASE_M)
+                found.append(_scenery(prop, "crown", CROWN_BASE_M, crown))
+                width = length = TRUNK_WIDTH_M
+                height = CROWN_BASE_M + 0.3
+            found.append(_scenery(prop, prop.kind, 0.0, (length, width, height)))
+    return found
+
+
+def _scenery(prop: Prop, kind: str, floor_m: float, size_lwh: tuple[float, float, float]) -> Solid:
+    centre = (prop.x, prop.y, floor_m + size_lwh[2] / 2.0)
+    return Solid(kind, -1, centre, prop.yaw_rad, size_lwh, (128, 128, 128), prop.style)
+
+
+def far_to_near(
+    footprints: NDArray[np.float64], heights: NDArray[np.float64], eye_xy: NDArray[np.float64]
+) -> list[int]:
+    """Painting order of upright boxes, given footprints (N, 4, 2) and bottoms and tops (N, 2), seen from a low point.
+
+    Two disjoint rectangles are parted by a line along a side of one of them; the one on the eye's side of that line
+    can hide the other and never the reverse. These pairwise facts are sorted topologically; where they form a cycle,
+    which three long boxes can, the farthest goes first. Where footprints overlap, one box hangs over another, above the
+    eye: a ray meets the lower one first. A crown hides the tip of its own trunk.
+    """
+    count = len(footprints)
+    sides = np.roll(footprints, -1, axis=1) - footprints
+    normals = np.stack([sides[..., 1], -sides[..., 0]], axis=-1)  # outward: corners run counter-clockwise
+    offsets = (normals * footprints).sum(-1)
+    parted = ((normals[:, :, None, None] * footprints).sum(-1) >= offsets[:, :, None, None] - 1e-9).all(-1)
+    eye_outside = (normals * eye_xy).sum(-1) > offsets
+    # before[a, b]: a is painted before b. A side of `a` parts them; the eye is beyond it with b, or behind it with a.
+    some = parted.any(1)
+    side = parted.argmax(1)
+    beyond = np.take_along_axis(eye_outside, side, axis=1)
+    before = (some & beyond) | (some & ~beyond).T
+    overlap = ~(some | some.T)
+    above = heights[:, None, 0] >= heights[None, :, 1]
+    lower = heights[:, None, 0] < heights[None, :, 0]
+    before |= overlap & (above | (lower & ~above.T))
+    both = before & before.T
+    distance = np.square(footprints.mean(1) - eye_xy).sum(-1)
+    # Both ways round: no hiding either way along those lines, keep the order by distance.
+    before &= ~(both & (distance[:, None] <= distance))
+    np.fill_diagonal(before, False)
+    order: list[int] = []
+    waiting = before.sum(0)
+    left = np.ones(count, bool)
+    for _ in range(count):
+        ready = left & (waiting == 0)
+        pool = ready if ready.any() else left
+        index = int(np.where(pool, distance, -1.0).argmax())
+        order.append(index)
+        left[index] = False
+        waiting = waiting - before[index]
+    return order

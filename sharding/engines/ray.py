@@ -1,0 +1,325 @@
+"""Shards made by a Ray cluster: an existing one, or one of this run's own on this machine.
+
+A task makes one shard and writes it to OUT itself; what goes through Ray is the job (small), a shard's number, and a
+line of result. So nothing of a dataset's size enters the object store, and nothing is ever spilled from it. A task that
+dies with its node, or is killed for want of memory, is tried again elsewhere: it is a pure function, and a half-written
+shard has no name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.pipeline.errors import ConfigError, DatasetError, FuelrailError, SourceError
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.storage.filesystem import default_cache_folder, is_url
+from fuelrail.sharding.output.folder import open_output
+from fuelrail.sharding.write.shard_writer import ShardDone, ShardWriter, WriteJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+TASK_MEMORY_BYTES: Final = 512 << 20
+"""What a task asks the scheduler for: a sample's bytes, the rows of one shard's record, and the interpreter."""
+
+
+_MAX_RETRIES: Final = 10
+
+
+_POLL_S: Final = 0.5
+
+
+_STOP_S: Final = 30.0
+
+
+_PROBE_S: Final = 10.0
+
+
+_TASKS_AHEAD: Final = 2  # submitted for each CPU of the cluster, so that none waits for the next one
+
+
+_LOOK_S: Final = 5.0
+
+
+NO_NODE_S: Final = 300.0
+"""How long the cluster may be without a node that a task fits on, until a lost one is replaced or scaled up."""
+
+
+_RESULT_S: Final = 120.0  # for the line of result of a task that is done
+
+
+class RayEngine:
+    """A cluster. ``num_workers`` bounds how many shards are made at once; 0 for as many as there are CPUs."""
+
+    def __init__(self, address: str | None, num_workers: int) -> None:
+        """Raises ConfigError where Ray is not installed."""
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(f"--engine ray needs Ray: pip install 'fuelrail[ray]' ({error})") from error
+        self._ray: Any = ray
+        self._address, self._num_workers = address, num_workers
+
+    def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
+        """Make these shards of the plan, each in a task."""
+        if not len(numbers):
+            return
+        with self._connected():
+            run = uuid.uuid4().hex
+            share_inputs(job, run)
+            try:
+                yield from self._run_tasks(job, run, numbers, advance)
+            finally:
+                self._forget(job)
+
+    def _run_tasks(
+        self, job: WriteJob, run: str, numbers: Sequence[int], advance: Callable[[int], None]
+    ) -> Iterator[ShardDone]:
+        ray = self._ray
+        task = ray.remote(_make).options(
+            num_cpus=1, memory=TASK_MEMORY_BYTES, max_retries=_MAX_RETRIES, scheduling_strategy="SPREAD"
+        )
+        shared = ray.put(job)
+        waiting = iter(numbers)
+        pending: list[Any] = []
+        nodes = _Nodes(ray)
+        try:
+            while True:
+                wanted = self._num_workers or nodes.num_cpus() * _TASKS_AHEAD
+                # Fewer than are under way are wanted, once a node has died.
+                more = max(wanted - len(pending), 0)
+                pending += [task.remote(shared, run, n) for n in itertools.islice(waiting, more)]
+                if not pending:
+                    return
+                done, pending = ray.wait(pending, timeout=_POLL_S)
+                advance(0)
+                if not done:
+                    nodes.check()
+                for reference in done:
+                    result = self._result(reference)
+                    advance(result.num_bytes)
+                    yield result
+        finally:
+            self._stop(pending)
+
+    def _result(self, reference: Any) -> ShardDone:  # noqa: ANN401 - Ray's, which has no types for it
+        ray = self._ray
+        try:
+            result: ShardDone | FuelrailError = ray.get(reference, timeout=_RESULT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise FuelrailError(
+                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; the same "
+                "command goes on with what is not finished"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise FuelrailError(
+                f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
+                f"({' '.join(str(error).split())[:300]}); the same command goes on with what is not finished"
+            ) from error
+        if isinstance(result, FuelrailError):
+            raise result
+        return result
+
+    def _stop(self, pending: list[Any]) -> None:
+        """Tell tasks to end, and wait until they have."""
+        for reference in pending:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.cancel(reference)
+        if pending:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
+
+    def _forget(self, job: WriteJob) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if "://" not in job.out:
+            return
+        ray = self._ray
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        tidy = [
+            ray.remote(forget_inputs)
+            .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+            .remote(job.out)
+            for node in nodes
+        ]
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait(tidy, num_returns=len(tidy), timeout=_STOP_S)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        ray = self._ray
+        if ray.is_initialized():
+            yield
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        if self._address is None:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own calls nobody
+            cores = self._num_workers or len(os.sched_getaffinity(0))
+            quiet |= {"address": "local", "num_cpus": cores, "include_dashboard": False}
+        else:
+            quiet["address"] = self._address
+        try:
+            if match := re.fullmatch(r"([^:/]+):([0-9]{1,5})", self._address or ""):
+                # Ray itself would wait for minutes.
+                socket.create_connection((match[1], int(match[2])), _PROBE_S).close()
+            ray.init(**quiet)
+        except (OSError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"no Ray cluster answers at {self._address or 'this machine'!r} ({text}); start one with "
+                "`ray start --head`, or leave --ray-address out for a cluster of this run's own"
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class _Nodes:
+    """What is left of the cluster; a look at it costs a call, so there is one every few seconds."""
+
+    def __init__(self, ray: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
+        self._ray = ray
+        self._looked_s = self._fitting_s = time.monotonic()
+        self._cpus: list[int] = []
+        self._look()
+
+    def num_cpus(self) -> int:
+        """CPUs of the nodes that are there, 1 at least."""
+        if time.monotonic() - self._looked_s > _LOOK_S:
+            self._look()
+        return max(sum(self._cpus), 1)
+
+    def check(self) -> None:
+        """Raise FuelrailError where for a long time no node has been there that could take a task."""
+        self.num_cpus()
+        if not self._cpus and time.monotonic() - self._fitting_s > NO_NODE_S:
+            raise FuelrailError(
+                f"the Ray cluster has had no node with a CPU and {TASK_MEMORY_BYTES >> 20} MiB of memory for "
+                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then the same command goes on"
+            )
+
+    def _look(self) -> None:
+        self._looked_s = time.monotonic()
+        found = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        fitting = (node for node in found if node.get("memory", 0) >= TASK_MEMORY_BYTES)
+        self._cpus = [int(node["CPU"]) for node in fitting if node.get("CPU", 0) >= 1]
+        if self._cpus:
+            self._fitting_s = self._looked_s
+
+
+_writer: tuple[str, ShardWriter] | None = None
+
+
+def _make(job: WriteJob, run: str, number: int) -> ShardDone | FuelrailError:
+    """The task. What went wrong for good is returned; what Ray is to try again is raised."""
+    global _writer
+    import ray
+
+    node = ray.util.get_node_ip_address()
+    try:
+        if _writer is None or _writer[0] != run:
+            _writer = (run, ShardWriter(inputs_here(job, run, node)))
+        return _writer[1].make(number, _no_pulse)
+    except SourceError as error:
+        return SourceError(f"{error} (on node {node})")
+    except FuelrailError as error:
+        return error
+
+
+def _no_pulse(num_bytes: int) -> None:
+    """Nobody counts bytes before a shard is done; a task that is to end is interrupted by Ray."""
+
+
+_INPUTS: Final = f"{WORK_FOLDER}/inputs"
+
+
+_RUN: Final = "run"
+
+
+_FIELDS: Final = ("scan_table", "plan_rows", "selection")
+
+
+def share_inputs(job: WriteJob, run: str) -> None:
+    """Make a run's inputs reachable for its tasks elsewhere; ``run`` is the number drawn for it."""
+    out = open_output(job.out)
+    (job.scan_table.parent / _RUN).write_text(run)
+    if is_url(job.out):
+        with out.writing():
+            for name in _FIELDS:
+                file: Path = getattr(job, name)
+                with file.open("rb") as source, out.publish(f"{_INPUTS}/{file.name}") as target:
+                    shutil.copyfileobj(source, target, 8 << 20)
+
+
+def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
+    """The job with paths that are good on this node, fetched where they must be.
+
+    Raises DatasetError or ConfigError naming the node that does not see output or source.
+    """
+    if not is_url(job.source.location) and not all(Path(place).exists() for place in job.source.location.split("\n")):
+        raise ConfigError(
+            f"node {node} does not see the source '{job.source.location}': it must lie on a file system that all nodes "
+            "share, at the same path, or at a URL"
+        )
+    with contextlib.suppress(OSError):
+        if (job.scan_table.parent / _RUN).read_text() == run:
+            return job
+    if not is_url(job.out):
+        raise DatasetError(
+            f"node {node} does not see the output folder '{job.out}' as the machine that runs the command does: it "
+            "must lie on a file system that all nodes share, at the same path, or at a URL such as s3://bucket/prefix"
+        )
+    folder = _node_folder(job.out) / run
+    with _locked(folder.parent / "lock"):
+        if not folder.exists():
+            for other in folder.parent.iterdir():
+                if other.is_dir():
+                    shutil.rmtree(other, ignore_errors=True)  # of a run that was killed
+            _fetch(job, folder)
+    return dataclasses.replace(job, **{name: folder / getattr(job, name).name for name in _FIELDS})
+
+
+def forget_inputs(location: str) -> None:
+    """Remove from this node what was fetched for a run's tasks."""
+    shutil.rmtree(_node_folder(location), ignore_errors=True)
+
+
+def _node_folder(location: str) -> Path:
+    name = f"{hashlib.sha256(location.encode()).hexdigest()[:16]}-node"
+    folder = default_cache_folder() / "sharding" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _fetch(job: WriteJob, folder: Path) -> None:
+    from fuelrail.sharding.output.url import UrlOutput
+
+    out = UrlOutput(job.out)
+    half = folder.with_name(f"{folder.name}.half")
+    half.mkdir()
+    for name in _FIELDS:
+        file: Path = getattr(job, name)
+        out.fetch(f"{_INPUTS}/{file.name}", half / file.name)
+    half.rename(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

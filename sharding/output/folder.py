@@ -1,0 +1,233 @@
+"""Where a dataset is written to: a folder, or a URL of an object store; both give a file its name when it is whole.
+
+A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/{name}`` for what goes when the dataset
+is finished. How a file appears whole differs::
+
+    folder   written under .fuelrail/tmp/, synced, renamed; the folder synced
+    URL      a multipart upload, completed when all parts are there, aborted where something fails
+
+So whoever looks at OUT, at any moment, finds whole files only. Begun work is known by ``.fuelrail/begun.json``,
+finished shards by their records in ``.fuelrail/records/``; ``dataset.json`` comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+
+from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
+from fuelrail.pipeline.storage.files import open_file, read_file
+from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.sharding.output.url import UrlOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+_MAX_SMALL_BYTES: Final = 1 << 30
+"""Of a file that is read as a whole: a shard's record, which has its rows of the index, is the largest."""
+
+
+class Output(Protocol):
+    """One OUT. Names are relative to it, with ``/``; each process, on whatever machine, makes its own."""
+
+    location: str
+    """What :func:`open_output` takes."""
+    shown: str
+    """The location as messages may show it."""
+    seals: bool
+    """Whether :meth:`seal` may say something."""
+    work: Path
+    """Folder on this machine for scan table, plan and files that are being made."""
+
+    def names(self) -> list[str]:
+        """What lies in OUT itself, sorted; raises DatasetError where that cannot be seen."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """A small file's bytes; None where it is not there."""
+        ...
+
+    def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """A file to write that gets its name when the block ends well; else nothing of it is left."""
+        ...
+
+    def publish_file(self, name: str, file: Path) -> None:
+        """Give a whole file that lies in ``work`` its name in OUT; it is gone from ``work`` then."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Size of a file [bytes]; None where it is not there."""
+        ...
+
+    def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
+        """Whether a file is there with this size and SHA-256; reads it."""
+        ...
+
+    def seal(self, name: str) -> str:
+        """What changes whenever the file does and costs no reading (an ETag); empty where there is no such thing."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+    def remove_work(self) -> None:
+        """Remove all that a run leaves for the next one to go on with."""
+        ...
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Turn what the system says while OUT is written into one sentence (DatasetError)."""
+        ...
+
+
+def open_output(location: str | os.PathLike[str]) -> Output:
+    """The output at a folder or a URL; raises ConfigError for a URL that nothing here can write."""
+    text = os.fspath(location)
+    if is_url(text):
+        return UrlOutput(text)
+    return FolderOutput(text.removeprefix("file://"))
+
+
+def manifest_in(out: Output) -> Manifest | None:
+    """The manifest of the dataset in OUT, None where none is finished; raises ManifestError for a damaged one."""
+    data = out.read(MANIFEST_FILE)
+    return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}")
+
+
+def check_out(out: Output) -> None:
+    """Raise DatasetExistsError where OUT holds files that are neither a dataset's nor a run's."""
+    names = out.names()
+    if names and MANIFEST_FILE not in names and WORK_FOLDER not in names:
+        raise DatasetExistsError(
+            f"output folder '{out.shown}' is not empty and holds no dataset (there is '{names[0]}'): "
+            "choose an empty one"
+        )
+
+
+def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
+    """Whether a file is there with this size and SHA-256."""
+    try:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                return False
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except FileNotFoundError:
+        return False
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder, so that a rename in it survives a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class FolderOutput:
+    """A folder of this machine, or of a file system that several machines share."""
+
+    seals = False
+
+    def __init__(self, folder: str) -> None:
+        self.root = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links
+        self.location = self.shown = str(self.root)
+        self.work = self.root / WORK_FOLDER
+        self.temporary = self.work / "tmp"
+
+    def names(self) -> list[str]:
+        """What lies in the folder; nothing where it is yet to be made."""
+        try:
+            return sorted(entry.name for entry in self.root.iterdir())
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as error:
+            file = next((path for path in (self.root, *self.root.parents) if path.exists()), self.root)
+            kind = "a file" if file.is_file() else "not a folder"
+            raise DatasetExistsError(f"output folder '{self.root}' cannot be made: '{file}' is {kind}") from error
+        except OSError as error:
+            raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
+
+    def read(self, name: str) -> bytes | None:
+        """A small file's bytes."""
+        try:
+            return read_file(self.root / name, _MAX_SMALL_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DatasetError(f"'{self.root / name}' cannot be read: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def publish(self, name: str) -> Iterator[BinaryIO]:
+        """Written in the working folder, synced, renamed.
+
+        The temporary name is this call's alone: a worker of a run that was killed may live a moment longer than that,
+        here or on another machine, and must not take the file of a new run for its own.
+        """
+        final = self.root / name
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        temporary = self.temporary / f"{final.name}.{uuid.uuid4().hex[:12]}"
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            final.parent.mkdir(exist_ok=True)
+            temporary.replace(final)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(final.parent)
+
+    def publish_file(self, name: str, file: Path) -> None:
+        """Synced and renamed."""
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        file.replace(self.root / name)
+        sync_folder((self.root / name).parent)
+
+    def size(self, name: str) -> int | None:
+        """Size of a file."""
+        try:
+            return (self.root / name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
+        """Whether a file is there with this size and SHA-256."""
+        return file_is(self.root / name, num_bytes, sha256)
+
+    def seal(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing
+        """None: times of files lie, and reading is cheap here."""
+        return ""
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def remove_work(self) -> None:
+        """Remove the working folder."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say which folder cannot be written, and why."""
+        try:
+            yield
+        except OSError as error:
+            # Arrow's errors have the number in their text alone.
+            found = re.search(r"\[errno ([0-9]+)\]", str(error))
+            number = int(found.group(1)) if error.errno is None and found else error.errno
+            what = str(error) if number is None else os.strerror(number)
+            hint = "; finished shards are kept, the same command goes on" if number in _NO_SPACE else ""
+            raise DatasetError(f"output folder '{self.root}' cannot be written: {what}{hint}") from error

@@ -1,0 +1,181 @@
+"""A dataset written to a URL that fsspec knows, ``s3://bucket/prefix`` above all: no renames, no half-written objects.
+
+An object store shows an object whole or not at all, so nothing needs a temporary name: a file is a multipart upload
+that is completed when its last byte is there and aborted when anything fails. What a run that was killed had begun to
+upload is aborted by the next one, under its own prefix only. A finished shard is believed if its size and ETag are
+those noted after its upload; without such a note (the run was killed in between, or the store has no ETags) its bytes
+are read and held against their SHA-256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+
+from fuelrail.pipeline.errors import DatasetError, FuelrailError
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.storage.filesystem import default_cache_folder, filesystem, shown_url, stated_version
+from fuelrail.pipeline.storage.retry import fault_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PART_BYTES: Final = 32 << 20
+_COPY_BYTES: Final = 8 << 20
+
+
+class UrlOutput:
+    """A prefix of an object store. Credentials and endpoints come by the library's own means, as for reading."""
+
+    seals = True
+
+    def __init__(self, url: str) -> None:
+        self.location = url.rstrip("/")
+        self.shown = shown_url(self.location)
+        self.fs, self._root = filesystem(self.location)
+        self._is_s3 = hasattr(self.fs, "call_s3")  # its files are put or completed when they are closed
+        self.work = default_cache_folder() / "sharding" / hashlib.sha256(self.location.encode()).hexdigest()[:16]
+
+    def path(self, name: str) -> str:
+        """Where a file is in the file system."""
+        return f"{self._root}/{name}"
+
+    def names(self) -> list[str]:
+        """What lies under the prefix."""
+        with self._reading():
+            self.fs.invalidate_cache()
+            try:
+                found = self.fs.ls(self._root, detail=False)
+            except FileNotFoundError:
+                return []
+        names = {str(path).rstrip("/").removeprefix(self._root).strip("/").partition("/")[0] for path in found}
+        return sorted(names - {""})
+
+    def read(self, name: str) -> bytes | None:
+        """A small object's bytes."""
+        with self._reading():
+            try:
+                data: bytes = self.fs.cat_file(self.path(name))
+            except FileNotFoundError:
+                return None
+        return data
+
+    @contextlib.contextmanager
+    def publish(self, name: str) -> Iterator[BinaryIO]:
+        """A multipart upload, completed at the end; a single put for what fits into one part."""
+        file = self.fs.open(self.path(name), "wb", autocommit=self._is_s3, block_size=PART_BYTES)
+        try:
+            yield file
+            file.close()
+            if not self._is_s3:
+                file.commit()
+        except BaseException:
+            # close() would upload what is left of a file that nobody wants any more.
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(AttributeError):  # a file in memory uploads nothing
+                file.closed = True
+            raise
+
+    def publish_file(self, name: str, file: Path) -> None:
+        """Upload it."""
+        with file.open("rb") as source, self.publish(name) as target:
+            shutil.copyfileobj(source, target, _COPY_BYTES)
+        file.unlink()
+
+    def size(self, name: str) -> int | None:
+        """Size of an object."""
+        info = self._info(name)
+        return None if info is None else int(info["size"])
+
+    def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
+        """Whether an object is there with this size and SHA-256; reads it."""
+        if self.size(name) != num_bytes:
+            return False
+        digest = hashlib.sha256()
+        with (
+            self._reading(),
+            self.fs.open(self.path(name), "rb", block_size=_COPY_BYTES, cache_type="readahead") as file,
+        ):
+            while data := file.read(_COPY_BYTES):
+                digest.update(data)
+        return digest.hexdigest() == sha256
+
+    def seal(self, name: str) -> str:
+        """Size and ETag of an object."""
+        info = self._info(name) or {}
+        stated = stated_version(info)
+        return f"{info['size']} {stated}" if stated else ""
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self.path(name))
+
+    def remove_work(self) -> None:
+        """Remove the objects under ``.fuelrail/``, and the working folder here."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.invalidate_cache()
+            self.fs.rm(self.path(WORK_FOLDER), recursive=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def fetch(self, name: str, file: Path) -> None:
+        """Bring an object into a local file."""
+        with self._reading():
+            self.fs.get_file(self.path(name), str(file))
+
+    def abort_uploads(self) -> None:
+        """Abort uploads under this prefix that nobody will complete; to be called under the lock."""
+        if not self._is_s3:
+            return  # other stores forget them by themselves
+        bucket, _, prefix = self._root.partition("/")
+        wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+        while True:
+            page = self.fs.call_s3("list_multipart_uploads", **wanted)
+            for upload in page.get("Uploads", ()):
+                with contextlib.suppress(FileNotFoundError):  # completed or aborted in this moment
+                    self.fs.call_s3(
+                        "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+            if not page.get("IsTruncated"):
+                return
+            wanted |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say which URL cannot be written, and why."""
+        try:
+            yield
+        except (FuelrailError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except Exception as error:
+            fault = fault_of(error)
+            hint = {
+                "missing": "the bucket is not there",
+                "refused": "check credentials, profile and endpoint",
+                "invalid": "the store refused it",
+            }.get(fault.kind, "finished shards are kept, the same command goes on")
+            raise DatasetError(f"output '{self.shown}' cannot be written: {hint} ({fault.text})") from error
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (FuelrailError, KeyboardInterrupt, GeneratorExit, FileNotFoundError):
+            raise
+        except Exception as error:
+            fault = fault_of(error)
+            hint = ": check credentials, profile and endpoint" if fault.kind == "refused" else ""
+            raise DatasetError(f"output '{self.shown}' cannot be read{hint} ({fault.text})") from error
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        with self._reading():
+            self.fs.invalidate_cache()
+            try:
+                info: dict[str, Any] = self.fs.info(self.path(name))
+            except FileNotFoundError:
+                return None
+        return info

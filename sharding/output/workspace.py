@@ -1,0 +1,192 @@
+"""The state of a run until its dataset is finished: lock, what was begun, scan table, plan.
+
+What the next run needs to go on lies in OUT under ``.fuelrail/``: ``begun.json`` (recipe, samples, shards that were
+planned) and the records of finished shards. Scan table and plan are made anew by each run; they lie in the output's
+working folder on this machine, which for a local OUT is the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from typing import TYPE_CHECKING, Final, Self
+
+import msgspec
+
+from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.sharding.planning.plan import PlannedShard  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.planning.recipe import Recipe  # noqa: TC001 - msgspec reads the annotation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from fuelrail.sharding.output.folder import Output
+    from fuelrail.sharding.output.lock import ObjectLock
+
+BEGUN: Final = f"{WORK_FOLDER}/begun.json"
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run has begun: the recipe (without the scan's digest), its samples and the shards they are cut into.
+
+    ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata, and names and sizes of
+    files, are no part of it: where those change, the shards concerned are written again, in the same cut.
+    """
+
+    recipe: Recipe
+    num_samples: int
+    num_clips: int
+    samples_sha256: str
+    shards: list[PlannedShard]
+
+
+class Workspace:
+    """The working folder of one run, locked against a second one; use as a context manager.
+
+    The lock is the kernel's (flock), so it ends with the process that holds it, however that ends; for a URL there is
+    another one beside it, for other machines (:mod:`fuelrail.sharding.output.lock`).
+    """
+
+    def __init__(self, out: Output) -> None:
+        """Make and lock it; raises DatasetError where another run is at it."""
+        self.out = out
+        self.folder = out.work
+        self._made = _make_folders(self.folder)
+        self._lock = self._acquire()
+        self._remote_lock: ObjectLock | None = None
+        try:
+            for leftover in self.temporary.iterdir():
+                leftover.unlink()
+            if self._is_elsewhere:
+                self._remote_lock = self._acquire_remote()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def scan_table(self) -> Path:
+        """The scan table."""
+        return self.folder / "scan.arrow"
+
+    @property
+    def plan_rows(self) -> Path:
+        """The plan's rows, ``.npy``."""
+        return self.folder / "plan.npy"
+
+    @property
+    def selection(self) -> Path:
+        """Which rows of the scan table are in the plan, ``.npy``."""
+        return self.folder / "selection.npy"
+
+    @property
+    def temporary(self) -> Path:
+        """Folder of files that are being written."""
+        return self.folder / "tmp"
+
+    def begun(self) -> Begun | None:
+        """What a run before this one has begun here; None where there is nothing."""
+        data = self.out.read(BEGUN)
+        try:
+            return None if data is None else msgspec.json.decode(data, type=Begun)
+        except msgspec.ValidationError as error:
+            raise DatasetExistsError(
+                f"'{self.out.shown}/{WORK_FOLDER}' was left by another version of fuelrail ({error}); remove "
+                f"'{self.out.shown}' or choose another output folder"
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DatasetExistsError(
+                f"'{self.out.shown}/{BEGUN}' is cut or damaged ({error}): remove this one file and run the same "
+                "command again; finished shards are kept"
+            ) from error
+
+    def begin(self, begun: Begun) -> None:
+        """Note it, before the first shard."""
+        with self.out.publish(BEGUN) as file:
+            file.write(msgspec.json.encode(begun))
+
+    def check(self) -> None:
+        """Raise DatasetError where another run has taken this one's place."""
+        if self._remote_lock is not None:
+            self._remote_lock.check()
+
+    def remove(self) -> None:
+        """Remove all of it: the dataset is finished."""
+        self.out.remove_work()
+        self._release_remote()
+
+    def close(self) -> None:
+        """Release the lock; what this run made is removed again if no work was begun."""
+        try:
+            self._release_remote()
+            if self.folder.is_dir() and (self._is_elsewhere or self.out.read(BEGUN) is None):
+                shutil.rmtree(self.folder, ignore_errors=True)
+                for folder in () if self._is_elsewhere else self._made:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+        finally:
+            os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _acquire(self) -> int:
+        path = self.folder / "lock"
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
+                os.close(handle)
+                raise DatasetError(
+                    f"another run (process {owner}) is writing to '{self.out.shown}': wait for it or stop it first"
+                ) from error
+            # The holder before may have removed the working folder between our open and our lock.
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == os.fstat(handle).st_ino:
+                    os.ftruncate(handle, 0)
+                    os.write(handle, f"{os.getpid()}\n".encode())
+                    self.temporary.mkdir(exist_ok=True)
+                    return handle
+            os.close(handle)
+            _make_folders(self.folder)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether OUT is at a URL, and only the working folder on this machine."""
+        return is_url(self.out.location)
+
+    def _acquire_remote(self) -> ObjectLock:
+        from fuelrail.sharding.output.lock import ObjectLock
+        from fuelrail.sharding.output.url import UrlOutput
+
+        assert isinstance(self.out, UrlOutput), "what is at a URL"
+        place = self.folder / "place"
+        if not place.exists():
+            place.write_text(uuid.uuid4().hex)
+        lock = ObjectLock(self.out, place.read_text())
+        self.out.abort_uploads()
+        return lock
+
+    def _release_remote(self) -> None:
+        if self._remote_lock is not None:
+            self._remote_lock.release()
+            self._remote_lock = None
+
+
+def _make_folders(folder: Path) -> list[Path]:
+    """Make a folder and its parents; returns those that were made, the deepest first, without ``folder`` itself."""
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing

@@ -1,0 +1,1 @@
+"""Recipe and plan of a run: what goes into which shard."""

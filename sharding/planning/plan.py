@@ -1,0 +1,208 @@
+"""Which sample goes where: a pure function of the scan table's columns and the recipe.
+
+Clips are dealt to splits, never one clip to two. Within a split, units (single frames, windows of consecutive frames,
+or whole clips) are put in the order of a keyed permutation and cut into shards of about equal size, never inside a
+unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
+from fuelrail.pipeline.order.select import Filter
+from fuelrail.sharding.planning.recipe import unit_frames
+from fuelrail.sharding.sources.scan_table import CLIP_NUMBER
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.planning.recipe import Recipe, Splits
+    from fuelrail.sharding.sources.scan_table import ClipInfo, ScanTable
+
+DEFAULT_SPLIT = "train"
+
+
+class PlannedShard(NamedTuple):
+    """One shard to be: split, its number in the split, its run of positions in the dataset."""
+
+    split: str
+    number: int
+    first_sample: int
+    num_samples: int
+
+    @property
+    def stem(self) -> str:
+        """File name without extension."""
+        return f"{self.split}-{self.number:06d}"
+
+
+class Plan(NamedTuple):
+    """``rows[position]`` is the scan table's row of a sample; ``shards`` tile the positions, split by split."""
+
+    rows: NDArray[np.int64]
+    shards: list[PlannedShard]
+
+
+def deal_clips(
+    clips: Sequence[ClipInfo],
+    recipe: Recipe,
+    own_splits: Mapping[str, Sequence[str]] | None,
+    present: Collection[int] | None = None,
+) -> dict[str, list[int]]:
+    """Clip numbers of each split, in the order of the splits; clips that no list names are left out.
+
+    Without splits in the recipe the source's own count, and without those everything is ``train``. ``present`` are the
+    numbers of the clips of which samples are selected (None: all); splits without any are left out. Raises ConfigError
+    for a clip in two splits, an unknown clip in the user's own lists, or more splits than clips.
+    """
+    numbers = range(len(clips)) if present is None else sorted(present)
+    if recipe.splits is None and own_splits is None:
+        return {DEFAULT_SPLIT: list(numbers)}
+    splits = recipe.splits or {}
+    lists = {name: entry for name, entry in splits.items() if isinstance(entry, list)}
+    if splits and not lists:
+        ids = {number: clips[number].clip_id for number in numbers}
+        return _by_share(ids, splits, recipe.split_seed)
+    named = _by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
+    wanted = set(numbers)
+    dealt = {split: [number for number in found if number in wanted] for split, found in named.items()}
+    dealt = {split: found for split, found in dealt.items() if found}
+    if not dealt:
+        raise ConfigError(f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}")
+    return dealt
+
+
+def _by_name(
+    clips: Sequence[ClipInfo], lists: Mapping[str, Sequence[str]], *, must_exist: bool
+) -> dict[str, list[int]]:
+    # Clip ids are unique in a source, the source's own names need not be; a list may use either.
+    split_of: dict[str, str] = {}
+    for split, names in lists.items():
+        for name in names:
+            if split_of.setdefault(name, split) != split:
+                raise ConfigError(f"clip '{name}' is in two splits, {split_of[name]} and {split}")
+    dealt: dict[str, list[int]] = {split: [] for split in lists}
+    used: set[str] = set()
+    for number, clip in enumerate(clips):
+        found = {name: split_of[name] for name in (clip.clip_id, clip.clip_name) if name in split_of}
+        if len(set(found.values())) > 1:
+            raise ConfigError(f"clip '{clip.clip_name}' ({clip.clip_id}) is in two splits: {', '.join(found.values())}")
+        used |= found.keys()
+        if found:
+            dealt[next(iter(found.values()))].append(number)
+    unknown = [name for name in split_of if name not in used]
+    if must_exist and unknown:
+        raise ConfigError(f"splits name the clip '{unknown[0]}', which the source has not ({len(unknown)} such names)")
+    return dealt
+
+
+def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
+    """Clip number to clip id, dealt by share.
+
+    Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip at least."""
+    if len(clips) < len(shares):
+        raise ConfigError(f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a clip at least")
+    exact = np.array([share for share in shares.values() if isinstance(share, float)]) * len(clips)
+    counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64), 1)
+    while (left := len(clips) - int(counts.sum())) != 0:
+        gap = exact - counts
+        counts[int(np.argmax(gap)) if left > 0 else int(np.argmin(np.where(counts > 1, gap, np.inf)))] += np.sign(left)
+    ranked = sorted(clips, key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest())
+    ends = np.cumsum(counts).tolist()
+    return {
+        split: sorted(ranked[end - count : end])
+        for split, end, count in zip(shares, ends, counts.tolist(), strict=True)
+    }
+
+
+def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> NDArray[np.int64]:
+    """Rows of the scan table that the recipe asks for, ascending; raises OrderError for an expression that is wrong.
+
+    The expression sees the attributes and ``key``, ``clip_id``, ``frame`` and ``timestamp_ns``.
+    """
+    if recipe.select is None:
+        return np.arange(len(table), dtype=np.int64)[: recipe.limit]
+    ids = pa.array([clip.clip_id for clip in clips])
+    found: list[NDArray[np.int64]] = []
+    first = 0
+    for part in table.attribute_parts():
+        known = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns([CLIP_NUMBER])
+        found.append(Filter(recipe.select, known.column_names).select(known) + first)
+        first += len(part)
+    rows = np.concatenate(found)
+    if not len(rows):
+        raise ConfigError(f"none of the source's {len(table)} samples is selected by {recipe.select!r}")
+    return rows[: recipe.limit]
+
+
+def make_plan(
+    rows: NDArray[np.int64],
+    clip: NDArray[np.int32],
+    frame: NDArray[np.int32],
+    size_bytes: NDArray[np.int64],
+    dealt: Mapping[str, Sequence[int]],
+    recipe: Recipe,
+) -> Plan:
+    """Plan the dataset of some rows of the scan table, ascending; the columns have one entry for each of these rows.
+
+    Clips are adjacent in the table, and their frames ascend. Every clip of ``dealt`` has a row at least.
+    """
+    frames = unit_frames(recipe.order)
+    parts: list[NDArray[np.int64]] = []
+    shards: list[PlannedShard] = []
+    position = 0
+    for split, clips in dealt.items():
+        own = np.flatnonzero(np.isin(clip, np.asarray(clips)))
+        starts = _unit_starts(clip[own], frame[own], frames)
+        lengths = np.diff(starts, append=len(own))
+        sizes = np.add.reduceat(size_bytes[own], starts)
+        key = derive_key(f"shard order {split}", recipe.seed)
+        units = KeyedPermutation(len(starts), key)(np.arange(len(starts)))
+        parts.append(rows[own[_runs(starts[units], lengths[units])]])
+        for number, count in enumerate(_cut(sizes[units], lengths[units], recipe.shard_size_bytes)):
+            shards.append(PlannedShard(split, number, position, count))
+            position += count
+    return Plan(np.concatenate(parts), shards)
+
+
+def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
+    """For each row of the scan table whether it is in the plan."""
+    mask = np.zeros(num_rows, np.bool_)
+    mask[rows] = True
+    return mask
+
+
+def _unit_starts(clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int) -> NDArray[np.int64]:
+    """Where units begin, in rows of one split."""
+    if frames == 1:
+        return np.arange(len(clip), dtype=np.int64)
+    begins = np.empty(len(clip), bool)
+    begins[0] = True
+    begins[1:] = clip[1:] != clip[:-1]
+    if frames:
+        begins[1:] |= frame[1:] // frames != frame[:-1] // frames
+    return np.flatnonzero(begins)
+
+
+def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``start, start + 1, ...`` for each start and length, joined."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+
+
+def _cut(sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int) -> list[int]:
+    """Samples in each shard: as few shards as the target allows, of equal size to within a unit."""
+    before = np.cumsum(sizes) - sizes
+    total = int(sizes.sum())
+    num_shards = -(-total // target_bytes)
+    shard = before // -(-total // num_shards)
+    counts = np.bincount(shard, weights=lengths, minlength=1).astype(np.int64)
+    return [count for count in counts.tolist() if count]

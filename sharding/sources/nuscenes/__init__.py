@@ -1,0 +1,1 @@
+"""nuScenes v1.0 tables as a source."""

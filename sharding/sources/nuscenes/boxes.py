@@ -1,0 +1,305 @@
+"""nuScenes annotations as columns, and one sample's boxes in ego.
+
+A box in the tables: centre in global coordinates, size as width, length, height, rotation w, x, y, z box to global.
+Velocity is not stored; it is the difference of the neighbouring annotations' centres over their time, as the
+devkit's ``NuScenes.box_velocity`` has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import xxhash
+
+from fuelrail.pipeline.rigid import rotation_matrices
+from fuelrail.pipeline.sample.schema import Boxes
+from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
+from fuelrail.sharding.sources.nuscenes.tables import (
+    Annotation,
+    Instance,
+    Named,
+    Visibility,
+    check_finite,
+    read_all,
+    read_table,
+    vectors,
+)
+from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.scan_report import ScanReport
+
+CLASSES: Final = (
+    "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
+    "traffic_cone",
+)  # fmt: skip
+"""The ten detection classes, in the order that mmdetection3d and its descendants use."""
+
+DETECTION_CLASS: Final = {
+    "movable_object.barrier": "barrier",
+    "vehicle.bicycle": "bicycle",
+    "vehicle.bus.bendy": "bus",
+    "vehicle.bus.rigid": "bus",
+    "vehicle.car": "car",
+    "vehicle.construction": "construction_vehicle",
+    "vehicle.motorcycle": "motorcycle",
+    "human.pedestrian.adult": "pedestrian",
+    "human.pedestrian.child": "pedestrian",
+    "human.pedestrian.construction_worker": "pedestrian",
+    "human.pedestrian.police_officer": "pedestrian",
+    "movable_object.trafficcone": "traffic_cone",
+    "vehicle.trailer": "trailer",
+    "vehicle.truck": "truck",
+}
+"""Category to detection class (nuScenes detection task)."""
+
+OUTSIDE: Final = frozenset((
+    "animal", "human.pedestrian.personal_mobility", "human.pedestrian.stroller", "human.pedestrian.wheelchair",
+    "movable_object.debris", "movable_object.pushable_pullable", "static_object.bicycle_rack",
+    "vehicle.emergency.ambulance", "vehicle.emergency.police",
+))  # fmt: skip
+"""nuScenes' other nine categories, which are no detection class: label -1."""
+
+MAX_GAP_S: Final = 1.5
+"""Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
+
+_COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
+    "sample": (np.int64, ()),
+    "category": (np.int32, ()),
+    "instance_id": (np.int64, ()),
+    "visibility": (np.int32, ()),
+    "attribute": (np.int16, ()),
+    "translation": (np.float64, (3,)),
+    "size_wlh": (np.float64, (3,)),
+    "rotation": (np.float64, (4,)),
+    "num_lidar_pts": (np.int32, ()),
+    "num_radar_pts": (np.int32, ()),
+}
+"""Columns of annotations; ``category``, ``visibility`` and ``attribute`` are rows of those tables."""
+
+_AS_THEY_ARE: Final = ("instance_id", "num_lidar_pts", "num_radar_pts", "attribute")
+_VISIBILITY: Final = {
+    "v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4,
+    "none": 1, "partial": 2, "most": 3, "full": 4,
+}  # fmt: skip
+"""Visibility by nuScenes' levels and by T4's names for them, as t4-devkit equates both."""
+NOT_STATED: Final = "not stated"
+"""Stands in the scan report for the level of annotations without a visibility."""
+
+
+class Annotations:
+    """All annotations of a dataroot as columns on disk, found by sample."""
+
+    def __init__(self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64]) -> None:
+        """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
+        self._spill, self._timestamp_us = spill, timestamp_us
+        attributes = read_all(folder, "attribute", Named)
+        self.attribute_names = [record.name for record in attributes]
+        self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
+        visibilities = read_all(folder, "visibility", Visibility)
+        self._levels = [record.level for record in visibilities]
+        self._visibilities = Tokens("visibility", spill, [record.token for record in visibilities])
+        # The last entry is for annotations without a visibility, which are row -1.
+        self._visibility_code = np.array([*(_VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
+        self._per_level = np.zeros(len(self._levels) + 1, np.int64)
+        self._unknown_points = 0
+        self._read_instances(folder)
+        self._read(folder, samples)
+        self._sort_by_sample(len(samples))
+
+    def __len__(self) -> int:
+        return len(self._columns["sample"])
+
+    def _read_instances(self, folder: Path) -> None:
+        """Tracks: category and id of each."""
+        categories = read_all(folder, "category", Named)
+        tokens = Tokens("category", self._spill, [record.token for record in categories])
+        self._categories = [record.name for record in categories]
+        self._label_of = np.array([label_of(name) for name in self._categories], np.int16)
+        self._per_category = np.zeros(len(categories), np.int64)
+        self._instances = Tokens("instance", self._spill)
+        category, number = self._spill.column(np.int32), self._spill.column(np.int64)
+        for piece in read_table(folder, "instance", Instance):
+            own = [record.token for record in piece]
+            self._instances.extend(own)
+            linked = [record.category_token for record in piece]
+            category.append(tokens.need(linked, table="instance", column="category_token", owners=own))
+            number.append([_stable_id(token) for token in own])
+        self._instances.check_unique()
+        self._instance_category: NDArray[np.int32] = category.values
+        self._instance_id: NDArray[np.int64] = number.values
+
+    def _read(self, folder: Path, samples: Tokens) -> None:
+        """Read ``sample_annotation`` into columns; links become row numbers."""
+        tokens = Tokens("sample_annotation", self._spill)
+        links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
+        columns = {name: self._spill.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
+        for records in read_table(folder, "sample_annotation", Annotation):
+            own = [record.token for record in records]
+            tokens.extend(own)
+            for name, column in links.items():
+                column.extend([getattr(record, name) for record in records])
+            for name, values in self._columns_of(records, own, samples).items():
+                columns[name].append(values)
+        tokens.check_unique()
+        self._columns: dict[str, NDArray[Any]] = {name: column.values for name, column in columns.items()}
+        for name, links_of in links.items():
+            self._columns[name] = tokens.resolve_all(links_of, table="sample_annotation", column=name, owners=tokens)
+
+    def _columns_of(self, records: list[Annotation], own: list[str], samples: Tokens) -> dict[str, Any]:
+        of: dict[str, Any] = {"table": "sample_annotation", "owners": own}
+        sample = samples.need([record.sample_token for record in records], column="sample_token", **of)
+        instance = self._instances.need([record.instance_token for record in records], column="instance_token", **of)
+        visibilities = [record.visibility_token for record in records]
+        # An annotation has one attribute or none; should it have several, the first counts.
+        attributes = [next(iter(record.attribute_tokens), "") for record in records]
+        found: dict[str, Any] = {
+            "sample": sample,
+            "category": self._instance_category[instance],
+            "instance_id": self._instance_id[instance],
+            "visibility": self._visibilities.resolve(visibilities, column="visibility_token", **of),
+            "attribute": self._attributes.resolve(attributes, column="attribute_tokens", **of),
+            "translation": vectors([record.translation for record in records], 3),
+            "size_wlh": vectors([record.size for record in records], 3),
+            "rotation": vectors([record.rotation for record in records], 4),
+            "num_lidar_pts": _point_counts([record.num_lidar_pts for record in records]),
+            "num_radar_pts": _point_counts([record.num_radar_pts for record in records]),
+        }
+        for name in ("translation", "size_wlh", "rotation"):
+            check_finite(found[name], own, table="sample_annotation", column=name)
+        return found
+
+    def _sort_by_sample(self, num_samples: int) -> None:
+        """For each sample, where its annotations begin in ``_order``, which has rows of the table plus a sample's
+        number times ``_radix``."""
+        self._radix = max(len(self), 1)
+        order = self._spill.column(np.int64)
+        for first in range(0, len(self), ROWS_AT_ONCE):
+            sample = self._columns["sample"][first : first + ROWS_AT_ONCE]
+            order.append(sample * self._radix + np.arange(first, first + len(sample)))
+        self._order: NDArray[np.int64] = order.values
+        self._order.sort()
+        starts = self._spill.column(np.int64)
+        for first in range(0, num_samples + 1, ROWS_AT_ONCE):
+            numbers = np.arange(first, min(first + ROWS_AT_ONCE, num_samples + 1))
+            starts.append(np.searchsorted(self._order, numbers * self._radix))
+        self._starts: NDArray[np.int64] = starts.values
+        self._spill.release()
+
+    def _velocity(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
+        links = [self._columns[name][rows] for name in ("prev", "next")]
+        needed, place = np.unique(np.concatenate([rows, *links]), return_inverse=True)
+        own, *linked = np.split(place, 3)
+        prev, following = np.full((2, len(needed)), -1)
+        prev[own], following[own] = (np.where(link < 0, -1, at) for link, at in zip(links, linked, strict=True))
+        sample = self._columns["sample"][needed]
+        return velocities(self._columns["translation"][needed], self._timestamp_us[sample], prev, following)[own]
+
+    def of_samples(
+        self, samples: NDArray[np.int64], ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]
+    ) -> Iterator[Boxes]:
+        """The boxes of each of some samples in ego, whose poses in global are rotations (S, 4) and translations (S, 3).
+
+        What is done box by box is done for all samples at once.
+        """
+        starts, ends = self._starts[samples], self._starts[samples + 1]
+        rows = np.concatenate([self._order[start:end] for start, end in zip(starts, ends, strict=True)]) % self._radix
+        self._spill.used(4 * len(rows))
+        columns = {name: self._columns[name][rows] for name in _COLUMNS}
+        last = np.cumsum(ends - starts)
+        parts = [slice(*bounds) for bounds in zip((last - (ends - starts)).tolist(), last.tolist(), strict=True)]
+        ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
+        rotation_wxyz = columns["rotation"] / np.linalg.norm(columns["rotation"], axis=1, keepdims=True)
+        centre = columns["translation"] - np.repeat(ego_xyz, ends - starts, axis=0)
+        velocity = self._velocity(rows)
+        for number, part in enumerate(parts):
+            # Row vectors times R are columns times R^T: global to ego.
+            centre[part] = centre[part] @ ego2global[number]
+            velocity[part] = velocity[part] @ ego2global[number]
+            rotation_wxyz[part] = rotation_wxyz[part] @ left[number].T
+        rotation_wxyz = np.where(rotation_wxyz[:, :1] < 0, -rotation_wxyz, rotation_wxyz)
+        rotation = rotation_matrices(rotation_wxyz)
+        yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
+        length_width_height = columns["size_wlh"][:, [1, 0, 2]]
+        category, visibility = columns["category"], columns["visibility"]
+        # Only a box that is known to have neither lidar nor radar points is not valid.
+        valid = (columns["num_lidar_pts"] != 0) | (columns["num_radar_pts"] != 0)
+        self._per_category += np.bincount(category, minlength=len(self._per_category))
+        self._per_level += np.bincount(visibility + 1, minlength=len(self._per_level))
+        unknown = (columns["num_lidar_pts"] < 0) | (columns["num_radar_pts"] < 0)
+        self._unknown_points += int(np.count_nonzero(unknown))
+        found = {
+            "boxes3d": np.concatenate([centre, length_width_height, yaw[:, None]], 1).astype(np.float32),
+            "rotation_wxyz": rotation_wxyz.astype(np.float32),
+            "velocity": velocity.astype(np.float32),
+            "valid": valid.astype(np.uint8),
+            "label": self._label_of[category],
+            "visibility": self._visibility_code[visibility],
+            **{name: columns[name] for name in _AS_THEY_ARE},
+        }
+        for part in parts:
+            yield Boxes(**{name: values[part] for name, values in found.items()})
+
+    def report(self, report: ScanReport) -> None:
+        """Add what is known of all boxes that :meth:`of_samples` gave."""
+        report.boxes = int(self._per_category.sum())
+        report.unknown_points = self._unknown_points
+        for name, label, count in zip(self._categories, self._label_of, self._per_category.tolist(), strict=True):
+            if label < 0 and count:
+                names = report.outside_classes if name in OUTSIDE else report.unmapped
+                names[name] = names.get(name, 0) + count
+        for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
+            if level not in _VISIBILITY and count:
+                report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
+
+
+def label_of(category: str) -> int:
+    """Number of the class of a category: nuScenes' own, or of the very name of a class (T4, Lyft); -1 for none."""
+    name = DETECTION_CLASS.get(category, category)
+    return CLASSES.index(name) if name in CLASSES else -1
+
+
+def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:
+    """Numbers of points, -1 for null and for negative ones."""
+    return np.fmax(np.array(stated, np.float64), -1).astype(np.int32)  # NaN stands for null; fmax takes the other
+
+
+def velocities(
+    centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else NaN.
+
+    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
+    positive, the velocity is unknown: NaN.
+    """
+    own = np.arange(len(centre))
+    first, last = np.where(prev < 0, own, prev), np.where(following < 0, own, following)
+    span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
+    limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
+    usable = (span_s > 0) & (span_s <= limit_s)
+    found = np.full(centre.shape, np.nan)
+    found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
+    return found
+
+
+def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) * rotation.
+
+    The Hamilton product: a rotation in global as seen in the frame.
+    """
+    w, x, y, z = (frame_wxyz / np.linalg.norm(frame_wxyz, axis=1, keepdims=True)).T
+    rows = [w, x, y, z, -x, w, z, -y, -y, -z, w, x, -z, y, -x, w]
+    return np.stack(rows, -1).reshape(-1, 4, 4)
+
+
+def _stable_id(token: str) -> int:
+    """63-bit number of a track's token, the same on every machine."""
+    return xxhash.xxh3_64_intdigest(token.encode()) >> 1

@@ -1,0 +1,433 @@
+"""A nuScenes dataroot's keyframes: the tables joined into columns, and each sample's geometry and boxes from them.
+
+* ``timestamp_ns`` is the sample's timestamp, which is that of its LIDAR_TOP row; ``ego2global`` is that row's ego
+  pose. Without a LIDAR_TOP row it is the ego pose of the sample's sensor row nearest in time.
+* Annotations are valid at that time (the devkit hands them out so); boxes go to ego with that pose.
+* nuScenes' images are rectified: ``dist`` is NaN and ``dist_model`` "none". T4 states ``camera_distortion``: 4 or 5
+  values are ``opencv_radtan``, 8, 12 or 14 ``opencv_rational``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import rigid
+from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
+from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
+from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
+from fuelrail.sharding.sources.nuscenes.boxes import Annotations
+from fuelrail.sharding.sources.nuscenes.tables import (
+    CalibratedSensor,
+    EgoPose,
+    Log,
+    Record,
+    SampleData,
+    SampleRecord,
+    Scene,
+    Sensor,
+    check_finite,
+    read_all,
+    read_table,
+    vectors,
+)
+from fuelrail.sharding.sources.tokens import Sieve, TokenColumn, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.schema import Boxes
+    from fuelrail.pipeline.storage.spill import Spill, SpilledColumn
+    from fuelrail.sharding.sources.tokens import Owners
+
+RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
+"""Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
+
+NS_PER_US: Final = 1000
+
+
+_CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
+
+
+class SensorRow(NamedTuple):
+    """A keyframe of one sensor, a row of ``sample_data``; size [px] of an image, 0 for others.
+
+    ``is_valid`` false: the source says to ignore the file. ``dist_model``: the camera's lens model.
+    """
+
+    token: str
+    filename: str
+    timestamp_us: int
+    width: int
+    height: int
+    is_valid: bool
+    dist_model: str
+
+
+class Frame(NamedTuple):
+    """A sample; ``sensors`` are the cameras' rows and then the lidars', None for one that has none."""
+
+    token: str
+    timestamp_us: int
+    sensors: list[SensorRow | None]
+    boxes: Boxes | None
+
+
+class Keyframes:
+    """The tables of a dataroot as columns on disk, joined, keyframes only."""
+
+    def __init__(self, folder: Path, spill: Spill) -> None:
+        self._spill = spill
+        self.log = read_all(folder, "log", Log)
+        self.scene = read_all(folder, "scene", Scene)
+        read_all(folder, "map", Record)
+        scene_tokens = Tokens("scene", spill, [record.token for record in self.scene])
+        self.scene_log = Tokens("log", spill, [record.token for record in self.log]).need(
+            [record.log_token for record in self.scene], table="scene", column="log_token", owners=scene_tokens
+        )
+        self._read_samples(folder, scene_tokens)
+        self._read_sensors(folder)
+        self.annotations = Annotations(folder, spill, self.sample_tokens, self.timestamp_us)
+
+    def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Scene row and its samples in time order, scenes in table order; those without samples left out.
+
+        Raises SourceError where the order in time is not the order of the ``next`` links, or the count is not the
+        scene's ``nbr_samples``.
+        """
+        order = np.lexsort((self.timestamp_us, self._sample_scene))
+        starts = np.searchsorted(self._sample_scene, np.arange(len(self.scene) + 1), sorter=order)
+        for row, scene in enumerate(self.scene):
+            samples = order[starts[row] : starts[row + 1]]
+            if len(samples) != scene.nbr_samples:
+                raise SourceError(
+                    f"table 'scene': '{scene.name}' has nbr_samples {scene.nbr_samples}, "
+                    f"table 'sample' has {len(samples)} of it"
+                )
+            expected = np.append(samples[1:], -1)
+            wrong = np.flatnonzero(self._next[samples] != expected) if len(samples) else samples
+            if wrong.size:
+                token = self.sample_tokens[int(samples[wrong[0]])]
+                raise SourceError(
+                    f"table 'sample': row '{token}' of scene '{scene.name}': its next is not the scene's following "
+                    "sample in time"
+                )
+            if len(samples):
+                yield row, samples
+
+    def _read_samples(self, folder: Path, scenes: Tokens) -> None:
+        self.sample_tokens = Tokens("sample", self._spill)
+        links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
+        timestamp_us, scene = self._spill.column(np.int64), self._spill.column(np.int32)
+        for piece in read_table(folder, "sample", SampleRecord):
+            own = [record.token for record in piece]
+            self.sample_tokens.extend(own)
+            timestamp_us.append([record.timestamp for record in piece])
+            linked = [record.scene_token for record in piece]
+            scene.append(scenes.need(linked, table="sample", column="scene_token", owners=own))
+            links["prev"].extend([record.prev for record in piece])
+            links["next"].extend([record.next for record in piece])
+        if not len(self.sample_tokens):
+            raise SourceError(f"table '{folder / 'sample.json'}' has no rows: nothing to shard")
+        self.sample_tokens.check_unique()
+        self.timestamp_us: NDArray[np.int64] = timestamp_us.values
+        self._sample_scene: NDArray[np.int32] = scene.values
+        resolved = {
+            name: self.sample_tokens.resolve_all(column, table="sample", column=name, owners=self.sample_tokens)
+            for name, column in links.items()
+        }
+        self._next = resolved["next"]
+
+    def _read_sensors(self, folder: Path) -> None:
+        """Keyframe rows of sample_data with their calibration and pose: a row number for each (sample, channel)."""
+        self._calibrations = Calibrations(folder, self._spill)
+        is_wanted = self._calibrations.of_kind("camera", "lidar")
+        self.data_tokens, self.filenames = TokenColumn(self._spill), self._spill.texts()
+        pose_tokens = Tokens("ego_pose", self._spill)
+        timestamp_us, image_wh = self._spill.column(np.int64), self._spill.column(np.int32, (2,))
+        calibrated_of, sample_of = self._spill.column(np.int32), self._spill.column(np.int64)
+        is_valid = self._spill.column(np.bool_)
+        used: set[int] = set()
+        # Of 2.6 million rows stay the keyframes of cameras and lidars.
+        for piece in read_table(folder, "sample_data", SampleData):
+            records = [record for record in piece if record.is_key_frame]
+            linked = self._calibrations.tokens.need(
+                [record.calibrated_sensor_token for record in records],
+                table="sample_data",
+                column="calibrated_sensor_token",
+                owners=[record.token for record in records],
+            )
+            at = np.flatnonzero(is_wanted[linked])
+            rows, calibrated = [records[number] for number in at.tolist()], linked[at]
+            own = [record.token for record in rows]
+            self.data_tokens.extend(own)
+            calibrated_of.append(calibrated)
+            used.update(self._calibrations.sensor_of[calibrated].tolist())
+            samples = [record.sample_token for record in rows]
+            sample_of.append(self.sample_tokens.need(samples, table="sample_data", column="sample_token", owners=own))
+            pose_tokens.extend([record.ego_pose_token for record in rows])
+            self.filenames.append([record.filename.encode() for record in rows])
+            timestamp_us.append([record.timestamp for record in rows])
+            image_wh.append([(record.width or 0, record.height or 0) for record in rows])
+            is_valid.append([record.is_valid for record in rows])
+        self.data_timestamp_us: NDArray[np.int64] = timestamp_us.values
+        self.image_wh: NDArray[np.int32] = image_wh.values
+        self._is_valid: NDArray[np.bool_] = is_valid.values
+        self._calibrated_of: NDArray[np.int32] = calibrated_of.values
+        sensors = self._calibrations.sensors
+        by_kind = {
+            kind: {sensors[i].channel: i for i in used if sensors[i].modality == kind} for kind in ("camera", "lidar")
+        }
+        self.cameras = sorted(by_kind["camera"], key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
+        self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
+        if not self.cameras:
+            raise SourceError(f"table '{folder / 'sample_data.json'}' has no keyframes of cameras")
+        _check_channels([*self.cameras, *self.lidars])
+        placed = [*(by_kind["camera"][n] for n in self.cameras), *(by_kind["lidar"][n] for n in self.lidars)]
+        column_of = np.full(len(sensors), -1, np.int64)
+        column_of[placed] = np.arange(len(placed))
+        self._place(sample_of, column_of, len(placed))
+        self._calibrations.check_cameras(by_kind["camera"].values())
+        self._poses = Poses(folder, self._spill, pose_tokens, self.data_tokens)
+
+    def _place(self, sample_of: SpilledColumn, column_of: NDArray[np.int64], num_columns: int) -> None:
+        """Set ``sensor_rows`` to each sample's row of each column (-1: none); two rows in one place: SourceError."""
+        self.sensor_rows = self._spill.filled(-1, len(self.sample_tokens), np.int64, (num_columns,))
+        flat = self.sensor_rows.reshape(-1)
+        first = 0
+        for sample in sample_of.parts():
+            rows = np.arange(first, first + len(sample))
+            column = column_of[self._calibrations.sensor_of[self._calibrated_of[rows]]]
+            place = sample * num_columns + column
+            is_again = flat[place] >= 0
+            is_again[np.setdiff1d(np.arange(len(place)), np.unique(place, return_index=True)[1])] = True
+            for at in np.flatnonzero(is_again).tolist():
+                name = (*self.cameras, *self.lidars)[column[at]]
+                raise SourceError(
+                    f"table 'sample_data': row '{self.data_tokens[first + at]}' is a second keyframe of {name} "
+                    f"for sample '{self.sample_tokens[int(sample[at])]}'"
+                )
+            flat[place] = rows
+            first += len(sample)
+            self._spill.used(len(sample))
+
+    def _reference_poses(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pose row that stands for each sample: LIDAR_TOP's, else that of its sensor row nearest in time."""
+        lidar = np.full(len(samples), -1, np.int64)
+        if "LIDAR_TOP" in self.lidars:
+            lidar = self.sensor_rows[samples, len(self.cameras) + self.lidars.index("LIDAR_TOP")]
+        found = np.where(lidar >= 0, self._poses.of_row[lidar], -1)
+        for at in np.flatnonzero(lidar < 0).tolist():
+            sample = samples[at]
+            rows = self.sensor_rows[sample]
+            rows = rows[rows >= 0]
+            if not rows.size:
+                raise SourceError(f"table 'sample': row '{self.sample_tokens[int(sample)]}' has no sensor data at all")
+            nearest = rows[np.argmin(np.abs(self.data_timestamp_us[rows] - self.timestamp_us[sample]))]
+            found[at] = self._poses.of_row[nearest]
+        return found
+
+    def have_pictures(self, samples: NDArray[np.int64], is_file: Callable[[str], bool] | None) -> NDArray[np.bool_]:
+        """For each of some samples whether it has the image of one camera at least.
+
+        ``is_file`` says whether a file exists. None where an absent row or file is no mask but an error: both count.
+        """
+        found = np.empty(len(samples), np.bool_)
+        for first in range(0, len(samples), ROWS_AT_ONCE):
+            rows = self.sensor_rows[samples[first : first + ROWS_AT_ONCE], : len(self.cameras)]
+            usable = self._is_valid[rows]
+            if is_file is None:
+                found[first : first + len(rows)] = (usable | (rows < 0)).any(axis=1)
+            else:
+                usable &= rows >= 0
+                for at, (own, of_own) in enumerate(zip(rows, usable, strict=True), first):
+                    found[at] = any(is_file(self.filenames[row]) for row in own[of_own].tolist())
+            self._spill.used(rows.size)
+        return found
+
+    @staticmethod
+    def num_distorted(geometry: Geometry) -> list[int]:
+        """For each camera, how many of its images in a geometry of several samples have lens coefficients."""
+        bent = np.isfinite(geometry.dist[..., 0]) & (geometry.cam_valid > 0)
+        counts: list[int] = np.count_nonzero(bent, axis=0).tolist()
+        return counts
+
+    def frames(self, samples: NDArray[np.int64]) -> tuple[Geometry, list[Frame]]:
+        """What the tables say of some samples; in the arrays of the geometry they are an axis more, in front.
+
+        Sensors without a row are NaN, -1 and invalid.
+        """
+        rows = self.sensor_rows[samples]
+        has = rows >= 0
+        calibrated, poses = self._calibrated_of[rows], self._poses.of_row[rows]
+        reference = self._reference_poses(samples)
+        split = len(self.cameras)
+        timestamp_ns = np.where(has, self.data_timestamp_us[rows] * NS_PER_US, -1)
+        sensor2ego = np.where(has[..., None, None], self._calibrations.sensor2ego[calibrated], np.nan)
+        ego2global = np.where(has[..., None, None], self._poses.ego2global(poses), np.nan)
+        image_wh = self.image_wh[rows[:, :split]]
+        img_wh = np.where(has[:, :split, None] & (image_wh > 0), image_wh, -1).astype(np.int32)
+        intrinsics = np.where(has[:, :split, None, None], self._calibrations.intrinsics[calibrated[:, :split]], np.nan)
+        unknown = np.full((len(samples), 3), np.nan)
+        geometry = Geometry(
+            cam_valid=has[:, :split].astype(np.uint8),
+            cam_timestamp_ns=timestamp_ns[:, :split],
+            img_wh=img_wh,
+            intrinsics=intrinsics,
+            dist=np.where(has[:, :split, None], self._calibrations.dist[calibrated[:, :split]], np.nan),
+            cam2ego=sensor2ego[:, :split],
+            cam_ego2global=ego2global[:, :split],
+            ego2global=self._poses.ego2global(reference),
+            lidar2ego=sensor2ego[:, split:],
+            lidar_ego2global=ego2global[:, split:],
+            lidar_timestamp_ns=timestamp_ns[:, split:],
+            ego_velocity=unknown,
+            ego_accel=unknown,
+            ego_rates=unknown,
+        )
+        boxes: Iterable[Boxes | None] = itertools.repeat(None, len(samples))
+        if len(self.annotations):  # a test split has none
+            boxes = self.annotations.of_samples(samples, self._poses.wxyz[reference], self._poses.xyz[reference])
+        there = rows[has]
+        self._spill.used(rows.size)
+        sensor_rows = zip(
+            self.data_tokens.take(there),
+            self.filenames.take(there),
+            self.data_timestamp_us[there].tolist(),
+            *self.image_wh[there].T.tolist(),
+            self._is_valid[there].tolist(),
+            map(LENS_OF_LENGTH.get, self._calibrations.num_dist[calibrated[has]].tolist()),
+            strict=True,
+        )
+        found = map(SensorRow._make, sensor_rows)
+        sensors = [[next(found) if is_there else None for is_there in row] for row in has.tolist()]
+        tokens, timestamp_us = self.sample_tokens.take(samples), self.timestamp_us[samples].tolist()
+        frames = map(Frame._make, zip(tokens, timestamp_us, sensors, boxes, strict=True))
+        return geometry, list(frames)
+
+
+def _check_channels(names: Sequence[str]) -> None:
+    """Channels are stored in lower case, as part of members' names."""
+    seen: dict[str, str] = {}
+    for name in names:
+        if not _CHANNEL.match(name.lower()):
+            raise SourceError(f"table 'sensor': channel '{name}' has other characters than letters, digits and _")
+        if seen.setdefault(name.lower(), name) != name:
+            raise SourceError(f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone")
+
+
+LENS_OF_LENGTH: Final = {
+    0: UNBENT,
+    **{length: model for model in ("opencv_radtan", "opencv_rational") for length in MODELS[model][1]},
+}
+"""Number of values in ``camera_distortion`` to the lens model that they are of, in OpenCV's order."""
+
+
+class Calibrations:
+    """Tables ``sensor`` and ``calibrated_sensor``.
+
+    ``sensor_of``, ``sensor2ego`` (4, 4), ``intrinsics`` (3, 3; NaN for what is no camera), ``dist`` (14; NaN-padded)
+    and ``num_dist`` (number of lens coefficients, 0 for none) have a row for each of ``calibrated_sensor``.
+    """
+
+    def __init__(self, folder: Path, spill: Spill) -> None:
+        self.sensors = read_all(folder, "sensor", Sensor)
+        sensors = Tokens("sensor", spill, [record.token for record in self.sensors])
+        self.tokens = Tokens("calibrated_sensor", spill)
+        sensor_of, sensor2ego = spill.column(np.int32), spill.column(np.float64, (4, 4))
+        intrinsics = spill.column(np.float64, (3, 3))
+        dist, num_dist = spill.column(np.float64, (NUM_DIST,)), spill.column(np.int32)
+        none = np.full((3, 3), np.nan)
+        for piece in read_table(folder, "calibrated_sensor", CalibratedSensor):
+            own = [record.token for record in piece]
+            self.tokens.extend(own)
+            linked = [record.sensor_token for record in piece]
+            sensor_of.append(sensors.need(linked, table="calibrated_sensor", column="sensor_token", owners=own))
+            translation, rotation = _pose(piece, own, "calibrated_sensor")
+            sensor2ego.append(rigid(rotation, translation))
+            intrinsics.append(
+                [record.camera_intrinsic if len(record.camera_intrinsic) == 3 else none for record in piece]
+            )
+            lenses = [_coefficients(record) for record in piece]
+            dist.append([(*lens, *[np.nan] * NUM_DIST)[:NUM_DIST] for lens in lenses])
+            num_dist.append([len(lens) for lens in lenses])
+        self.tokens.check_unique()
+        self.sensor_of: NDArray[np.int32] = sensor_of.values
+        self.sensor2ego: NDArray[np.float64] = sensor2ego.values
+        self.intrinsics: NDArray[np.float64] = intrinsics.values
+        self.dist: NDArray[np.float64] = dist.values
+        self.num_dist: NDArray[np.int32] = num_dist.values
+
+    def of_kind(self, *modalities: str) -> NDArray[np.bool_]:
+        """For each row whether its sensor is of one of these."""
+        wanted = np.array([sensor.modality in modalities for sensor in self.sensors], np.bool_)
+        return np.asarray(wanted[self.sensor_of], np.bool_)
+
+    def check_cameras(self, cameras: Collection[int]) -> None:
+        """Raise SourceError where a row of one of these sensors has no intrinsics, or a lens of no known model."""
+        of_camera = np.isin(self.sensor_of, list(cameras))
+        for row in np.flatnonzero(of_camera & np.isnan(self.intrinsics[:, 0, 0])).tolist():
+            raise SourceError(f"table 'calibrated_sensor': camera row '{self.tokens[row]}' has no 3 x 3 intrinsics")
+        for row in np.flatnonzero(of_camera & ~np.isin(self.num_dist, list(LENS_OF_LENGTH))).tolist():
+            allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
+            raise SourceError(
+                f"table 'calibrated_sensor': camera row '{self.tokens[row]}' has {self.num_dist[row]} values in "
+                f"camera_distortion; allowed are {allowed}, in OpenCV's order k1, k2, p1, p2, k3, ...; for an image "
+                "that is rectified, state an empty list"
+            )
+
+
+class Poses:
+    """The ego poses that some rows of ``sample_data`` name: nuScenes has one for each of its 2.6 million sensor rows.
+
+    ``of_row`` has the pose of each of those rows, ``xyz`` and ``wxyz`` those poses.
+    """
+
+    def __init__(self, folder: Path, spill: Spill, wanted: Tokens, owners: Owners) -> None:
+        """``wanted`` are the tokens that the rows name, ``owners`` the rows' own."""
+        tokens = Tokens("ego_pose", spill)
+        xyz, wxyz = spill.column(np.float64, (3,)), spill.column(np.float64, (4,))
+        sieve = Sieve(wanted)
+        for piece in read_table(folder, "ego_pose", EgoPose):
+            likely = [piece[at] for at in sieve.likely([record.token for record in piece]).tolist()]
+            found = wanted.find([record.token for record in likely])
+            kept = [likely[at] for at in np.flatnonzero(found >= 0).tolist()]
+            own = [record.token for record in kept]
+            tokens.extend(own)
+            translation, rotation = _pose(kept, own, "ego_pose")
+            xyz.append(translation)
+            wxyz.append(rotation)
+        tokens.check_unique()
+        self.of_row = tokens.resolve_all(
+            wanted, table="sample_data", column="ego_pose_token", owners=owners, may_be_empty=False
+        )
+        self.xyz: NDArray[np.float64] = xyz.values
+        self.wxyz: NDArray[np.float64] = wxyz.values
+
+    def ego2global(self, poses: NDArray[np.int64]) -> NDArray[Any]:
+        """Matrices (..., 4, 4) of poses (...)."""
+        flat = poses.ravel()
+        return rigid(self.wxyz[flat], self.xyz[flat]).reshape(*poses.shape, 4, 4)
+
+
+def _coefficients(record: CalibratedSensor) -> tuple[float, ...]:
+    """The lens coefficients of a row; none where all are 0."""
+    stated = record.camera_distortion or ()
+    return stated if any(stated) else ()
+
+
+def _pose(
+    records: list[CalibratedSensor] | list[EgoPose], owners: Owners, table: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    translation = vectors([record.translation for record in records], 3)
+    rotation = vectors([record.rotation for record in records], 4)
+    for name, values in (("translation", translation), ("rotation", rotation)):
+        check_finite(values, owners, table=table, column=name)
+    return translation, rotation

@@ -1,0 +1,355 @@
+"""Which nuScenes scene belongs to which split.
+
+``splits.json`` beside the tables (split name to scene names, as the devkit reads it) comes first; else the official
+split of v1.0-trainval, v1.0-mini and v1.0-test, where all scenes are the official ones. The lists are those of the
+devkit's ``utils/splits.py``, written as runs of scene numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import xxhash
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.format.manifest import LidarEntry
+from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
+from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
+from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+from fuelrail.sharding.sources.nuscenes.samples import ATTRIBUTE_TYPES, SceneFacts, clip_ids
+from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
+from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
+from fuelrail.sharding.sources.scan_report import ScanReport
+from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.source import Channel, ScanInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.nuscenes.geometry import Frame, SensorRow
+    from fuelrail.sharding.sources.scan_table import ScanWriter
+
+SPLITS_FILE: Final = "splits.json"
+
+_VAL_RUNS: Final = (
+    (3, 3), (12, 18), (35, 36), (38, 39), (92, 110), (221, 221), (268, 278), (329, 332), (344, 346), (519, 524),
+    (552, 565), (625, 627), (629, 630), (632, 638), (770, 771), (775, 775), (777, 778), (780, 784), (794, 800),
+    (802, 802), (904, 917), (919, 931), (962, 963), (966, 969), (971, 972), (1059, 1073),
+)  # fmt: skip
+
+
+_VAL: Final = frozenset(number for first, last in _VAL_RUNS for number in range(first, last + 1))
+
+
+_MINI_TRAIN: Final = frozenset({61, 553, 655, 757, 796, 1077, 1094, 1100})
+
+
+_MINI_VAL: Final = frozenset({103, 916})
+
+
+_NUM_SCENES: Final = 1110
+
+
+_SCENE: Final = re.compile(r"scene-([0-9]{4})\Z")
+
+
+def source_splits(folder: Path, scenes: Sequence[str]) -> dict[str, list[str]] | None:
+    """Split name to scene names for the tables in ``folder``, None where they say nothing and are not official."""
+    path = folder / SPLITS_FILE
+    if path.is_file():
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise SourceError(f"'{path}' does not map split names to lists of scene names: {error}") from error
+    numbers = [int(match.group(1)) if (match := _SCENE.match(name)) else 0 for name in scenes]
+    if not all(1 <= number <= _NUM_SCENES for number in numbers):
+        return None
+    if folder.name == "v1.0-test":
+        return {"test": list(scenes)}
+    if folder.name == "v1.0-mini":
+        if not set(numbers) <= _MINI_TRAIN | _MINI_VAL:
+            return None
+        val = _MINI_VAL
+    elif folder.name == "v1.0-trainval":
+        val = _VAL
+    else:
+        return None
+    both: dict[str, list[str]] = {"train": [], "val": []}
+    for name, number in zip(scenes, numbers, strict=True):
+        both["val" if number in val else "train"].append(name)
+    return both
+
+
+_TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE)
+
+
+POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
+
+
+_IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
+
+
+_FRAMES_AT_ONCE: Final = 256
+
+
+_NO_IMAGE: Final = "no camera image"
+
+
+_NOT_VALID: Final = "marked as not valid"
+
+
+class NuScenesOptions(Settings, frozen=True):
+    """Options of the adapter.
+
+    ``version``: name of the tables' folder; may be left out where there is just one. ``missing_camera``: what to do
+    about a camera file that is not there: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). Files that the
+    tables mark as not valid are masked in any case, and a sample without any image is dropped. ``points``: store
+    lidar sweeps; without, their geometry stays. ``sweeps``: earlier sweeps of each lidar to store with every keyframe
+    (9 are all there are between two keyframes, each once).
+    """
+
+    version: str | None = None
+    missing_camera: Literal["error", "mask"] = "error"
+    points: bool = True
+    sweeps: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.sweeps < 0 or (self.sweeps and not self.points):
+            raise ConfigError(f"sweeps={self.sweeps} must be 0 or more, and 0 without points")
+
+
+class NuScenesSource:
+    """A nuScenes dataroot: a folder, or a URL that fsspec knows."""
+
+    kind = "nuscenes"
+    attribute_types = ATTRIBUTE_TYPES
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        self._files = source_files(location)
+        self._options = convert(options, NuScenesOptions, "options of source nuscenes")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; the version is that of the one folder of tables where none was given."""
+        return {**msgspec.structs.asdict(self._options), "version": self._version()}
+
+    def path(self, ref: str) -> str | None:
+        """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
+        if ref.endswith(".bin") or ref.startswith("["):
+            return None
+        return self._files.path(ref)
+
+    def open(self, ref: str) -> bytes:
+        """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
+        if ref.startswith("["):
+            return SweepList.decode(ref).member(self._points)
+        return encode_points(self._points(ref)) if ref.endswith(".bin") else self._files.read(ref)
+
+    def _points(self, ref: str) -> NDArray[np.float32]:
+        path, data = f"{self._files.shown}/{ref}", self._files.read(ref)
+        row_bytes = 4 * len(POINT_COLUMNS)
+        if data.startswith(LFS_MAGIC):
+            raise SourceError(f"lidar file '{path}' is a git-LFS pointer; run `git lfs pull` in the source first")
+        if len(data) % row_bytes:
+            raise SourceError(f"lidar file '{path}' of {len(data)} bytes does not hold points of {row_bytes} bytes")
+        return np.frombuffer(data, "<f4").reshape(-1, len(POINT_COLUMNS))
+
+    def scan(self, out: ScanWriter) -> ScanInfo:
+        """Read the tables, look at every file's size, write one row for each sample."""
+        with self._files.fetched(self._version(), _TABLE_FILES) as folder:
+            check_tables(folder)
+            return self._scan(folder, out)
+
+    def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
+        keyframes = Keyframes(folder, out.spill)
+        report = ScanReport()
+        num_masked = self._append_samples(folder, keyframes, out, report)
+        keyframes.annotations.report(report)
+        return ScanInfo(
+            name=f"nuscenes-{folder.name}",
+            clips=out.clips,
+            cameras=[Channel(channel=name.lower(), source_name=name) for name in keyframes.cameras],
+            lidars=[
+                LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
+            ],
+            classes=list(CLASSES),
+            attributes=keyframes.annotations.attribute_names,
+            names=out.member_names([name.lower() for name in (*keyframes.cameras, *keyframes.lidars)]),
+            time_base="unix",
+            ego_origin="rear_axle_ground",
+            splits=source_splits(folder, [clip.clip_name for clip in out.clips]),
+            facts={"num_masked_cameras": num_masked},
+            report=report,
+        )
+
+    def _with_pictures(
+        self, keyframes: Keyframes, report: ScanReport
+    ) -> list[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+        """Scene row, its samples in time order, and which of them have an image; scenes without any left out."""
+
+        def is_file(filename: str) -> bool:
+            return self._file_bytes(filename, []) is not None
+
+        scenes = []
+        for row, samples in keyframes.scenes():
+            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else is_file)
+            num_kept = int(np.count_nonzero(kept))
+            report.samples += num_kept
+            if num_kept < len(kept):
+                found = report.dropped_samples
+                found[_NO_IMAGE] = found.get(_NO_IMAGE, 0) + len(kept) - num_kept
+            if num_kept:
+                scenes.append((row, samples, kept))
+        if not scenes:
+            dropped = sum(report.dropped_samples.values())
+            raise SourceError(
+                f"no camera of the {dropped} samples in '{self._files.shown}' has an image: each file is absent, or "
+                "marked as not valid in table 'sample_data'; bring the camera files to where the table names them"
+            )
+        return scenes
+
+    def _append_samples(self, folder: Path, keyframes: Keyframes, out: ScanWriter, report: ScanReport) -> int:
+        """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
+        sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
+        ids = clip_ids(keyframes.scene)
+        num_masked = 0
+        scenes = self._with_pictures(keyframes, report)
+        places = ((row, kept, int(number)) for row, _, kept in scenes for number in np.flatnonzero(kept))
+        order = np.concatenate([samples[kept] for _, samples, kept in scenes])
+        current = -1
+        for first in range(0, len(order), _FRAMES_AT_ONCE):
+            geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
+            stamps: list[list[str]] = [[] for _ in frames]
+            found = [self._members(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
+            for at, members in enumerate(found):
+                present = {member.name.partition(".")[0] for member in members}
+                geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
+            num_cameras = geometry.cam_valid.sum(axis=1).tolist()
+            num_masked += geometry.cam_valid.size - sum(num_cameras)
+            for name, count in zip(keyframes.cameras, keyframes.num_distorted(geometry), strict=True):
+                if count:
+                    report.distorted[name.lower()] = report.distorted.get(name.lower(), 0) + count
+            for at, (frame, members, encoded) in enumerate(zip(frames, found, encode_stacked(geometry), strict=True)):
+                scene_row, kept, number = next(places)
+                if scene_row != current:
+                    current = scene_row
+                    scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
+                    out.begin_clip(ids[scene_row], scene.name, scene.token)
+                    facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras)
+                if sweeps is not None:
+                    members += self._earlier(keyframes, sweeps, frame, stamps[at])
+                boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
+                meta = facts.meta(number, frame, members)
+                attributes = facts.attributes(num_cameras[at], frame.boxes)
+                stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
+                out.append(meta, encoded, boxes, members, attributes, stamp)
+        return num_masked
+
+    def _version(self) -> str:
+        """Name of the tables' folder."""
+        version, shown = self._options.version, self._files.shown
+        if version is None:
+            found = self._files.folders_with("sample.json")
+            if len(found) != 1:
+                listed = ", ".join(found) or "none"
+                raise ConfigError(f"say which tables of '{shown}' with --version; there are: {listed}")
+            version = found[0]
+        if version in ("", "..") or Path(version).name != version:
+            raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
+        return version
+
+    def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
+        """References of the sample's sensor files that are there, in rig order."""
+        members: list[Reference] = []
+        for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
+            if row is None:
+                self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
+                report.mask(camera.lower(), "no row")
+                continue
+            if not row.is_valid:
+                report.mask(camera.lower(), _NOT_VALID)
+                continue
+            size = self._file_bytes(row.filename, stamps)
+            if size is None:
+                self._refuse_missing(
+                    f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+                )
+                report.mask(camera.lower(), "no file")
+                continue
+            extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
+            if extension is None:
+                raise _of_no_known_kind(row.filename, camera)
+            if row.width <= 0 or row.height <= 0:
+                raise SourceError(
+                    f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
+                )
+            members.append(Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height))
+        for lidar, row in self._lidars(keyframes, frame):
+            if not row.is_valid:
+                report.mask(lidar.lower(), _NOT_VALID)
+                continue
+            size = self._file_bytes(row.filename, stamps)
+            if size is None:
+                what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+                raise SourceError(f"{what}; --no-points leaves all lidar sweeps out")
+            if not row.filename.endswith(".bin"):
+                raise _of_no_known_kind(row.filename, lidar)
+            members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
+        return members
+
+    def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
+        """The lidars of which points are to be stored, with their rows."""
+        if self._options.points:
+            for lidar, row in zip(keyframes.lidars, frame.sensors[len(keyframes.cameras) :], strict=True):
+                if row is not None:
+                    yield lidar, row
+
+    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
+        """References of the sweeps before the sample's own ones, which are valid as these are."""
+        members = []
+        for lidar, row in self._lidars(keyframes, frame):
+            if not row.is_valid:
+                continue
+            found = sweeps.before(row.token, self._options.sweeps)
+            num_bytes = 0
+            for filename in found.files:
+                size = self._file_bytes(filename, stamps)
+                if size is None:
+                    what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
+                    raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
+                num_bytes += size
+            if found.files:
+                members.append(Reference(f"{lidar.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
+        return members
+
+    def _file_bytes(self, filename: str, stamps: list[str]) -> int | None:
+        """Size of a source file, None where it is not there; SourceError for a name that leads out of the root.
+
+        Its stamp is added to ``stamps``.
+        """
+        if filename.startswith("/") or ".." in filename.split("/"):
+            raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
+        facts = self._files.facts(filename)
+        if facts is None:
+            return None
+        if facts.num_bytes == 0:
+            raise SourceError(f"file '{self._files.shown}/{filename}' of table 'sample_data' is empty (0 bytes)")
+        stamps.append(facts.stamp)
+        return facts.num_bytes
+
+    def _refuse_missing(self, what: str) -> None:
+        if self._options.missing_camera == "error":
+            raise SourceError(f"{what}; --missing-camera mask makes it an absent member instead")
+
+
+def _of_no_known_kind(filename: str, sensor: str) -> SourceError:
+    return SourceError(f"file '{filename}' of {sensor} is of a kind this adapter does not read")

@@ -1,0 +1,244 @@
+"""nuScenes' thirteen JSON tables, read strictly and piece by piece.
+
+A full ``sample_data.json`` has 2.6 million records: a table is decoded in pieces, each checked against its record type,
+and so small that text and records stay in a core's cache (with pieces of half a megabyte a scan takes a tenth longer).
+What stays of a piece is for the caller to say; of the large tables only columns do, and those on disk
+(:mod:`fuelrail.pipeline.storage.spill`).
+
+Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/docs/schema_nuscenes.md
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import LFS_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.tokens import Owners
+
+TABLES: Final = (
+    "attribute", "calibrated_sensor", "category", "ego_pose", "instance", "log", "map", "sample", "sample_annotation",
+    "sample_data", "scene", "sensor", "visibility",
+)  # fmt: skip
+_PIECE_BYTES: Final = 1 << 18
+
+Vector3 = tuple[float, float, float]
+Vector4 = tuple[float, float, float, float]
+Points = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None
+"""A number of points as int32 holds it."""
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """What every record has. Columns that are not named in a type are allowed and ignored."""
+
+    token: str
+
+
+class Log(Record, frozen=True, gc=False):
+    """Table ``log``."""
+
+    vehicle: str
+    location: str
+    logfile: str = ""
+
+
+class Scene(Record, frozen=True, gc=False):
+    """Table ``scene``; the test split has no descriptions."""
+
+    name: str
+    log_token: str
+    nbr_samples: int
+    description: str = ""
+
+
+class SampleRecord(Record, frozen=True, gc=False):
+    """Table ``sample``: annotated keyframes; time in microseconds."""
+
+    timestamp: int
+    scene_token: str
+    prev: str
+    next: str
+
+
+class Sensor(Record, frozen=True, gc=False):
+    """Table ``sensor``."""
+
+    channel: str
+    modality: str
+
+
+class CalibratedSensor(Record, frozen=True, gc=False):
+    """Table ``calibrated_sensor``: sensor to ego; the intrinsic matrix is empty for what is no camera.
+
+    ``camera_distortion`` (T4): coefficients in OpenCV's order; empty, null or all 0 for none.
+    """
+
+    sensor_token: str
+    translation: Vector3
+    rotation: Vector4
+    camera_intrinsic: tuple[Vector3, ...]
+    camera_distortion: tuple[float, ...] | None = ()
+
+
+class EgoPose(Record, frozen=True, gc=False):
+    """Table ``ego_pose``: ego to global."""
+
+    translation: Vector3
+    rotation: Vector4
+
+
+class SampleData(Record, frozen=True, gc=False):
+    """Table ``sample_data``: one file; time in microseconds. T4 marks data to be ignored with ``is_valid`` false."""
+
+    sample_token: str
+    ego_pose_token: str
+    calibrated_sensor_token: str
+    filename: str
+    timestamp: int
+    is_key_frame: bool
+    width: int | None = 0
+    height: int | None = 0
+    is_valid: bool = True
+
+
+class Named(Record, frozen=True, gc=False):
+    """Tables ``category`` and ``attribute``."""
+
+    name: str
+
+
+class Visibility(Record, frozen=True, gc=False):
+    """Table ``visibility``."""
+
+    level: str
+
+
+class Instance(Record, frozen=True, gc=False):
+    """Table ``instance``: one track."""
+
+    category_token: str
+
+
+class Annotation(Record, frozen=True, gc=False):
+    """Table ``sample_annotation``: a box in global coordinates, size as width, length, height.
+
+    A number of points that is absent, null or negative is unknown.
+    """
+
+    sample_token: str
+    instance_token: str
+    translation: Vector3
+    size: Vector3
+    rotation: Vector4
+    prev: str
+    next: str
+    num_lidar_pts: Points = -1
+    num_radar_pts: Points = -1
+    visibility_token: str = ""
+    attribute_tokens: tuple[str, ...] = ()
+
+
+R = TypeVar("R", bound=Record)
+
+
+def check_tables(folder: Path) -> None:
+    """Raise SourceError unless all thirteen tables are there; names every one that is missing."""
+    if not folder.is_dir():
+        raise SourceError(f"nuScenes tables: '{folder}' is not a folder")
+    missing = [f"{table}.json" for table in TABLES if not (folder / f"{table}.json").is_file()]
+    if missing:
+        raise SourceError(
+            f"nuScenes tables in '{folder}': {', '.join(missing)} missing; a dataroot has all {len(TABLES)} tables"
+        )
+
+
+def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
+    """Yield a table's records in pieces, in order; raises SourceError where it is no JSON list of such records."""
+    path = folder / f"{table}.json"
+    decode = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
+    count = 0
+    try:
+        with path.open("rb") as file:
+            for records in _pieces(file, path, decode):
+                yield records
+                count += len(records)
+    except msgspec.ValidationError as error:
+        raise SourceError(f"table '{path}', counted from record {count}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"table '{path}' is not JSON: {error}") from error
+    except OSError as error:
+        raise SourceError(f"table '{path}' cannot be read: {error.strerror}") from error
+
+
+def read_all(folder: Path, table: str, of: type[R]) -> list[R]:
+    """All records of a small table."""
+    return [record for piece in read_table(folder, table, of) for record in piece]
+
+
+def _pieces(file: BinaryIO, path: Path, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:
+    """Cut a JSON list of objects into lists of whole objects, and decode those.
+
+    A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a string that happens
+    to hold these characters leaves an unterminated string, is not valid JSON, and the piece grows instead.
+    """
+    start = file.read(_PIECE_BYTES)
+    if start.startswith(LFS_MAGIC):
+        raise SourceError(f"table '{path}' is a git-LFS pointer, not JSON; run `git lfs pull` in the source first")
+    body = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not body.startswith(b"["):
+        raise SourceError(f"table '{path}' is not a JSON list")
+    pending = body[1:]
+    while more := file.read(_PIECE_BYTES):
+        if (cut := _last_gap(pending)) and (records := _decoded(b"[" + pending[:cut] + b"]", decode)) is not None:
+            yield records
+            pending = pending[cut:].lstrip()[1:]
+        pending += more
+    yield decode(b"[" + pending)
+
+
+def _last_gap(data: bytes) -> int:
+    """Position after the last ``}`` that is followed by a comma and the next record, 0 without one."""
+    end = len(data)
+    while (end := data.rfind(b"}", 0, end)) > 0:
+        rest = data[end + 1 : end + 64].lstrip()
+        if rest.startswith(b",") and rest[1:].lstrip().startswith(b"{"):
+            return end + 1
+    return 0
+
+
+def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None:
+    """The piece's records; None where it is no JSON."""
+    try:
+        return decode(piece)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.float64]:
+    """Vectors of some length as an array (N, length); numpy's own way takes twice as long."""
+    flat = itertools.chain.from_iterable(values)
+    return np.fromiter(flat, np.float64, length * len(values)).reshape(-1, length)
+
+
+def check_finite(values: NDArray[np.float64], owners: Owners, *, table: str, column: str) -> None:
+    """Raise SourceError naming the first row that holds NaN or infinity, or a rotation that is no unit quaternion."""
+    wrong = ~np.isfinite(values).all(axis=1)
+    if column == "rotation":
+        wrong |= np.abs(np.linalg.norm(values, axis=1) - 1) > 1e-3
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise SourceError(f"table '{table}': row '{owners[at]}' has the {column} {values[at].tolist()}")

@@ -1,0 +1,1 @@
+"""Check and describe a finished dataset."""

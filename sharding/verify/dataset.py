@@ -1,0 +1,224 @@
+"""``fuelrail verify``: hold every byte of a dataset against what manifest and index say, and name what is wrong.
+
+Each shard is read once, mapped: its SHA-256, its tar structure member by member, the xxh3 of every sample's span, and
+its DALI index. ``deep`` decodes all members, checks them against the schema, and decodes every image. Of a dataset at a
+URL, each file is fetched for its check into a temporary folder, as many at a time as there are threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
+from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, TEXTS, AttributesFile
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
+from fuelrail.pipeline.format.fetch import fetch_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
+from fuelrail.pipeline.format.manifest import load_manifest
+from fuelrail.pipeline.format.zstd_frames import shard_stem
+from fuelrail.pipeline.runtime.workers import in_threads
+from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
+from fuelrail.pipeline.text import escaped, json_text, message, shown
+from fuelrail.sharding.output.folder import file_is
+from fuelrail.sharding.output.url import UrlOutput
+from fuelrail.sharding.verify.manifest import check_manifest
+from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fuelrail.pipeline.format.manifest import FileEntry, ShardEntry
+
+_ROWS_AT_ONCE: Final = 1 << 16
+
+
+@dataclass
+class Report:
+    """What was looked at, and everything that was found wrong, in the order of the shards."""
+
+    dataset: str
+    deep: bool
+    num_shards: int = 0
+    num_samples: int = 0
+    num_images: int = 0
+    num_bytes: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+    def as_json(self) -> str:
+        """The report as one JSON document."""
+        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+
+    def as_text(self) -> str:
+        """The report for people: a line for each fault, and one for the whole."""
+        lines = []
+        for fault in self.faults:
+            address = [shown(fault.file)]
+            if fault.offset is not None:
+                address.append(f"offset {fault.offset}")
+            if fault.key is not None:
+                address.append(f"sample {shown(fault.key)}")
+            lines.append(f"{', '.join(address)}: {message(fault.text)}")
+        images = f", {counted(self.num_images, 'image')} decoded" if self.deep else ""
+        verdict = counted(len(self.faults), "fault") if self.faults else "all is well"
+        lines.append(
+            f"{escaped(self.dataset)}: {counted(self.num_samples, 'sample')} in {counted(self.num_shards, 'shard')}, "
+            f"{self.num_bytes / 1e6:,.1f} MB{images}: {verdict}"
+        )
+        return "\n".join(lines) + "\n"
+
+
+def _ignore(shard: ShardEntry, num_shards: int) -> None:
+    """Nobody watches."""
+
+
+def verify(
+    root: str | os.PathLike[str],
+    *,
+    deep: bool,
+    num_threads: int,
+    checked: Callable[[ShardEntry, int], None] = _ignore,
+) -> Report:
+    """Check a dataset, in a folder or at a URL. What is wrong stands in the report.
+
+    ``checked`` is called for each shard that was, with the number of all of them. Raises ConfigError for less than one
+    thread, DatasetNotReadyError or ManifestError where there is no manifest that the rest could be held against, and
+    DatasetError where a URL cannot be read.
+    """
+    if num_threads < 1:
+        raise ConfigError(f"{num_threads} workers are too few: 1 at least")
+    if is_url(root):
+        folder, manifest = fetch_dataset(str(root))
+        report = Report(shown_url(str(root)), deep)
+    else:
+        folder = Path(str(root).removeprefix("file://"))
+        manifest = load_manifest(folder)
+        report = Report(str(folder), deep)
+    files_here = partial(_files_here, root, folder)
+    dataset: Dataset | None = None
+    try:
+        index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
+        if len(index) != manifest.num_samples:
+            raise IndexFileError(f"{len(index)} rows, the manifest says {manifest.num_samples}")
+        dataset = Dataset(folder, manifest, index)
+    except IndexFileError as error:
+        report.faults.append(Fault(INDEX_FILE, str(error)))
+    else:
+        try:
+            dataset = replace(dataset, dictionary=load_dictionary(folder, manifest, index))
+        except ManifestError as error:  # then members are not decoded: each of them would be a fault
+            report.faults.append(Fault(DICTIONARY_FILE, str(error)))
+            deep = False
+
+    def check_file(entry: FileEntry) -> list[Fault]:
+        with files_here(entry.name) as place:
+            return _check_file(place, entry)
+
+    def check_shard(number: int) -> ShardCheck:
+        name = manifest.shards[number].name
+        with files_here(name, f"{shard_stem(name)}.idx") as place:
+            return make_check(place, manifest, number, dataset, deep=deep).run()
+
+    sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
+    for faults in in_threads(check_file, manifest.files, num_threads):
+        report.faults += faults
+    for check in in_threads(check_shard, range(len(manifest.shards)), num_threads):
+        report.num_shards += 1
+        report.num_samples += check.num_samples
+        report.num_images += check.num_images
+        report.num_bytes += check.shard.bytes
+        report.faults += check.faults
+        for channel, found in check.sizes.items():
+            sizes[channel] |= found
+        checked(check.shard, len(manifest.shards))
+    if dataset is not None and not report.faults:
+        report.faults += _check_rows(dataset)
+        if deep and not report.faults:
+            report.faults += check_manifest(dataset, sizes)
+    return report
+
+
+@contextlib.contextmanager
+def _files_here(root: str | os.PathLike[str], folder: Path, *names: str) -> Iterator[Path]:
+    """A folder on this machine with those of the files that are there."""
+    if not is_url(root):
+        yield folder
+        return
+    out = UrlOutput(str(root))
+    with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                out.fetch(name, Path(scratch) / name)
+        yield Path(scratch)
+
+
+def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
+    try:
+        with open_file(folder / entry.name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != entry.bytes:
+            return [Fault(entry.name, f"has {size} bytes, the manifest says {entry.bytes}")]
+        if not file_is(folder / entry.name, entry.bytes, entry.sha256):
+            return [Fault(entry.name, "its SHA-256 is not the manifest's")]
+    except OSError as error:
+        return [Fault(entry.name, f"cannot be read: {error.strerror}")]
+    return []
+
+
+def _check_rows(dataset: Dataset) -> list[Fault]:
+    """Keys are unique, no clip is in two splits, ``attributes.parquet`` has the index's rows in its order."""
+    index, faults = dataset.index, list[Fault]()
+    hashes = np.empty(len(index), np.uint64)
+    split_of: dict[str, str] = {}
+    for split, entry in dataset.manifest.splits.items():
+        for clip in index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples):
+            if split_of.setdefault(clip, split) != split:
+                faults.append(Fault(INDEX_FILE, f"clip '{clip}' is in the splits {split_of[clip]} and {split}"))
+    for first in range(0, len(index), _ROWS_AT_ONCE):
+        keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
+        hashes[first : first + len(keys)] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
+    values, counts = np.unique(hashes, return_counts=True)
+    for value in values[counts > 1].tolist():
+        first, second = np.flatnonzero(hashes == value)[:2].tolist()
+        faults.append(Fault(INDEX_FILE, f"rows {first} and {second} have one key", key=index.row(first).key))
+    return faults + _check_attributes(dataset)
+
+
+def _check_attributes(dataset: Dataset) -> list[Fault]:
+    """``attributes.parquet``, where there is one, has the index's rows in their order."""
+    index, file, row = dataset.index, AttributesFile(dataset.root / ATTRIBUTES_FILE), 0
+    if not file.exists:
+        return []
+    entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
+    splits = [name for name, entry in entries for _ in range(entry.num_samples)]
+    try:
+        known = file.schema(len(index)).names
+        names = ["key", *(name for name in ("clip_id", "split", "frame", "timestamp_ns") if name in known)]
+        for batch in file.batches(names):
+            end = row + len(batch)
+            for name, column in zip(names, batch.columns, strict=True):
+                if name == "split":
+                    own: Sequence[object] = splits[row:end]
+                else:
+                    own = index.strings(name, row, end) if name in TEXTS else index.column(name, row, end).tolist()
+                for at, (found, wanted) in enumerate(zip(column.to_pylist(), own, strict=True)):
+                    if found != wanted:
+                        key = index.row(row + at).key
+                        text = f"row {row + at} has the {name} {shown(found)}, the index has {shown(wanted)}"
+                        return [Fault(ATTRIBUTES_FILE, text, key=key)]
+            row = end
+    except IndexFileError as error:
+        return [Fault(ATTRIBUTES_FILE, str(error))]
+    return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]

@@ -1,0 +1,215 @@
+"""``fuelrail inspect``: a dataset in a page, or one sample with all its members."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
+from fuelrail.pipeline.format.rules import Rig, check_sample
+from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
+from fuelrail.pipeline.sample.schema import Sample, decode_sample
+from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.text import json_text, shown
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from fuelrail.pipeline.format.index_row import IndexRow
+
+_NS_PER_MS = 1_000_000
+_MAX_CELL = 2000
+"""Characters of one cell of a table: it may list a few hundred classes."""
+
+
+def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
+    """Counts, splits, channels, members and where it comes from; raises DatasetError where there is no dataset."""
+    dataset = open_dataset(root)
+    manifest = dataset.manifest
+    members = _member_statistics(dataset)
+    if as_json:
+        return _json({"manifest": msgspec.to_builtins(manifest), "members": members})
+    num_bytes = sum(shard.bytes for shard in manifest.shards)
+    recipe = manifest.provenance.get("recipe", {})
+    head = [
+        ("dataset", f"{manifest.name} ({dataset.root})"),
+        ("samples", f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}"),
+        ("shards", f"{len(manifest.shards):,}, {num_bytes / 1e6:,.1f} MB"),
+        ("layout", _layout(dataset)),
+        ("order", f"{manifest.order_unit}, seed {manifest.seed}"),
+        ("source", f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}"),
+        ("license", manifest.license or "not stated"),
+        ("classes", ", ".join(manifest.classes) or "none"),
+        ("fingerprint", manifest.fingerprint),
+    ]
+    splits = [
+        (name, f"{entry.num_samples:,}", f"{entry.num_clips:,}", f"{entry.num_shards:,}")
+        for name, entry in manifest.splits.items()
+    ]
+    channels = [
+        (camera.channel, camera.source_name, ", ".join(f"{w} x {h}" for w, h in camera.sizes) or "no image")
+        for camera in manifest.cameras
+    ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
+    fields = [
+        (m["name"], m["codec"], f"{m['count']:,}", f"{m['stored_bytes'] / 1e6:,.2f}", f"{m['raw_bytes'] / 1e6:,.2f}")
+        for m in members
+    ]
+    return "\n\n".join(
+        [
+            _table((), head),
+            _table(("split", "samples", "clips", "shards"), splits),
+            _table(("channel", "source name", "pixels or columns"), channels),
+            _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
+            "",
+        ]
+    ).removesuffix("\n")
+
+
+def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) -> str:
+    """One sample's address, members, metadata and geometry.
+
+    Raises ConfigError for a key that is not there, SchemaError for a sample that breaks a rule.
+    """
+    dataset = open_dataset(root)
+    at = dataset.index.find(key)
+    if at is None:
+        raise ConfigError(
+            f"dataset '{dataset.root}' has no sample '{key}'; the first of its {len(dataset.index)} is "
+            f"'{dataset.index.row(0).key}'"
+        )
+    row = dataset.index.row(at)
+    sample = _read(dataset, row)
+    shard = dataset.manifest.shards[row.shard].name
+    framed = is_framed(shard)
+    if as_json:
+        return _json(
+            {
+                "position": at,
+                "shard": shard,
+                "offset": row.offset,
+                "length": row.length,
+                "xxh3": f"{row.xxh3:016x}",
+                "frame_bytes": span_bytes(row) if framed else None,
+                "members": [member._asdict() for member in row.members],
+                "meta": msgspec.to_builtins(sample.meta),
+            }
+        )
+    meta, geometry = sample.meta, sample.geometry
+    head = [
+        ("sample", f"{key} (position {at} of {len(dataset.index):,}, split {meta.split})"),
+        ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
+        *([("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it")] if framed else []),
+        ("clip", f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}"),
+        ("neighbours", f"{meta.prev_key or 'none'}, {meta.next_key or 'none'}"),
+        ("time", f"{meta.timestamp_ns} ns ({dataset.manifest.time_base})"),
+        ("source token", meta.sample_token),
+        ("tags", ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none"),
+        ("ego", _vector(geometry.ego2global[:3, 3], "m")),
+        ("boxes", _boxes(sample, dataset.manifest.classes)),
+    ]
+    base = 0 if framed else row.offset
+    members = [(m.name, m.codec, str(base + m.offset), f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
+    cameras = []
+    for number, camera in enumerate(dataset.manifest.cameras):
+        k = geometry.intrinsics[number]
+        late_ms = (int(geometry.cam_timestamp_ns[number]) - meta.timestamp_ns) / _NS_PER_MS
+        cameras.append(
+            (
+                camera.channel,
+                "yes" if geometry.cam_valid[number] else "no",
+                " x ".join(map(str, geometry.img_wh[number].tolist())),
+                f"{late_ms:+.1f} ms",
+                f"{k[0, 0]:.1f} {k[1, 1]:.1f}",
+                f"{k[0, 2]:.1f} {k[1, 2]:.1f}",
+                _vector(geometry.cam2ego[number, :3, 3], "m"),
+            )
+        )
+    points = [
+        (channel, f"{len(array):,} points", f"{array.shape[1]} columns") for channel, array in sample.points.items()
+    ]
+    parts = [
+        _table((), head),
+        _table(("member", "codec", "at", "stored", "raw"), members),
+        _table(("camera", "valid", "pixels", "exposed", "fx fy", "cx cy", "in ego"), cameras),
+        *([_table((), points)] if points else []),
+        "",
+    ]
+    return "\n\n".join(parts).removesuffix("\n")
+
+
+def _layout(dataset: Dataset) -> str:
+    """How shards store samples; by their names, for the manifest's word on it is for people."""
+    compression = dataset.manifest.compression
+    framed = sum(is_framed(shard.name) for shard in dataset.manifest.shards)
+    words = [str(compression.get("layout", "not stated"))]
+    if framed:
+        words.append("one zstd frame a sample" if framed == len(dataset.manifest.shards) else f"{framed} shards framed")
+    if "level" in compression and compression.get("layout") != "none":
+        words.append(f"zstd level {compression['level']}")
+    if dataset.dictionary is not None:
+        words.append(f"dictionary {dataset.dictionary.id} of {len(dataset.dictionary.data):,} bytes")
+    return ", ".join(words)
+
+
+def _read(dataset: Dataset, row: IndexRow) -> Sample:
+    path = dataset.shard_path(row)
+    try:
+        with open_file(path) as file:
+            file.seek(row.offset)
+            span = file.read(row.length)
+    except OSError as error:
+        raise TruncatedShardError(
+            f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
+        ) from error
+    check_span(row, span, path.name)
+    sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary))
+    check_sample(sample, [member.name for member in row.members], Rig.of(dataset.manifest))
+    return sample
+
+
+def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
+    """Count, stored and raw bytes of each field name and codec, from the index's columns alone."""
+    names, codecs = dataset.index.names, dataset.index.codecs
+    totals = dataset.index.member_totals()
+    return [
+        {
+            "name": name,
+            "codec": codec,
+            "count": int(totals[0, n, c]),
+            "stored_bytes": int(totals[1, n, c]),
+            "raw_bytes": int(totals[2, n, c]),
+        }
+        for n, name in enumerate(names)
+        for c, codec in enumerate(codecs)
+        if totals[0, n, c]
+    ]
+
+
+def _boxes(sample: Sample, classes: Sequence[str]) -> str:
+    if sample.boxes is None:
+        return "not annotated"
+    counts = Counter(classes[label] if label >= 0 else "other" for label in sample.boxes.label.tolist())
+    listed = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return f"{len(sample.boxes.label)}" + (f" ({listed})" if listed else "")
+
+
+def _vector(values: np.ndarray[Any, Any], unit: str) -> str:
+    return " ".join(f"{value:.2f}" for value in values) + f" {unit}"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the left, two spaces apart."""
+    every = [[shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)]
+    widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))] if every else []
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in every)
+
+
+def _json(value: object) -> str:
+    return json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n"

@@ -1,0 +1,266 @@
+"""The check of one shard: its digest, its tar structure, its samples' digests, and what it says against the index."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
+from fuelrail.pipeline.format.codecs import suffix
+from fuelrail.pipeline.format.dataset import Dataset, check_span, read_members
+from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
+from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, read_seek_table, shard_stem, span_bytes
+from fuelrail.pipeline.runtime.workers import one_at_a_time
+from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, decode_sample
+from fuelrail.pipeline.storage.files import open_file, read_file
+from fuelrail.sharding.write.images import check_pixels
+from fuelrail.sharding.write.packer import IndexText
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.manifest import Manifest, ShardEntry
+    from fuelrail.pipeline.sample.schema import Meta
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One thing that is wrong: in which file, at which offset [bytes] and in which sample, where that is known."""
+
+    file: str
+    text: str
+    offset: int | None = None
+    key: str | None = None
+
+
+class ShardCheck:
+    """The check of one plain tar; ``dataset`` is None where the index cannot be read."""
+
+    def __init__(self, folder: Path, manifest: Manifest, number: int, dataset: Dataset | None, *, deep: bool) -> None:
+        self.number, self.shard = number, manifest.shards[number]
+        self.num_samples = self.num_images = 0
+        self.faults: list[Fault] = []
+        self._folder, self._dataset, self._deep = folder, dataset, deep
+        self._manifest, self._rig = manifest, Rig.of(manifest)
+        self.sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
+        """The sizes (w, h) [px] of the images that were decoded, by camera."""
+        self._unsafe: set[str] = set()
+
+    def run(self) -> ShardCheck:
+        """Check the file; returns itself."""
+        shard = self.shard
+        try:
+            with open_file(self._folder / shard.name) as file:
+                view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except ValueError:  # how mmap says it
+            self._fault(f"is empty, the manifest says {shard.bytes} bytes")
+        except OSError as error:
+            self._fault(f"cannot be read: {error.strerror}")
+        else:
+            self._check(shard, view)
+        return self
+
+    def _fault(self, text: str, offset: int | None = None, key: str | None = None) -> None:
+        self.faults.append(Fault(self.shard.name, text, offset, key))
+
+    def _check(self, shard: ShardEntry, view: memoryview) -> None:
+        self._check_file(shard, view)
+        found: dict[int, FoundMember] = {}
+        readable = len(view)
+        try:
+            for member in iter_members(view, shard=shard.name):
+                found[member.offset] = member
+        except ShardError as error:
+            self._fault(error.message, error.offset, error.key)
+            readable = error.offset or 0
+        if self._dataset is None:
+            return
+        at, listing = 0, IndexText()
+        for row in self._rows(self._dataset):
+            if not self._continues(row, at):
+                return
+            stored = [
+                StoredMember(entry.name + suffix(entry.codec), view[at + entry.offset :][: entry.stored_bytes])
+                for entry in row.members
+            ]
+            listing.add(row.key, at, stored, [entry.offset for entry in row.members])
+            self._check_sample(row, view[at : at + row.length], found, readable)
+            at += row.length
+            self.num_samples += 1
+        if at + len(END_OF_ARCHIVE) != shard.bytes:
+            self._fault(f"the index covers {at} bytes of {shard.bytes}", at)
+        for member in found.values():
+            self._fault(f"member '{member.name}' is not in the index", member.header_offset)
+        name = f"{shard_stem(shard.name)}.idx"
+        text = listing.encode()
+        with contextlib.suppress(OSError):  # reported already, with the other files
+            if not self.faults and read_file(self._folder / name, len(text)) != text:
+                self.faults.append(Fault(name, f"does not list the members of {shard.name}"))
+
+    def _check_file(self, shard: ShardEntry, view: memoryview) -> None:
+        if len(view) != shard.bytes:
+            self._fault(f"has {len(view)} bytes, the manifest says {shard.bytes}")
+        elif hashlib.sha256(view).hexdigest() != shard.sha256:
+            self._fault("its SHA-256 is not the manifest's")
+
+    def _continues(self, row: IndexRow, at: int) -> bool:
+        """Whether a row's span begins where the one before ends."""
+        if row.shard == self.number and row.offset == at:
+            return True
+        text = f"the index has it in shard number {row.shard} at {row.offset}, not in {self.number} at {at}"
+        self._fault(text, at, row.key)
+        return False
+
+    def _rows(self, dataset: Dataset) -> Iterator[IndexRow]:
+        first = self.shard.first_sample
+        for at in range(first, first + self.shard.num_samples):
+            try:
+                yield dataset.index.row(at)
+            except IndexFileError as error:
+                self.faults.append(Fault(INDEX_FILE, str(error)))
+                return
+
+    def _check_sample(self, row: IndexRow, span: memoryview, found: dict[int, FoundMember], readable: int) -> None:
+        """Check one sample and take its members out of ``found``, which has those up to the offset ``readable``."""
+        self._check_members(row, found, readable)
+        if self._is_intact(row, span):
+            self._check_content(row, span)
+
+    def _check_members(self, row: IndexRow, found: dict[int, FoundMember], readable: int) -> None:
+        for entry in row.members:
+            if entry.name not in self._unsafe and (text := unsafe_ending(entry.name)) is not None:
+                self._unsafe.add(entry.name)  # reported once a shard
+                self._fault(f"member '{entry.name}': {text}", row.offset, row.key)
+            at = row.offset + entry.offset
+            name = f"{row.key}.{entry.name}{suffix(entry.codec)}"
+            there = found.pop(at, None)
+            if at < readable and (there is None or (there.name, there.length) != (name, entry.stored_bytes)):
+                seen = "nothing" if there is None else f"'{there.name}' of {there.length} bytes"
+                text = f"the index says '{name}' of {entry.stored_bytes} bytes at {at}; the tar has {seen} there"
+                self._fault(text, row.offset, row.key)
+
+    def _is_intact(self, row: IndexRow, span: memoryview) -> bool:
+        try:
+            check_span(row, span, self.shard.name)
+        except ShardError as error:
+            self._fault(error.message, row.offset, row.key)
+            return False
+        return True
+
+    def _check_content(self, row: IndexRow, span: memoryview) -> None:
+        if self._deep:
+            _, _, stored_bytes, raw_bytes = row.columns()
+            with one_at_a_time(sum(stored_bytes) + sum(raw_bytes)):
+                self._decode(row, span)
+
+    def _decode(self, row: IndexRow, span: memoryview) -> None:
+        try:
+            check_key(row.key)
+            dictionary = None if self._dataset is None else self._dataset.dictionary
+            members = read_members(row, span, self.shard.name, dictionary=dictionary)
+            sample = decode_sample(row.key, members)
+            for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
+                self._fault(text, row.offset, row.key)
+            for member, text in broken_rules(sample, [entry.name for entry in row.members], self._rig):
+                self._fault(f"member '{member}': {text}", row.offset, row.key)
+            for entry in row.members:
+                channel, _, extension = entry.name.partition(".")
+                if extension in IMAGE_EXTENSIONS:
+                    camera = sample.meta.cameras.get(channel)
+                    size = None if camera is None else (camera.width, camera.height)
+                    check_pixels(members[entry.name], extension, size, key=row.key, member=entry.name)
+                    self.num_images += 1
+                    if size is not None and channel in self.sizes:
+                        self.sizes[channel].add(size)
+        except FuelrailError as error:
+            self._fault(str(error), row.offset, row.key)
+
+
+class _FramedCheck(ShardCheck):
+    """The check of one shard in the frame layout: the same, frame by frame, and the seek table."""
+
+    def _check(self, shard: ShardEntry, view: memoryview) -> None:
+        self._check_file(shard, view)
+        table: list[Frame] | None = None
+        try:
+            table = read_seek_table(view, shard=shard.name)
+        except ShardError as error:
+            self._fault(error.message, error.offset)
+        if self._dataset is None:
+            for frame in (table or [])[:-1]:
+                self._found(view[frame.offset : frame.offset + frame.stored_bytes], frame)
+            return
+        at = 0
+        for number, row in enumerate(self._rows(self._dataset)):
+            if not self._continues(row, at):
+                return
+            stored, frame = view[at : at + row.length], Frame(row.offset, row.length, span_bytes(row))
+            if table is not None and (number >= len(table) or table[number] != frame):
+                said = f"{table[number]}" if number < len(table) else "no such frame"
+                self._fault(f"the index has {frame}, the seek table {said}", at, row.key)
+            if self._is_intact(row, stored):
+                with one_at_a_time(frame.raw_bytes):
+                    found = self._found(stored, frame, row.key)
+                if found is not None:
+                    there = {row.offset + member.offset: member for member in found}
+                    self._check_members(row, there, row.offset + frame.raw_bytes)
+                    for member in there.values():
+                        self._fault(f"member '{member.name}' is not in the index", at, row.key)
+                    self._check_content(row, stored)
+            at += row.length
+            self.num_samples += 1
+        self._check_end(view, at, table)
+
+    def _found(self, stored: memoryview, frame: Frame, key: str | None = None) -> list[FoundMember] | None:
+        """The members in a frame; None where it cannot be decoded."""
+        try:
+            raw = decode_frame(stored, frame.raw_bytes, shard=self.shard.name, offset=frame.offset, key=key)
+            return list(iter_members(raw, shard=self.shard.name, closed=False))
+        except FrameError as error:
+            self._fault(error.message, error.offset, key)
+        except ShardError as error:
+            self._fault(f"{error.message}, {error.offset} bytes into the decoded frame", frame.offset, key)
+        return None
+
+    def _check_end(self, view: memoryview, at: int, table: list[Frame] | None) -> None:
+        """What follows the samples: a frame with the end of the archive, and the table."""
+        if table is None:
+            return
+        last = table[-1] if table else Frame(0, 0, 0)
+        if (last.offset, last.raw_bytes) != (at, len(END_OF_ARCHIVE)):
+            self._fault(f"the index covers {at} bytes of frames, the archive's end is at {last.offset}", at)
+            return
+        try:
+            end = decode_frame(view[at : at + last.stored_bytes], last.raw_bytes, shard=self.shard.name, offset=at)
+        except ShardError as error:
+            self._fault(error.message, error.offset)
+            return
+        if end != END_OF_ARCHIVE:
+            self._fault("the last frame is not the end of the archive", at)
+
+
+def make_check(folder: Path, manifest: Manifest, number: int, dataset: Dataset | None, *, deep: bool) -> ShardCheck:
+    """The check that fits shard number ``number``."""
+    check = _FramedCheck if is_framed(manifest.shards[number].name) else ShardCheck
+    return check(folder, manifest, number, dataset, deep=deep)
+
+
+def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:
+    """Where a sample's metadata differ from index and manifest."""
+    for name, own, other in (
+        ("key", meta.key, row.key),
+        ("clip_id", meta.clip_id, row.clip_id),
+        ("frame_idx", meta.frame_idx, row.frame),
+        ("timestamp_ns", meta.timestamp_ns, row.timestamp_ns),
+        ("split", meta.split, split),
+        ("dataset", meta.dataset, manifest.name),
+    ):
+        if own != other:
+            yield f"meta.json has the {name} {own!r}, index and manifest have {other!r}"

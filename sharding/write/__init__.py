@@ -1,0 +1,1 @@
+"""Write shards: read the source's bytes, encode members, pack tars."""

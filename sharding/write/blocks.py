@@ -1,0 +1,175 @@
+"""Writing a file in large aligned blocks, which is faster to write, and to read and map afterwards.
+
+The kernel keeps what is written in pages whose size follows the writes: one call for 2 MiB that begins at a multiple of
+2 MiB makes one huge page (ext4 and XFS, Linux 6.16 and newer); calls of the length of a sample, beginning anywhere,
+make hundreds of small ones. Writing then takes a fraction of the time, and so does mapping the file, for as long as it
+stays in the page cache.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import BinaryIO
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+IO_BLOCK_BYTES: Final = 2 << 20
+
+
+_MOST_PIECES: Final = os.sysconf("SC_IOV_MAX") - 1
+
+
+class BlockWriter:
+    """Writes to a new file, in blocks where it is one of this machine's. Call :meth:`flush` in the end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        # A buffered file would copy what is small and cut what is large; its buffer stays empty, all writes are these.
+        self._is_local = isinstance(file, io.BufferedWriter) and isinstance(file.raw, io.FileIO)
+        self._rest = memoryview(bytearray(IO_BLOCK_BYTES if self._is_local else 0))
+        self._held = 0
+
+    def write(self, pieces: Sequence[Buffer]) -> None:
+        """Write all pieces; what is left over behind the last whole block is copied and goes out with the next ones."""
+        if not self._is_local:
+            self._file.writelines(pieces)
+            return
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        total = self._held + sum(map(len, views))
+        direct = total // IO_BLOCK_BYTES * IO_BLOCK_BYTES - self._held  # bytes that go out at once
+        if direct > 0:
+            out = [self._rest[: self._held]]
+            while direct:
+                view = views.pop(0)
+                if len(view) > direct:
+                    views.insert(0, view[direct:])
+                    view = view[:direct]
+                out.append(view)
+                direct -= len(view)
+            self._write(out)
+            self._held = 0
+        for view in views:
+            self._rest[self._held : self._held + len(view)] = view
+            self._held += len(view)
+
+    def flush(self) -> None:
+        """Write what is left over."""
+        if self._held:
+            self._write([self._rest[: self._held]])
+            self._held = 0
+
+    def _write(self, views: list[memoryview]) -> None:
+        if len(views) > _MOST_PIECES:
+            views = [memoryview(b"".join(views))]
+        written = os.writev(self._file.fileno(), views)
+        if written < sum(map(len, views)):  # a signal came, or the disk is full: the next call says so
+            rest = memoryview(b"".join(views))[written:]
+            while rest:
+                rest = rest[os.write(self._file.fileno(), rest) :]
+
+
+_FIRST_BYTES: Final = 4 << 20
+
+
+_FRONT_BYTES: Final = 64 << 10  # for the members in front of the first file: metadata, geometry, boxes
+
+
+_SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
+
+
+class ReadBuffer:
+    """Memory for the files of one sample; :meth:`clear` gives it to the next one. Not for two threads at once."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(_FIRST_BYTES))
+        self._used = _FRONT_BYTES
+        self._files: dict[int, tuple[memoryview, int]] = {}
+
+    def clear(self) -> None:
+        """From now on what was read before may be overwritten."""
+        self._used = _FRONT_BYTES
+        self._files.clear()
+
+    def read(self, path: str, num_bytes: int) -> memoryview:
+        """The whole file, of which ``num_bytes`` are expected, as a view of this memory.
+
+        Raises SourceError where the file cannot be read or has another size.
+        """
+        # One byte more than expected is asked for: a file that has grown is noticed without another system call.
+        start = self._used + BLOCK_BYTES
+        padded = num_bytes + -num_bytes % BLOCK_BYTES
+        if start + padded + BLOCK_BYTES > len(self._memory):
+            # Views of the old memory keep it alive until the sample is done.
+            start = _FRONT_BYTES + BLOCK_BYTES
+            self._memory = memoryview(bytearray(max(start + padded + BLOCK_BYTES, 2 * len(self._memory))))
+            self._files.clear()
+        view = self._memory[start : start + num_bytes + 1]
+        try:
+            found = _fill(path, view)
+        except OSError as error:
+            raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
+        if found != num_bytes:
+            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run began and has {found} now")
+        self._used = start + padded
+        data = view[:num_bytes]
+        self._files[id(data)] = data, start
+        return data
+
+    def joined(self, pieces: Sequence[Buffer]) -> list[Buffer]:
+        """The same bytes in fewer pieces, which are good until :meth:`clear`.
+
+        What stands between files that were read here, one behind the other, is copied to between them; small pieces
+        elsewhere are joined; large ones stay where they are.
+        """
+        found: list[Buffer] = []
+        small: list[Buffer] = []
+        begin = end = limit = 0  # of the run in this memory that the last pieces are part of; empty where they are not
+        for piece in pieces:
+            data, start = self._files.get(id(piece), (None, 0))
+            if data is None and memoryview(piece).nbytes < _SMALL_BYTES:
+                small.append(piece)
+                continue
+            between = b"".join(small)
+            small.clear()
+            if data is not None and begin < end and end + len(between) == start:
+                self._memory[end:start] = between
+            elif data is not None and begin == end and start == _FRONT_BYTES + BLOCK_BYTES >= len(between):
+                begin = start - len(between)
+                self._memory[begin:start] = between
+            else:
+                found += [*self._with_rest(begin, end, limit, between), piece]
+                begin = end = 0
+                continue
+            end = start + data.nbytes
+            limit = end + -data.nbytes % BLOCK_BYTES + BLOCK_BYTES
+        return [*found, *self._with_rest(begin, end, limit, b"".join(small))]
+
+    def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
+        """A run and what follows it: in one piece where that ends in front of the next file's data."""
+        if begin < end and end + len(rest) <= limit:
+            self._memory[end : end + len(rest)] = rest
+            return [self._memory[begin : end + len(rest)]]
+        return [piece for piece in (self._memory[begin:end], rest) if piece]
+
+
+def _fill(path: str, view: memoryview) -> int:
+    """Read a file into ``view``; returns the file's size if it is smaller or does not fit."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        have = os.readv(handle, [view])
+        while 0 < have < len(view) - 1:  # a network file system may hand out less than asked for
+            more = os.readv(handle, [view[have:]])
+            if not more:
+                break
+            have += more
+        return have if have < len(view) else os.fstat(handle).st_size
+    finally:
+        os.close(handle)

@@ -1,0 +1,78 @@
+"""The zstd dictionary of a run: found in OUT, or trained on the small members of its samples.
+
+It is trained once, by the process that plans, on samples spread evenly over the plan, and published before the first
+shard is written; whoever goes on with the run takes it from there. So all shards are made with one dictionary, and the
+same samples give the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from fuelrail.pipeline.errors import CodecError, DatasetExistsError
+from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary, train_dictionary
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.sharding.output.folder import Output
+    from fuelrail.sharding.planning.recipe import Recipe
+    from fuelrail.sharding.sources.scan_table import ScanTable
+
+_TIMES_ITS_SIZE: Final = 100
+"""So many bytes of samples for each byte of the dictionary, as zstd's authors recommend."""
+
+
+def settle_dictionary(
+    out: Output, recipe: Recipe, finished: Manifest | None, table: ScanTable, rows: NDArray[np.int64]
+) -> Dictionary | None:
+    """The dictionary that the shards of this run are made with, in OUT; None where the recipe wants none.
+
+    ``finished`` is the manifest of a dataset that is complete but for files to be repaired. Raises ConfigError where
+    the samples are too few to train on, DatasetExistsError where a finished dataset's cannot be made again.
+    """
+    if recipe.dictionary_bytes is None:
+        return None
+    stated = next((entry for entry in finished.files if entry.name == DICTIONARY_FILE), None) if finished else None
+    there = _found(out)
+    if there is not None and (stated is None or _sha256(there) == stated.sha256):
+        return there
+    samples = _samples(table, rows, recipe.dictionary_bytes * _TIMES_ITS_SIZE)
+    trained = train_dictionary(samples, recipe.dictionary_bytes, recipe.compression_level)
+    if stated is not None and _sha256(trained) != stated.sha256:
+        raise DatasetExistsError(
+            f"{DICTIONARY_FILE} of '{out.shown}' is damaged and cannot be made again from this source: bring it back "
+            "from a copy, or shard into another folder"
+        )
+    with out.publish(DICTIONARY_FILE) as file:
+        file.write(trained.data)
+    return trained
+
+
+def _found(out: Output) -> Dictionary | None:
+    data = out.read(DICTIONARY_FILE)
+    try:
+        return None if data is None else Dictionary(data)
+    except CodecError:
+        return None
+
+
+def _samples(table: ScanTable, rows: NDArray[np.int64], num_bytes: int) -> list[bytes]:
+    """Small members of rows spread evenly over ``rows``, about ``num_bytes`` of them."""
+    first = table.row(int(rows[0]))
+    each = sum(len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None)
+    count = min(len(rows), max(1, num_bytes // each))
+    chosen = rows[np.arange(count) * len(rows) // count]
+    found: list[bytes] = []
+    for number in chosen.tolist():
+        row = table.row(number)
+        found += [bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None]
+    return found
+
+
+def _sha256(dictionary: Dictionary) -> str:
+    return hashlib.sha256(dictionary.data).hexdigest()

@@ -1,0 +1,217 @@
+"""Is this an image that a loader will be able to decode? Looked at before the bytes go into a shard.
+
+A header is parsed and the end is looked for; pixels are not decoded (``fuelrail verify --deep`` does that).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.sample.image_header import probe, unpack_png
+from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_intrinsics
+from fuelrail.sharding.sources.files import LFS_MAGIC
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import Geometry, Meta
+    from fuelrail.sharding.planning.recipe import ImageRecipe
+    from fuelrail.sharding.sources.scan_table import Reference
+
+
+_STARTS: Final = {"jpg": b"\xff\xd8", "png": b"\x89PNG\r\n\x1a\n"}
+
+
+_NAMES: Final = {"jpg": "JPEG", "png": "PNG"}
+
+
+_PNG_END: Final = b"\x00\x00\x00\x00IEND\xaeB`\x82"
+
+
+_END_OF_IMAGE: Final = b"\xff\xd9"
+
+
+def image_size(data: Buffer, extension: str) -> tuple[int, int]:
+    """Width and height [px] of a whole encoded image (``jpg`` or ``png``).
+
+    Raises ImageError for bytes of another kind, an image that is cut short, and whatever the loader refuses by the
+    header (`fuelrail.pipeline.sample.image_header.probe`).
+    """
+    view = memoryview(data)
+    if bytes(view[: len(LFS_MAGIC)]) == LFS_MAGIC:
+        raise ImageError("a git-LFS pointer, not an image; run `git lfs pull` in the source first")
+    start = _STARTS[extension]
+    if bytes(view[: len(start)]) != start:
+        raise ImageError(f"not a {_NAMES[extension]}: it starts with {bytes(view[:4]).hex(' ') or 'nothing'}")
+    info = probe(view)
+    if extension == "png" and bytes(view[-12:]) != _PNG_END:
+        raise ImageError(f"a truncated PNG: {len(view)} bytes without the IEND chunk")
+    if extension == "jpg" and bytes(view[-2:]) != _END_OF_IMAGE:
+        # Some cameras pad with zeros; anything else after the end, or no end at all, is a damaged file.
+        tail = bytes(view).rstrip(b"\0")
+        if not tail.endswith(_END_OF_IMAGE):
+            raise ImageError(f"a truncated JPEG: {len(view)} bytes without the end-of-image marker ff d9")
+    return info.width, info.height
+
+
+def check_pixels(
+    data: Buffer, extension: str, size: tuple[int, int] | None, *, key: str | None = None, member: str | None = None
+) -> None:
+    """Decode a whole image and hold its width and height [px] against ``size``; raises ImageError.
+
+    All of the entropy-coded data is decoded (at an eighth of the size for a JPEG: the rest could not fail), and a
+    decoder's warning, such as premature end of data, is an error.
+    """
+    try:
+        found = image_size(data, extension)
+        if extension == "png":
+            _decode_png(data)
+        else:
+            _decode_jpeg(data)
+    except ImageError as error:
+        raise ImageError(error.message, key=key, member=member) from error
+    if size is not None and found != size:
+        raise ImageError(
+            f"{found[0]} x {found[1]} pixels, meta.json says {size[0]} x {size[1]}", key=key, member=member
+        )
+
+
+def _decode_jpeg(data: Buffer) -> None:
+    import simplejpeg
+
+    try:
+        simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, strict=True)
+    except ValueError as error:
+        raise ImageError(f"a damaged JPEG: {error}") from error
+
+
+def _decode_png(data: Buffer) -> None:
+    import cv2
+    import numpy as np
+
+    try:
+        image = cv2.imdecode(np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_UNCHANGED)
+    except cv2.error as error:
+        raise ImageError(f"a damaged PNG: {error}") from error
+    if image is None:
+        raise ImageError("a damaged PNG: it cannot be decoded")
+
+
+def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, int]:
+    """Width and height [px] that an image is stored with; raises ImageError where it would grow or vanish."""
+    width, height = source_wh
+    if recipe.size is not None:
+        wanted = recipe.size
+    else:
+        factor = 1.0 if recipe.resize is None else recipe.resize
+        wanted = round(width * factor), round(height * factor)
+    if wanted[0] > width or wanted[1] > height or min(wanted) < 1:
+        raise ImageError(f"{width} x {height} pixels cannot be stored as {wanted[0]} x {wanted[1]}: images only shrink")
+    return wanted
+
+
+def stored_field(name: str, recipe: ImageRecipe | None) -> str:
+    """The field name of a member: transcoded images are JPEGs."""
+    return f"{name.removesuffix('.png')}.jpg" if recipe is not None and name.endswith(".png") else name
+
+
+def stored_share(recipe: ImageRecipe | None, members: tuple[Reference, ...]) -> float:
+    """Roughly what part of a sample's bytes is left, for the plan: the part of the pixels of its first image.
+
+    Raises ImageError for an image that would grow.
+    """
+    image = next((member for member in members if member.width), None)
+    if recipe is None or image is None:
+        return 1.0
+    width, height = stored_size(recipe, (image.width, image.height))
+    return width * height / (image.width * image.height)
+
+
+def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
+    """Decode, scale, encode; raises ImageError for an image that cannot be decoded whole."""
+    import cv2
+    import simplejpeg
+
+    try:
+        if extension == "png":
+            pixels = cv2.imdecode(
+                np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+            )
+            colours = "BGR"
+        else:
+            pixels, colours = simplejpeg.decode_jpeg(data, "RGB", strict=True), "RGB"
+    except (ValueError, cv2.error) as error:
+        raise ImageError(f"a damaged {'PNG' if extension == 'png' else 'JPEG'}: {error}") from error
+    if pixels is None:
+        raise ImageError("a damaged PNG: it cannot be decoded")
+    height, width = pixels.shape[:2]
+    wanted = stored_size(recipe, (width, height))
+    if wanted != (width, height):
+        pixels = np.ascontiguousarray(cv2.resize(pixels, wanted, interpolation=cv2.INTER_AREA))
+    encoded: bytes = simplejpeg.encode_jpeg(pixels, recipe.quality, colours, "420")
+    return encoded
+
+
+def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:
+    """The geometry with ``img_wh`` and ``intrinsics`` of the stored images; unknown sizes stay unknown."""
+    img_wh, intrinsics = geometry.img_wh.copy(), geometry.intrinsics.copy()
+    for camera, (width, height) in enumerate(geometry.img_wh.tolist()):
+        if width > 0 and height > 0:
+            image_map = ImageMap.identity((width, height)).resize(*stored_size(recipe, (width, height)))
+            img_wh[camera] = image_map.out_wh
+            intrinsics[camera] = apply_to_intrinsics(image_map.ida_mat(), intrinsics[camera])
+    return dataclasses.replace(geometry, img_wh=img_wh, intrinsics=intrinsics)
+
+
+def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
+    """The metadata with the sizes of the stored images."""
+    cameras = {}
+    for channel, camera in meta.cameras.items():
+        width, height = stored_size(recipe, (camera.width, camera.height))
+        cameras[channel] = msgspec.structs.replace(camera, width=width, height=height)
+    return msgspec.structs.replace(meta, cameras=cameras)
+
+
+_PROGRAM = "jpegtran"
+
+
+_TIMEOUT_S = 60.0
+
+
+def jpegtran_version() -> str:
+    """The program's version, of which the bytes of rewritten JPEGs may depend; raises ConfigError without it."""
+    if shutil.which(_PROGRAM) is None:
+        raise ConfigError(
+            f"jpeg=restart needs the program {_PROGRAM}, which is not installed: "
+            "Debian and Ubuntu have it in libjpeg-turbo-progs"
+        )
+    try:
+        shown = subprocess.run([_PROGRAM, "-version"], input=b"", capture_output=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s") from error
+    match = re.search(r"libjpeg-turbo version [0-9.]+", (shown.stdout + shown.stderr).decode(errors="replace"))
+    if match is None:
+        raise ConfigError(f"jpeg=restart needs the {_PROGRAM} of libjpeg-turbo; the one installed is another")
+    return match.group()
+
+
+def with_restart_rows(data: Buffer) -> bytes:
+    """The JPEG, baseline, with restart markers at its rows of MCUs; metadata kept. Raises ImageError if broken."""
+    command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ImageError(
+            f"{_PROGRAM} has not rewritten its {len(data)} bytes in {_TIMEOUT_S:.0f} s; it was stopped"
+        ) from error
+    if done.returncode != 0 or not done.stdout:
+        reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        raise ImageError(f"{_PROGRAM} cannot rewrite it: {reason}")
+    return done.stdout

@@ -1,0 +1,111 @@
+"""The check of samples on their way into a shard: what breaks a rule is refused before the shard gets its name.
+
+The rules are those of :mod:`fuelrail.pipeline.format.rules`. Names, metadata and points are checked sample by sample;
+geometry and boxes of many samples at once, which takes a sixth of the time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.errors import MemberError, SourceError
+from fuelrail.pipeline.format.rules import (
+    are_sound,
+    broken_boxes,
+    broken_calibration,
+    broken_meta,
+    broken_names,
+    broken_points,
+    broken_rig,
+    broken_sweeps,
+    unsafe_ending,
+)
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    POINTS_EXTENSION,
+    SWEEPS_FIELD,
+    Boxes,
+    Geometry,
+    decode_arrays,
+    decode_points,
+    decode_sweeps,
+    lidar_channel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.pipeline.format.rules import Rig
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import Meta
+
+_AT_ONCE: Final = 64
+"""Samples whose geometry and boxes are checked together."""
+
+
+class MemberCheck:
+    """Checks the samples of one shard; each ``add`` and ``close`` raise SourceError for a sample that breaks a rule.
+
+    ``source`` names the source in errors.
+    """
+
+    def __init__(self, rig: Rig, source: str) -> None:
+        self._rig, self._source = rig, source
+        self._pending: list[tuple[str, Geometry, Boxes | None]] = []
+
+    def add(self, key: str, meta: Meta, members: Mapping[str, Buffer]) -> None:
+        """Check the next sample, of raw members by field name; array members are not kept but geometry and boxes."""
+        rig, at = self._rig, ""
+        try:
+            for at, text in broken_names(tuple(members), rig):
+                raise self._error(key, at, text)
+            for at in members:
+                if (unsafe := unsafe_ending(at)) is not None:
+                    raise self._error(key, at, unsafe)
+            at = GEOMETRY
+            geometry = decode_arrays(members[GEOMETRY], Geometry)
+            images = {name.partition(".")[0] for name in members if name.endswith(_IMAGES) and name[:2] != "x_"}
+            if (other_rig := broken_rig(geometry, images, rig)) is not None:
+                raise self._error(key, at, other_rig)
+            for at, text in broken_meta(meta, geometry, rig):
+                raise self._error(key, at, text)
+            at, boxes = BOXES, None
+            if BOXES in members:
+                boxes = decode_arrays(members[BOXES], Boxes)
+            for at, data in members.items():
+                self._check_points(key, at, data)
+        except MemberError as error:
+            raise self._error(key, at, error.message) from error
+        self._pending.append((key, geometry, boxes))
+        if len(self._pending) == _AT_ONCE:
+            self.close()
+
+    def close(self) -> None:
+        """Check what is pending."""
+        pending, self._pending = self._pending, []
+        geometries = [geometry for _, geometry, _ in pending]
+        if not pending or are_sound(geometries, [boxes for _, _, boxes in pending if boxes is not None], self._rig):
+            return
+        for key, geometry, boxes in pending:
+            for text in broken_calibration(geometry):
+                raise self._error(key, GEOMETRY, text)
+            for text in () if boxes is None else broken_boxes(boxes, self._rig):
+                raise self._error(key, BOXES, text)
+
+    def _check_points(self, key: str, name: str, data: Buffer) -> None:
+        if name.startswith("x_"):
+            return
+        if name.endswith(SWEEPS_FIELD):
+            for text in broken_sweeps(decode_sweeps(data), lidar_channel(name), self._rig):
+                raise self._error(key, name, text)
+        elif name.endswith(f".{POINTS_EXTENSION}"):
+            for text in broken_points(decode_points(data), lidar_channel(name), self._rig):
+                raise self._error(key, name, text)
+
+    def _error(self, key: str, member: str, text: str) -> SourceError:
+        return SourceError(f"sample {key} of {self._source} cannot be stored: {member}: {text}")
+
+
+_IMAGES: Final = tuple(f".{extension}" for extension in IMAGE_EXTENSIONS)

@@ -1,0 +1,169 @@
+"""One shard being written: samples in, tar bytes out, with everything that index, manifest and DALI ask of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from fuelrail.pipeline.errors import MemberTooLargeError
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
+from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
+from fuelrail.sharding.write.blocks import BlockWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import BinaryIO
+
+    from fuelrail.pipeline.format.codecs import Dictionary
+    from fuelrail.pipeline.format.tar import PackedSpan
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.write.blocks import ReadBuffer
+
+_stored_name = functools.lru_cache(maxsize=1024)(codecs.stored_name)
+
+
+class RawMember(NamedTuple):
+    """A member to be stored: field name, codec, raw bytes."""
+
+    name: str
+    codec: str
+    data: Buffer
+
+
+class Packed(NamedTuple):
+    """A closed shard: size, SHA-256, its rows of the index, its DALI index (empty where it has none)."""
+
+    num_bytes: int
+    sha256: str
+    rows: list[IndexRow]
+    listing: bytes
+
+
+class ShardPacker:
+    """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
+
+    A sample's bytes go from where they were read to the file and into the digests, copied once at most in between.
+    ``buffer`` is where its files were read.
+    """
+
+    def __init__(
+        self, file: BinaryIO, number: int, level: int, dictionary: Dictionary | None, buffer: ReadBuffer
+    ) -> None:
+        self._file, self._number, self._level, self._dictionary = BlockWriter(file), number, level, dictionary
+        self._buffer = buffer
+        self._rows: list[IndexRow] = []
+        self._listing = IndexText()
+        self._digest = hashlib.sha256()
+        self._offset = 0
+
+    def add(self, key: str, clip_id: str, frame: int, timestamp_ns: int, members: Sequence[RawMember]) -> int:
+        """Encode and write the next sample; returns the length of its span [bytes]."""
+        stored = [StoredMember(_stored_name(name, codec), self._encode(codec, data)) for name, codec, data in members]
+        packed = pack_sample(key, stored)
+        held = [
+            codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
+            for (_, codec, raw), (_, data) in zip(members, stored, strict=True)
+        ]
+        if (most := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(held) > codecs.MAX_MEMBERS:
+            raise MemberTooLargeError(
+                f"{len(held)} members that take {most} bytes of memory, over the caps of {codecs.MAX_MEMBERS} and "
+                f"{codecs.MAX_SAMPLE_BYTES}",
+                key=key,
+            )
+        pieces, length = self._stored_span(key, stored, packed)
+        digest = xxhash.xxh3_64()
+        for piece in pieces:
+            digest.update(piece)
+        self._write(pieces)
+        entries = tuple(
+            MemberEntry(name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec)
+            for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
+        )
+        row = IndexRow(
+            key, clip_id, frame, timestamp_ns, self._number, self._offset, length, digest.intdigest(), entries
+        )
+        self._rows.append(row)
+        self._offset += length
+        return length
+
+    def close(self) -> Packed:
+        """Write the end of the archive."""
+        end = self._end()
+        self._write([end])
+        self._file.flush()
+        return Packed(self._offset + len(end), self._digest.hexdigest(), self._rows, self._dali_index())
+
+    def _encode(self, codec: str, data: Buffer) -> Buffer:
+        return codecs.encode(codec, data, level=self._level, dictionary=self._dictionary)
+
+    def _stored_span(
+        self, key: str, stored: Sequence[StoredMember], packed: PackedSpan
+    ) -> tuple[Sequence[Buffer], int]:
+        """A sample's span as the file takes it, in pieces, and its length."""
+        self._listing.add(key, self._offset, stored, packed.offsets)
+        return self._buffer.joined(packed.pieces), packed.length
+
+    def _end(self) -> bytes:
+        return END_OF_ARCHIVE
+
+    def _dali_index(self) -> bytes:
+        return self._listing.encode()
+
+    def _write(self, pieces: Sequence[Buffer]) -> None:
+        for piece in pieces:
+            self._digest.update(piece)
+        self._file.write(pieces)
+
+
+class FramedPacker(ShardPacker):
+    """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no index for those."""
+
+    def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
+        super().__init__(file, number, level, None, buffer)
+        self._sizes: list[tuple[int, int]] = []
+
+    def _stored_span(
+        self,
+        key: str,
+        stored: Sequence[StoredMember],  # noqa: ARG002 - what a DALI index would list
+        packed: PackedSpan,
+    ) -> tuple[Sequence[Buffer], int]:
+        try:
+            pieces = self._buffer.joined(packed.pieces)
+            frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
+        except MemberTooLargeError as error:
+            raise MemberTooLargeError(error.message, key=key) from error
+        self._sizes.append((len(frame), packed.length))
+        return [frame], len(frame)
+
+    def _end(self) -> bytes:
+        end = encode_frame(END_OF_ARCHIVE, self._level)
+        return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
+
+    def _dali_index(self) -> bytes:
+        return b""
+
+
+class IndexText:
+    """Collects the lines of one shard."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, key: str, span_offset: int, members: Sequence[StoredMember], offsets: Sequence[int]) -> None:
+        """Add the next sample, whose span begins at ``span_offset``; ``offsets`` are those of the data in the span."""
+        self._lines.append(
+            " ".join(
+                f"{field} {span_offset + offset} {memoryview(data).nbytes} {key}.{field}"
+                for (field, data), offset in zip(members, offsets, strict=True)
+            )
+        )
+
+    def encode(self) -> bytes:
+        """The whole file."""
+        return "\n".join([f"v1.2 {len(self._lines)}", *self._lines, ""]).encode("ascii", "replace")

@@ -1,0 +1,91 @@
+"""Records of finished shards: what the index and the next run need of them. They go when the dataset is finished."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fuelrail.pipeline.format.index_row import IndexRow  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+
+if TYPE_CHECKING:
+    from fuelrail.sharding.output.folder import Output
+
+_RECORDS: Final = f"{WORK_FOLDER}/records"
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
+
+    ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
+    ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`);
+    ``source_stamp`` is of those files' times of change, or of the ETags that a store gives them.
+    """
+
+    stem: str
+    name: str
+    bytes: int
+    sha256: str
+    idx_bytes: int
+    idx_sha256: str
+    rows: list[IndexRow]
+    image_sizes: dict[str, list[tuple[int, int]]]
+    source_sha256: str
+    source_stamp: int = 0
+
+
+class SourceDigest:
+    """SHA-256 of the rows of the scan table that a shard is made from: metadata, and names and sizes of files.
+
+    ``head`` is what all rows of a run have in common besides the recipe, such as the dataset's name.
+    """
+
+    def __init__(self, *head: object) -> None:
+        self._digest = hashlib.sha256(msgspec.msgpack.encode(head))
+
+    def add(self, encoded_row: bytes) -> None:
+        """The shard's next row."""
+        self._digest.update(encoded_row)
+
+    def hexdigest(self) -> str:
+        """As hex."""
+        return self._digest.hexdigest()
+
+
+def record_name(stem: str) -> str:
+    """Where a shard's record is in OUT."""
+    return f"{_RECORDS}/{stem}.msgpack"
+
+
+def load_record(out: Output, stem: str) -> ShardRecord | None:
+    """A shard's record; None where there is none, or none that can be read."""
+    data = out.read(record_name(stem))
+    try:
+        return None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)
+    except msgspec.DecodeError:
+        return None
+
+
+def store_record(out: Output, record: ShardRecord) -> None:
+    """Note a shard, before it gets its name: a shard without a record cannot be told from a foreign file."""
+    with out.publish(record_name(record.stem)) as file:
+        file.write(msgspec.msgpack.encode(record))
+
+
+def store_seal(out: Output, record: ShardRecord) -> None:
+    """Note what the store says of a shard that has just got its name, so that it need not be read to be believed."""
+    if seal := out.seal(record.name):
+        with out.publish(f"{_RECORDS}/{record.stem}.seal") as file:
+            file.write(seal.encode())
+
+
+def is_whole(out: Output, record: ShardRecord) -> bool:
+    """Whether shard and DALI index are in OUT as the record says: by seal where there is one, else by reading them."""
+    if record.idx_bytes and not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
+        return False
+    seal = out.read(f"{_RECORDS}/{record.stem}.seal") if out.seals else None
+    if seal is not None and seal.decode(errors="replace") == out.seal(record.name):
+        return True
+    return out.holds(record.name, record.bytes, record.sha256)

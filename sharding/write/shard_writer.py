@@ -1,0 +1,261 @@
+"""One shard from its plan: read, encode, digest, publish. A pure function of scan table, plan, recipe and number.
+
+A shard's record (where each sample lies, digests, image sizes) is kept beside the work until the dataset is finished;
+a shard whose record and bytes agree is not written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
+from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX
+from fuelrail.pipeline.runtime.workers import one_at_a_time
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    META,
+    Geometry,
+    decode_arrays,
+    decode_meta,
+    encode_arrays,
+    encode_meta,
+)
+from fuelrail.sharding.output.folder import open_output
+from fuelrail.sharding.planning.recipe import Recipe, codec_of
+from fuelrail.sharding.sources.scan_table import ScanTable, decode_row
+from fuelrail.sharding.sources.source import FileSource, SourceSpec, make_source
+from fuelrail.sharding.write.blocks import ReadBuffer
+from fuelrail.sharding.write.images import (
+    image_size,
+    scale_geometry,
+    scale_meta,
+    stored_field,
+    stored_size,
+    transcode,
+    with_restart_rows,
+)
+from fuelrail.sharding.write.member_check import MemberCheck
+from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
+from fuelrail.sharding.write.records import ShardRecord, SourceDigest, is_whole, load_record, store_record, store_seal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fuelrail.pipeline.format.codecs import Dictionary
+    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.format.rules import Rig
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.planning.plan import PlannedShard
+    from fuelrail.sharding.sources.scan_table import Reference, ScanRow
+
+
+class RunStoppedError(FuelrailError):
+    """The run was told to stop between two samples; nothing is half-written."""
+
+
+Pulse = Callable[[int], None]
+"""Called after each sample with the bytes it took; raises RunStoppedError where the run is to end."""
+
+
+class ShardDone(NamedTuple):
+    """What a finished shard tells the run: its number, name, size, and whether it was there already."""
+
+    number: int
+    name: str
+    num_bytes: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """What a worker needs to write any shard of a run; small, and the same for all.
+
+    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does.
+    """
+
+    out: str
+    scan_table: Path
+    plan_rows: Path
+    selection: Path
+    shards: tuple[PlannedShard, ...]
+    stamps: tuple[int, ...]
+    source: SourceSpec
+    recipe: Recipe
+    dataset: str
+    license: str | None
+    lidars: tuple[LidarEntry, ...]
+    clip_ids: tuple[str, ...]
+    dictionary: Dictionary | None
+    rig: Rig
+
+
+class ShardWriter:
+    """Writes shards of one run; each process has its own."""
+
+    def __init__(self, job: WriteJob) -> None:
+        self._job = job
+        self._out = open_output(job.out)
+        self._table = ScanTable(job.scan_table)
+        self._rows = np.load(job.plan_rows, mmap_mode="r")
+        self._selection = np.load(job.selection, mmap_mode="r")
+        self._source = make_source(job.source)
+        self._files = self._source if isinstance(self._source, FileSource) else None
+        self._buffer = ReadBuffer()
+
+    def make(self, number: int, pulse: Pulse) -> ShardDone:
+        """Write shard ``number`` of the plan, unless it is there already, whole.
+
+        Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be written.
+        """
+        shard = self._job.shards[number]
+        with self._out.writing():
+            record = load_record(self._out, shard.stem)
+            if (
+                record is not None
+                and record.source_stamp == self._job.stamps[number]
+                and self._source_digest(shard) == record.source_sha256
+                and is_whole(self._out, record)
+            ):
+                pulse(record.bytes)
+                return ShardDone(number, record.name, record.bytes, kept=True)
+            record = self._write(number, shard, pulse)
+            store_seal(self._out, record)
+        return ShardDone(number, record.name, record.bytes, kept=False)
+
+    def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
+        job = self._job
+        sizes: dict[str, set[tuple[int, int]]] = {}
+        digest = self._digest_of(shard)
+        framed, level = job.recipe.layout == "frame", job.recipe.compression_level
+        name = shard.stem + (FRAMED_SUFFIX if framed else SHARD_SUFFIX)
+        with self._out.publish(name) as file:
+            if framed:
+                packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
+            else:
+                packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
+            check = MemberCheck(job.rig, f"{job.source.kind}:{job.source.location}")
+            for row in self._rows_of(shard):
+                encoded = self._table.encoded_row(row)
+                digest.add(encoded)
+                scanned = decode_row(encoded)
+                self._buffer.clear()
+                clip_id = job.clip_ids[scanned.clip]
+                with one_at_a_time(sum(member.bytes for member in scanned.members)):
+                    length = packer.add(
+                        scanned.key, clip_id, scanned.frame, scanned.timestamp_ns,
+                        self._members(scanned, row, shard.split, sizes, check),
+                    )  # fmt: skip
+                pulse(length)
+            check.close()
+            packed = packer.close()
+            if packed.listing:
+                with self._out.publish(f"{shard.stem}.idx") as idx:
+                    idx.write(packed.listing)
+            record = ShardRecord(
+                stem=shard.stem,
+                name=name,
+                bytes=packed.num_bytes,
+                sha256=packed.sha256,
+                idx_bytes=len(packed.listing),
+                idx_sha256=hashlib.sha256(packed.listing).hexdigest(),
+                rows=packed.rows,
+                image_sizes={channel: sorted(found) for channel, found in sizes.items()},
+                source_sha256=digest.hexdigest(),
+                source_stamp=job.stamps[number],
+            )
+            store_record(self._out, record)
+        return record
+
+    def _rows_of(self, shard: PlannedShard) -> list[int]:
+        rows: list[int] = self._rows[shard.first_sample : shard.first_sample + shard.num_samples].tolist()
+        return rows
+
+    def _digest_of(self, shard: PlannedShard) -> SourceDigest:
+        job = self._job
+        dictionary = b"" if job.dictionary is None else job.dictionary.data
+        return SourceDigest(
+            job.dataset, job.license, shard.split, dictionary, *(tuple(lidar.columns) for lidar in job.lidars)
+        )
+
+    def _source_digest(self, shard: PlannedShard) -> str:
+        digest = self._digest_of(shard)
+        for row in self._rows_of(shard):
+            digest.add(self._table.encoded_row(row))
+        return digest.hexdigest()
+
+    def _members(
+        self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]], check: MemberCheck
+    ) -> list[RawMember]:
+        """The members of row ``number``, in the order in which they are stored."""
+        job = self._job
+        scanned = decode_meta(row.meta)
+        # Neighbours in the clip stand next to it in the table; those that are not selected are none.
+        meta = msgspec.structs.replace(
+            scanned,
+            dataset=job.dataset,
+            split=split,
+            license=job.license,
+            prev_key=scanned.prev_key if scanned.prev_key and self._selection[number - 1] else None,
+            next_key=scanned.next_key if scanned.next_key and self._selection[number + 1] else None,
+        )
+        geometry, images = row.geometry, job.recipe.images
+        if images is not None:
+            meta = scale_meta(meta, images)
+            geometry = encode_arrays(scale_geometry(decode_arrays(geometry, Geometry), images))
+        raw: dict[str, Buffer] = {META: encode_meta(meta), GEOMETRY: geometry}
+        if row.boxes is not None:
+            raw[BOXES] = row.boxes
+        for member in row.members:
+            data = self._read(member)
+            channel, _, extension = member.name.partition(".")
+            if extension in IMAGE_EXTENSIONS:
+                data, size = self._image(row, member, data, extension)
+                sizes.setdefault(channel, set()).add(size)
+            field = stored_field(member.name, images)
+            if field.endswith(".jpg") and job.recipe.jpeg == "restart":
+                data = self._restart_rows(row, member, data)
+            if field in raw:
+                raise SourceError(f"{self._where(row, member)}: the sample has '{field}' twice; each field occurs once")
+            raw[field] = data
+        check.add(row.key, meta, raw)
+        return [RawMember(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
+
+    def _read(self, member: Reference) -> Buffer:
+        """A sensor member's bytes: straight from its file where those are the member, else as the source makes them."""
+        path = None if self._files is None else self._files.path(member.ref)
+        return self._source.open(member.ref) if path is None else self._buffer.read(path, member.bytes)
+
+    def _where(self, row: ScanRow, member: Reference) -> str:
+        return f"image '{member.ref}' of {self._job.source.kind}:{self._job.source.location} (sample {row.key})"
+
+    def _restart_rows(self, row: ScanRow, member: Reference, data: Buffer) -> bytes:
+        try:
+            return with_restart_rows(data)
+        except ImageError as error:
+            raise SourceError(f"{self._where(row, member)}: {error}") from error
+
+    def _image(self, row: ScanRow, member: Reference, data: Buffer, extension: str) -> tuple[Buffer, tuple[int, int]]:
+        """An image as it is stored, with its size then (w, h) [px], after a look at what the source has."""
+        if len(data) != member.bytes:
+            where = self._where(row, member)
+            raise SourceError(f"{where} had {member.bytes} bytes when the run began and has {len(data)} now")
+        try:
+            size = image_size(data, extension)
+            if size != (member.width, member.height):
+                raise SourceError(
+                    f"{self._where(row, member)} is {size[0]} x {size[1]} pixels, the source's tables say "
+                    f"{member.width} x {member.height}"
+                )
+            if (images := self._job.recipe.images) is not None:
+                return transcode(data, extension, images), stored_size(images, size)
+        except ImageError as error:
+            raise SourceError(f"{self._where(row, member)}: {error}") from error
+        return data, size

@@ -1,0 +1,176 @@
+"""The emulated accelerator against a clock that is turned by hand: every time is exact."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.bench.measure.accelerator import PROFILES, EmulatedAccelerator, load_profile, profile_names
+from fuelrail.pipeline.errors import ConfigError
+from support.bench_runs import MS, PROFILE, HandClock
+
+
+def run_step(accelerator, clock, real_ms, *, samples=1):
+    """One step whose stand-in really takes these milliseconds in forward, backward and optimiser."""
+    forward_ms, backward_ms, optimiser_ms = real_ms
+    with accelerator.forward(samples, 2 * samples):
+        clock.pass_ms(forward_ms)
+    with accelerator.backward():
+        clock.pass_ms(backward_ms)
+    with accelerator.optimiser():
+        clock.pass_ms(optimiser_ms)
+    return accelerator.finish_step()
+
+
+def test_phases_last_as_long_as_the_profile_says():
+    clock = HandClock()
+    start = clock.now
+    times = run_step(EmulatedAccelerator(PROFILE, clock), clock, (3, 4, 0.1), samples=3)
+    assert (times.forward_ns, times.backward_ns, times.optimiser_ns) == (30 * MS, 60 * MS, 1 * MS)
+    assert times.device_busy_ns == 91 * MS == clock.now - start
+    assert (times.overrun_ns, times.overshoot_ns) == (0, 0)
+    assert times.stand_in_ns == round(7.1 * MS)
+
+
+def test_real_work_that_takes_longer_is_overrun_and_never_busy():
+    clock = HandClock()
+    times = run_step(EmulatedAccelerator(PROFILE, clock), clock, (14, 20, 1.5))
+    assert (times.forward_ns, times.backward_ns, times.optimiser_ns) == (10 * MS, 20 * MS, 1 * MS)
+    assert times.device_busy_ns == 31 * MS
+    assert times.overrun_ns == round(4.5 * MS)
+
+
+def test_a_host_that_wakes_late_does_not_delay_the_next_phase_on_the_device():
+    clock = HandClock(lateness_ns=2 * MS)
+    start = clock.now
+    times = run_step(EmulatedAccelerator(PROFILE, clock), clock, (0, 0, 0))
+    assert (times.forward_ns, times.backward_ns) == (10 * MS, 20 * MS)
+    assert times.overshoot_ns == 4 * MS  # the optimiser's millisecond had passed when the host woke from backward
+    assert clock.now - start == 32 * MS
+
+
+def test_the_device_idles_between_steps_while_the_host_waits_for_data():
+    clock = HandClock()
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    start = clock.now
+    for _ in range(2):
+        clock.pass_ms(50)
+        times = run_step(accelerator, clock, (1, 1, 0))
+        assert times.device_busy_ns == 31 * MS
+    assert clock.now - start == 2 * (50 + 31) * MS
+
+
+def test_a_bucket_is_held_until_its_gradients_would_exist_and_its_all_reduce_overlaps_the_rest():
+    clock = HandClock()
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    with accelerator.forward(1, 2):
+        pass
+    backward_start = clock.now
+    with accelerator.backward():
+        clock.pass_ms(1)
+        accelerator.gradients_ready(0.25)
+        assert clock.now == backward_start + 5 * MS
+        accelerator.all_reduce_started()
+        clock.pass_ms(3)
+        accelerator.all_reduce_finished()
+        accelerator.gradients_ready(1.0)
+        assert clock.now == backward_start + 20 * MS
+        accelerator.all_reduce_started()
+        clock.pass_ms(7)
+        accelerator.all_reduce_finished()
+    times = accelerator.finish_step()
+    assert times.backward_ns == 20 * MS
+    assert times.all_reduce_ns == 7 * MS  # exposed
+    assert times.all_reduce_total_ns == 10 * MS  # hidden or exposed
+    assert times.device_busy_ns == 30 * MS
+    assert times.overrun_ns == 0
+
+
+def test_overlapping_all_reduces_count_once():
+    clock = HandClock()
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    accelerator.all_reduce_started()
+    clock.pass_ms(2)
+    accelerator.all_reduce_started()
+    clock.pass_ms(2)
+    accelerator.all_reduce_finished()
+    clock.pass_ms(1)
+    accelerator.all_reduce_finished()
+    assert accelerator.finish_step().all_reduce_total_ns == 5 * MS
+
+
+def test_late_gradients_are_overrun():
+    clock = HandClock()
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    with accelerator.forward(1, 2):
+        pass
+    with accelerator.backward():
+        clock.pass_ms(26)
+        accelerator.gradients_ready(1.0)
+        clock.pass_ms(2)
+    times = accelerator.finish_step()
+    assert (times.backward_ns, times.all_reduce_ns, times.overrun_ns) == (20 * MS, 2 * MS, 6 * MS)
+    assert times.device_busy_ns == 30 * MS
+
+
+@given(
+    real_ms=st.tuples(*[st.floats(0, 60)] * 3),
+    lateness_ns=st.integers(0, 3 * MS),
+    samples=st.integers(1, 4),
+)
+def test_busy_time_is_the_profiles_whatever_the_host_does(real_ms, lateness_ns, samples):
+    clock = HandClock(lateness_ns)
+    start = clock.now
+    times = run_step(EmulatedAccelerator(PROFILE, clock), clock, real_ms, samples=samples)
+    assert times.device_busy_ns == round(PROFILE.step_ms(samples, 2 * samples) * MS)
+    phases = times.forward_ns + times.backward_ns + times.optimiser_ns
+    assert times.device_busy_ns == phases <= clock.now - start
+
+
+def test_what_is_copied_is_measured():
+    clock = HandClock()
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    with accelerator.host_to_device(1000):
+        clock.pass_ms(2)
+    assert accelerator.finish_step().host_to_device_ns == 2 * MS
+    assert accelerator.finish_step().host_to_device_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "seconds"), [("resnet50-224-a100", 400, 0.435), ("resnet50-224-h100", 400, 0.224)]
+)
+def test_resnet_profiles_give_mlperf_storages_step_times(name, batch, seconds):
+    assert load_profile(name).step_ms(batch, batch) == pytest.approx(1e3 * seconds, rel=1e-3)
+
+
+def test_bevdet_profiles_follow_from_the_sources_they_name():
+    for device, seconds in (("a100", 0.435), ("h100", 0.224)):
+        profile = load_profile(f"bevdet-r50-704x256-{device}")
+        expected_ms = 1e3 * seconds / 400 / 4.09 * 215.3
+        assert profile.forward_ms + profile.backward_ms == pytest.approx(expected_ms, rel=1e-3)
+        assert profile.backward_ms == pytest.approx(2 * profile.forward_ms, rel=1e-3)
+        assert profile.reference_input.cameras == 6
+
+
+def test_every_profile_carries_its_name_and_sources():
+    for name in profile_names():
+        profile = load_profile(name)
+        assert profile.name == name
+        assert profile.sources
+        assert profile.derivation
+
+
+def test_an_unknown_profile_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="resnet50-224-a100"):
+        load_profile("resnet51")
+
+
+def test_a_profile_of_ones_own_is_loaded_by_path_and_checked(tmp_path):
+    text = (PROFILES / "resnet50-224-a100.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert load_profile(str(path)).device == "NVIDIA A100"
+    path.write_text(text.replace("forward_ms: 0.3624", "forward_ms: -1"))
+    with pytest.raises(ConfigError, match="forward_ms"):
+        load_profile(str(path))

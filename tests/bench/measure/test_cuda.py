@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from fuelrail.bench.measure.accelerator import load_profile, profile_names
+from fuelrail.bench.measure.cuda import count_training_flop, peak_tflops
+from support.bench_runs import PROFILE, SETTINGS, log, report_of, steps
+
+
+def test_a_linear_layers_arithmetic_is_counted():
+    model = nn.Sequential(nn.Linear(8, 4, bias=False))
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x).sum()
+
+    # 2 x 3 x 8 x 4 forward; the same again for the weights' gradients; none for the input's, which nobody asks for.
+    assert count_training_flop(Loss(), [torch.ones(3, 8)]) == 2 * (2 * 3 * 8 * 4)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 156.0),
+        ("Voodoo 2", "bf16", None),
+    ],
+)
+def test_peaks_by_name(device, precision, peak):
+    assert peak_tflops(device, precision) == peak
+
+
+def test_an_emulated_runs_utilisation_is_the_profiles_times_occupancy():
+    # 31 ms for one sample in the records' steps of two: 100 GFLOP a sample on a device of 10 TFLOPS.
+    profile = msgspec.structs.replace(PROFILE, train_gflop=100.0, peak_tflops=10.0)
+    settings = msgspec.structs.replace(SETTINGS, profile=profile)
+    report = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], settings=settings)
+    assert report.figures.mfu == pytest.approx(2 * 100e9 / 0.040 / 10e12)
+
+
+def test_without_the_arithmetic_there_is_no_figure():
+    assert report_of([log(0, steps(20))]).figures.mfu is None
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_shipped_profiles_ask_for_no_more_than_the_device_has(name):
+    profile = load_profile(name)
+    assert profile.name == name
+    assert profile.sources
+    assert profile.derivation
+    if profile.train_gflop is not None:
+        assert 0.02 < profile.train_gflop / (profile.forward_ms + profile.backward_ms) / profile.peak_tflops < 0.6

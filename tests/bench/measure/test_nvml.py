@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from fuelrail.bench.measure.nvml import NvmlWatch
+
+
+class Card:
+    """Stands in for `pynvml` on hosts without a driver: the functions that the watch calls, and their answers."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, *, jpeg: bool = True, driver: bool = True) -> None:
+        self.calls: list[str] = []
+        self._jpeg, self._driver = jpeg, driver
+
+    def nvmlInit(self):  # noqa: N802
+        if not self._driver:
+            raise OSError("Driver Not Loaded")
+        self.calls.append("init")
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.calls.append("shutdown")
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name):  # noqa: N802
+        return {"GPU-b": 3}[name]
+
+    def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
+        return types.SimpleNamespace(gpu=90 + handle, memory=40)
+
+    def nvmlDeviceGetDecoderUtilization(self, handle):  # noqa: N802
+        return [25, 1000]
+
+    def nvmlDeviceGetJpgUtilization(self, handle):  # noqa: N802
+        if not self._jpeg:
+            raise RuntimeError("Not Supported")
+        return [50, 1000]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+        return types.SimpleNamespace(used=2**34)
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802
+        return 1980
+
+
+@pytest.mark.parametrize("jpeg", [True, False])
+def test_every_gpu_is_sampled_from_start_to_end(jpeg):
+    card = Card(jpeg=jpeg)
+    with NvmlWatch(2, card) as watch:
+        while watch.use() is None:
+            pass
+    first, second = watch.use()
+    assert (first.index, first.kernels, second.kernels) == (0, pytest.approx(0.90), pytest.approx(0.91))
+    assert (first.memory_traffic, first.decoder) == (pytest.approx(0.40), pytest.approx(0.25))
+    assert first.jpeg == (pytest.approx(0.5) if jpeg else None)
+    assert (first.peak_memory_bytes, first.mean_sm_clock_mhz) == (2**34, 1980)
+    assert card.calls == ["init", "shutdown"]
+
+
+@pytest.mark.parametrize(("visible", "handles"), [("2,0", [2, 0]), ("GPU-b, 1", [3, 1]), ("", [0, 1])])
+def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with NvmlWatch(2, Card()) as watch:
+        while watch.use() is None:
+            pass
+    assert [gpu.kernels for gpu in watch.use()] == [pytest.approx(0.90 + handle / 100) for handle in handles]
+
+
+def test_a_card_that_does_not_tell_leaves_nothing_to_say(monkeypatch):
+    def unsupported(self, handle):
+        raise RuntimeError("Not Supported")
+
+    monkeypatch.setattr(Card, "nvmlDeviceGetUtilizationRates", unsupported)
+    with NvmlWatch(1, Card()) as watch:
+        pass
+    assert watch.use() is None
+
+
+@pytest.mark.parametrize(("num_gpus", "card"), [(0, Card()), (1, Card(driver=False))])
+def test_without_gpus_or_driver_there_is_nothing_to_say(num_gpus, card):
+    with NvmlWatch(num_gpus, card) as watch:
+        pass
+    assert watch.use() is None
+    assert card.calls == []

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+
+import msgspec
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.micro.timing import Report
+from fuelrail.bench.report import files
+from fuelrail.bench.report.files import prepare_folder, publish, publish_json
+from fuelrail.pipeline.errors import ConfigError
+from support.bench_runs import MACHINE
+
+
+def test_a_file_appears_whole_and_alone(tmp_path):
+    path = tmp_path / "report.json"
+    publish_json(path, {"a": 1})
+    publish_json(path, {"a": 2})
+    assert path.read_text() == '{\n "a": 2\n}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_a_sentence_and_leaves_nothing(tmp_path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError, match="taken' cannot be written"):
+        publish(tmp_path / "taken", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_folder_is_made_and_an_earlier_report_taken_out(tmp_path):
+    out = tmp_path / "a" / "b"
+    prepare_folder(out, html=False)
+    for name in ("report.json", "report.html", "notes.txt"):
+        (out / name).write_text("old")
+    prepare_folder(out, html=False)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+def test_a_page_that_cannot_be_drawn_is_refused_before_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--no-html"):
+        prepare_folder(tmp_path / "out", html=True)
+    prepare_folder(tmp_path / "out", html=False)
+
+
+def result(commit, changed):
+    machine = msgspec.structs.replace(MACHINE, commit=commit, uncommitted_changes=changed)
+    return Report(benchmark="x", machine=machine, comparisons=[])
+
+
+def test_a_result_with_uncommitted_changes_is_refused_in_bench_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path.parent))
+    with pytest.raises(ConfigError, match="uncommitted changes"):
+        publish_json(tmp_path / "x.json", result("abc", True))
+    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path.parent / "x.uncommitted.json").exists(), "what was measured is kept"
+    publish_json(tmp_path / "x.json", result("abc", False))
+    publish_json(tmp_path.parent / "x.json", result("abc", True))
+
+
+# Measured with uncommitted changes before this was refused. This list may only become shorter.
+UNCOMMITTED = {
+    "compare_self.json", "compression.json", "compression_synthetic.json", "decode.json", "decode_fuzz.json",
+    "decode_loader.json", "occupancy.json", "sharding_run3.json", "storage_endurance.json", "storage_remote.json",
+}  # fmt: skip
+
+
+def test_every_result_names_a_clean_commit():
+    changed = set()
+    for path in files.RESULTS.glob("*.json"):
+        machine = msgspec.json.decode(path.read_bytes()).get("machine")
+        if isinstance(machine, dict) and machine.get("commit") and machine.get("uncommitted_changes") is not False:
+            changed.add(path.name)
+    assert changed == UNCOMMITTED, "measure from a clean commit; take out of the list what was measured again"
+
+
+def test_l1_a_report_that_is_no_regular_file_is_refused(capsys):
+    assert main(["bench", "diff", "/dev/zero", "/dev/zero"]) == 2
+    error = capsys.readouterr().err
+    assert "'/dev/zero' cannot be read: it is not a regular file" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,35 @@
+"""Building blocks of the reports' pages."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuelrail.bench.report.markdown import as_text
+from fuelrail.bench.report.page import hero, table, when
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"seed": 0, "verify": False, "storage": "auto"}, "seed=0, verify=False, storage=auto"),
+        ({"window": None, "cpus": [0], "leave_out": []}, "cpus=[0]"),
+        ({"inject": {"read": 0.0, "rank": None, "stage_lasts": {}}}, ""),
+        ({"inject": {"read": 0.5, "stage_lasts": {"decode": 2.0}}}, "inject.read=0.5, inject.stage_lasts.decode=2.0"),
+        ({"image": {"flip_prob": 0.0, "crop_bottom": (0.0, 0.2)}}, "image.crop_bottom=[0.0, 0.2]"),
+    ],
+)
+def test_options_are_told_flat_and_without_what_is_off(options, told):
+    assert as_text(options) == told
+
+
+def test_a_reports_time_is_told_to_the_minute():
+    assert when("2026-11-21T15:50:55+00:00") == "2026-11-21 15:50 UTC"
+
+
+@pytest.mark.parametrize(("figure", "is_long"), [("97.8%", False), ("compute", False), ("GPU decode contention", True)])
+def test_words_that_large_type_has_no_room_for_are_smaller(figure, is_long):
+    assert ('class="long"' in hero(figure, "bounds this run", "text")) == is_long
+
+
+def test_a_wide_table_scrolls_alone():
+    assert table(["a"], [["1"]]).startswith('<div class="wide"><table>')

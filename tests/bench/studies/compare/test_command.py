@@ -1,0 +1,187 @@
+"""The comparison on the command line, with those of the other loaders that the test environment has anyway."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import msgspec
+import numpy as np
+import pytest
+
+import fuelrail
+from fuelrail.__main__ import main
+from fuelrail.bench.peers.peer import (
+    PEERS,
+    RECIPES,
+    Work,
+    contestants,
+    decode_sample,
+    is_there,
+    seen_box,
+    shrink_factor,
+)
+from fuelrail.bench.peers.process import Failure, Task, perform, read_samples, reference
+from fuelrail.bench.studies.compare.report import load_compare_report
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.datasets import build_dataset
+
+SIZE = ("--height", 32, "--width", 48, "--batch-size", 2, "--no-html", "--cpus", 0)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (6, 6)})
+    return folder
+
+
+def bench(dataset, out, *options):
+    return main(["bench", "compare", str(dataset), "--out", str(out), *map(str, SIZE), *map(str, options)])
+
+
+def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, capsys):
+    out = tmp_path / "out"
+    only = ("--only", "fuelrail:turbo", "--only", "wds:cv2fast", "--psnr", 15, "--seconds", 1.6)
+    assert bench(dataset, out, *only, "--rounds", 1) == 0
+    report = load_compare_report(out / "report.json")
+    assert [(entry.name, len(entry.runs), entry.left_out) for entry in report.contestants] == [
+        ("fuelrail:turbo", 1, None),
+        ("wds:cv2fast", 1, None),
+    ]
+    for entry in report.contestants:
+        assert entry.check.fault is None
+        assert entry.check.num_missing == 0
+        assert entry.runs[0].peak_memory_bytes > 50 << 20
+        (run,) = entry.runs
+        assert run.doubt or run.images_per_s > 0  # a machine that stands still meanwhile is no fault of ours
+        assert run.num_batches > 0
+    assert (report.cut_off, report.num_rounds) == (None, 1)
+    assert str(dataset) not in (out / "report.json").read_text()
+    assert "fuelrail:turbo is ... times as fast" in capsys.readouterr().out
+    # Another round joins the first; another size does not.
+    assert bench(dataset, out, *only, "--rounds", 1, "--continue") == 0
+    more = load_compare_report(out / "report.json")
+    assert [run.round for run in more.contestants[1].runs] == [0, 1]
+    reference, other = more.contestants
+    for beside, run in zip(reference.runs, other.runs, strict=True):
+        assert beside.doubt or run.reference_images_per_s > 0
+    assert bench(dataset, out, *only, "--continue", "--batch-size", 1) == 2
+    assert "is of another work" in capsys.readouterr().err
+    assert load_compare_report(out / "report.json") == more
+
+
+def test_images_that_differ_keep_a_loader_out(dataset, tmp_path, capsys):
+    assert bench(dataset, tmp_path, "--only", "fuelrail:turbo", "--psnr", 90, "--rounds", 2) == 0
+    (entry,) = load_compare_report(tmp_path / "report.json").contestants
+    assert "90 dB are demanded" in entry.left_out
+    assert entry.runs == []
+    assert "left out: fuelrail:turbo" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_missing_is_named_with_what_to_install(dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PEERS, "mds", PEERS["mds"]._replace(needs=("no_such_module_of_streaming",)))
+    assert bench(dataset, tmp_path, "--only", "fuelrail:turbo", "--only", "mds", "--psnr", 15, "--rounds", 0) == 0
+    entries = {entry.peer: entry for entry in load_compare_report(tmp_path / "report.json").contestants}
+    assert "pip install mosaicml-streaming" in entries["mds"].left_out
+    assert entries["fuelrail"].left_out is None
+    assert "pip install mosaicml-streaming" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--only", "nope"), "'nope' is no loader"),
+        (("--only", "wds:nope"), "'wds:nope' is no loader"),
+        (("--rounds", -1), "--rounds -1 must be 0 or more"),
+        (("--seconds", 0), "--seconds 0 must be more than 0"),
+        (("--batch-size", 0), "--batch-size 0 must be 1 or more"),
+        (("--batch-size", 99), "too few to warm up"),
+        (("--cpus", "x"), "must be a list such as"),
+        (("--cpus", 4096), "this process may use"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
+    assert bench(dataset, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
+    """A process of its own, as it is run: the failure is said, and the exit is clean."""
+    work = Work(
+        height=32, width=48, batch_size=2, num_workers=1, seed=0, num_samples=12, source_wh=(96, 64),
+        cameras=tuple(camera.channel for camera in open_dataset(dataset).manifest.cameras),
+    )  # fmt: skip
+    task = Task(
+        action="time", peer="loose", recipe="cv2", folder=str(tmp_path / "empty"), dataset=str(dataset), work=work,
+        whole_epoch=False, cpus=(0,), result=str(tmp_path / "result.json"), arrivals=str(tmp_path / "arrivals"),
+    )  # fmt: skip
+    with pytest.raises(FileNotFoundError):
+        perform(task)
+    (tmp_path / "task.json").write_bytes(msgspec.json.encode(task))
+    command = [sys.executable, "-m", "fuelrail.bench.peers.process", str(tmp_path / "task.json")]
+    environment = {"PYTHONPATH": str(Path(fuelrail.__file__).parents[3]), "PATH": ""}
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    answer = msgspec.json.decode((tmp_path / "result.json").read_bytes(), type=Failure)
+    assert "FileNotFoundError" in answer.message
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_shows_the_same_part_of_a_picture(recipe):
+    """A smooth picture, so that filters hardly matter: what is left is where its pixels come from."""
+    x, y = np.meshgrid(np.arange(400), np.arange(240))
+    picture = np.stack((x * 255 / 400, y * 255 / 240, (x + y) * 255 / 640), axis=-1).astype(np.uint8)
+    encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 100])[1].tobytes()
+    work = Work(
+        height=64, width=176, batch_size=1, num_workers=1, seed=0, num_samples=2, source_wh=(400, 240), cameras=("c",)
+    )
+    decoded = decode_sample([encoded], recipe, np.empty(work.sample_shape, np.uint8))[0]
+    assert np.abs(decoded.astype(float) - reference(encoded, work)).max() <= 3
+
+
+def test_what_is_seen_fills_the_width_and_ends_at_the_bottom():
+    left, upper, right, lower = seen_box((1600, 900), (704, 256))
+    assert (left, right, lower) == (0, 1600, 900)
+    assert upper == pytest.approx(140 / 396 * 900)
+    assert shrink_factor((1600, 900), (704, 256)) == 2
+    assert shrink_factor((1600, 900), (100, 50)) == 8
+    assert shrink_factor((640, 480), (704, 256)) == 1
+
+
+def test_samples_are_numbered_by_key(dataset):
+    opened = open_dataset(dataset)
+    numbers = [sample.number for sample in read_samples(opened)]
+    assert numbers == list(range(12))
+    assert len({sample.images for sample in read_samples(opened)}) == 12
+    assert next(iter(read_samples(opened, [3]))).images == list(read_samples(opened))[3].images
+
+
+def test_every_peer_is_listed_once_and_ours_come_along():
+    names = [contestant.name for contestant in contestants()]
+    assert len(names) == len(set(names))
+    assert {contestant.peer for contestant in contestants(("loose:pil",))} == {"fuelrail", "loose"}
+    assert [contestant.name for contestant in contestants(("fuelrail:turbo", "loose:pil"))] == [
+        "fuelrail:turbo",
+        "loose:pil",
+    ]
+    assert contestants(("grain:thr-cv2fast+toppad",))[-1].environment
+    assert is_there("fuelrail") is None
+    with pytest.raises(ConfigError):
+        contestants(("nothing",))
+
+
+def test_compare_takes_one_split_of_several(tmp_path, capsys):
+    build_dataset(tmp_path / "two", {"train": (6, 6), "val": (5, 3)})
+    only = ("--only", "fuelrail:turbo", "--psnr", 15, "--rounds", 0)
+    assert bench(tmp_path / "two", tmp_path / "out", *only) == 2
+    assert "choose it with --split" in capsys.readouterr().err
+    assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "nope") == 2
+    assert bench(tmp_path / "two", tmp_path / "out", *only, "--split", "val") == 0
+    report = load_compare_report(tmp_path / "out" / "report.json")
+    assert (report.dataset.split, report.dataset.num_samples, report.work.num_samples) == ("val", 8, 8)

@@ -1,0 +1,124 @@
+"""Comparisons that never happened: rates from arrivals, ratios with intervals, doubts, the page."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import numpy as np
+import pytest
+
+from fuelrail.bench.measure.rates import ratio_interval
+from fuelrail.bench.studies.compare.markdown import render_markdown
+from fuelrail.bench.studies.compare.page import render_page
+from fuelrail.bench.studies.compare.report import make_run, ranking
+from fuelrail.bench.studies.diff.changes import compare
+from fuelrail.pipeline.errors import ConfigError
+from support.compare_runs import IMAGES_PER_BATCH, compare_report_of, contestant, timed
+from support.html_page import Page
+
+
+def run_of(arrival_s, **changes):
+    return make_run(0, timed(100.0, arrival_s=list(arrival_s), **changes), None, IMAGES_PER_BATCH)
+
+
+def test_a_steady_run_has_its_rate():
+    run = make_run(2, timed(800.0), timed(900.0), IMAGES_PER_BATCH)
+    assert (run.images_per_s, run.reference_images_per_s) == pytest.approx((800, 900))
+    assert run.cpu_s_per_1000_images == pytest.approx(1e3 * 5.0 / (40 * IMAGES_PER_BATCH))
+    assert (run.round, run.first_batch_s, run.doubt) == (2, 0.3, None)
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_where_a_burst_is_cut_does_not_matter_much(cut):
+    """Four workers that finish together: four batches at once, then nothing for a while."""
+    arrivals = np.repeat(np.arange(20) * 0.2, 4) + np.tile([0, 0.002, 0.004, 0.006], 20)
+    assert run_of(arrivals[: 80 - cut]).images_per_s == pytest.approx(20 * IMAGES_PER_BATCH, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "changes", "said"),
+    [
+        (np.arange(20) * 0.1, {"clock_jump_s": 3.0}, "wall clock jumped by +3.0 s"),
+        (np.array([*range(20), *range(60, 80)]) * 0.1, {}, "nothing came for 4.1 s"),
+        (np.arange(6) * 0.1, {}, "too few: 8 are needed"),
+        ((), {}, "0 batches are too few"),
+    ],
+    ids=["clock", "stopped", "short", "none"],
+)
+def test_a_run_that_proves_nothing_does_not_count(arrivals, changes, said):
+    run = run_of(arrivals, **changes)
+    assert run.images_per_s is None
+    assert said in run.doubt
+
+
+def test_ratios_are_to_the_laps_between():
+    """The machine halves its speed in the second round, and the reference's own laps elsewhere were slow."""
+    ours = contestant("fuelrail:turbo", [700.0, 350.0, 700.0])
+    theirs = contestant("wds:cv2fast", [600.0, 300.0, 600.0], reference=[900.0, 450.0, 900.0])
+    by_name = {entry.name: entry.figures for entry in compare_report_of([theirs, ours]).contestants}
+    times = by_name["wds:cv2fast"].ours_times_as_fast
+    assert (times.median, times.low, times.high) == pytest.approx((1.5, 1.5, 1.5))
+    assert by_name["wds:cv2fast"].images_per_s.low == pytest.approx(300)
+    assert by_name["fuelrail:turbo"].ours_times_as_fast.median == pytest.approx(1)
+
+
+def test_where_the_reference_was_disturbed_there_is_a_rate_and_no_ratio():
+    run = make_run(0, timed(600.0), timed(900.0, clock_jump_s=9.0), IMAGES_PER_BATCH)
+    assert (run.images_per_s, run.reference_images_per_s) == (pytest.approx(600), None)
+
+
+def test_the_interval_of_ratios_is_students():
+    interval = ratio_interval([1.0, 1.1, 1.21])
+    half = 4.303 * np.log(1.1) / np.sqrt(3)
+    assert (interval.median, interval.low) == pytest.approx((1.1, 1.1 * np.exp(-half)))
+    assert interval.high == pytest.approx(1.1 * np.exp(half))
+    assert (ratio_interval([2.0]).low, ratio_interval([2.0]).confidence) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_interval_of_ratios_covers_as_often_as_it_says(seed):
+    rng = np.random.default_rng(seed)
+    intervals = [ratio_interval(np.exp(rng.normal(0.3, 0.1, 4)).tolist()) for _ in range(400)]
+    covered = np.mean([interval.low <= np.exp(0.3) <= interval.high for interval in intervals])
+    assert 0.91 < covered < 0.985
+
+
+def test_the_fastest_stands_first_and_who_was_left_out_is_named():
+    entries = [
+        contestant("loose:pil", [200.0], reference=[900.0]),
+        contestant("fuelrail:turbo", [900.0]),
+        contestant("ffcv:area", [], left_out="'ffcv' is not installed: pip install ffcv"),
+    ]
+    report = compare_report_of(entries, cut_off="the run was interrupted")
+    assert [entry.name for entry in ranking(report)] == ["fuelrail:turbo", "loose:pil"]
+    page = Page(render_page(report))
+    page.check()
+    for told in (page.text, render_markdown(report)):
+        assert "ffcv:area: 'ffcv' is not installed: pip install ffcv" in told
+        assert re.search("Partial( report)?: the run was interrupted", told)
+        assert "webdataset 1.0" in told or "webdataset=1.0" in told
+    assert "4.50 x" in page.text
+
+
+@pytest.mark.parametrize(("ours", "undecided"), [([650.0, 900.0, 550.0], True), ([900.0, 905.0, 910.0], False)])
+def test_a_lead_within_the_noise_is_told_as_none(ours, undecided):
+    entries = [contestant("fuelrail:turbo", ours), contestant("wds:cv2fast", [600.0] * 3, reference=ours)]
+    assert ("The interval holds 1" in Page(render_page(compare_report_of(entries))).text) == undecided
+
+
+def test_without_our_reference_there_are_rates_and_no_ratios():
+    run = make_run(0, timed(200.0), None, IMAGES_PER_BATCH)
+    alone = msgspec.structs.replace(contestant("loose:pil", []), runs=[run])
+    (entry,) = compare_report_of([alone]).contestants
+    assert entry.figures.ours_times_as_fast is None
+    Page(render_page(compare_report_of([alone]))).check()
+
+
+def test_comparisons_differ_by_what_both_timed():
+    before = compare_report_of([contestant("fuelrail:turbo", [900.0, 905.0, 910.0]), contestant("loose:pil", [200.0])])
+    after = compare_report_of([contestant("fuelrail:turbo", [700.0, 705.0, 710.0]), contestant("wds:cv2", [300.0])])
+    (change,) = compare(before, after)
+    assert change.is_worse(0.1)
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compare(before, compare_report_of([contestant("wds:cv2", [300.0])]))

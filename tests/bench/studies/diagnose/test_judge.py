@@ -1,0 +1,251 @@
+"""Bounds injected into runs that never happened: each must be named, and a healthy run called healthy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.measure.machine import CpuUse
+from fuelrail.bench.studies.diagnose.command import told
+from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counterfactual, diagnose
+from fuelrail.bench.studies.diagnose.report import DiagnoseReport, headline, trials, verdict_on
+from fuelrail.bench.studies.diagnose.report import judge as judge_trial
+from fuelrail.bench.studies.train.report import load_report
+from support.bench_runs import MS, SETTINGS, log, report_of, step
+from support.datasets import build_dataset
+
+
+def training(seed, *, ranks=2, leave_out=(), cpu=None, noise_ms=0.2, **times_ms):
+    """A report of runs whose steps take these times, a little noise on each; a list is one value a rank."""
+    logs = []
+    for rank in range(ranks):
+        rng = np.random.default_rng([seed, rank])
+        records = [step(0, 0)]
+        for number in range(1, 60):
+            own = {
+                name: value
+                if name.endswith("_ns")
+                else (value[rank] if isinstance(value, list) else value) + rng.exponential(noise_ms)
+                for name, value in times_ms.items()
+            }
+            records.append(step(number, records[-1].end_ns, **own))
+        logs.append(log(rank, records, digest=f"{rank}" if leave_out else "same"))
+    settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
+    return msgspec.structs.replace(report_of(logs, settings=settings), cpu=cpu)
+
+
+def judge(base, *, without=None, again=None, **facts):
+    """``without`` maps what is left out to the step times of that run; ``again`` are those of the second run."""
+    runs = {"loading": {}, "storage": {}, "decompression": {}, "decode": {}, "all-reduce": {}} | (without or {})
+    reports = {
+        name: training(number, leave_out=(name,), **times) for number, (name, times) in enumerate(runs.items(), 1)
+    }
+    second = None if again is None else training(99, **again)
+    return diagnose(Evidence(base, reports, second, **facts))
+
+
+def everywhere(**times):
+    """Every run the same: nothing that is left out helps."""
+    return dict.fromkeys(("loading", "storage", "decompression", "decode", "all-reduce"), times)
+
+
+def test_nothing_wrong_is_called_healthy():
+    found = judge(training(0, wait_ms=0.1), without=everywhere(wait_ms=0.1))
+    assert found.bound == "compute"
+    assert found.finding.startswith("Healthy")
+    assert found.expected_gain == 0
+    assert not any(entry.counts for entry in found.counterfactuals)
+
+
+WAITS = {"wait_ms": 15.0}
+LOADER = {"storage": "storage", "decompression": "decompression", "decode": "CPU decode", "transform": "Python"}
+
+
+@pytest.mark.parametrize(("left_out", "bound"), LOADER.items())
+def test_the_stage_whose_absence_helps_is_named(left_out, bound):
+    without = everywhere(**WAITS) | {"loading": {}, left_out: {"wait_ms": 1.0}}
+    found = judge(training(0, **WAITS), without=without, again=WAITS)
+    assert found.bound == bound
+    assert "With batches from memory the run would be" in found.finding
+    assert found.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("facts", "bound"), [({"is_remote": True}, "network"), ({"shard_scaling": 1.9}, "too few shards")]
+)
+def test_kinds_of_slow_storage(facts, bound):
+    without = everywhere(**WAITS) | {"loading": {}, "storage": {}}
+    assert judge(training(0, **WAITS), without=without, again=WAITS, **facts).bound == bound
+
+
+def test_a_cache_that_was_cold():
+    """Whatever comes after the first run is faster, by the same."""
+    cold, warm = reading(training(0, **WAITS), 0.9), reading(training(1), 0.1)
+    reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
+    found = diagnose(Evidence(cold, reports, warm))
+    assert found.bound == "cold cache"
+    assert found.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
+
+
+def test_a_machine_that_got_faster_meanwhile_is_no_finding():
+    found = judge(training(0, other_ms=1.2), without=everywhere(other_ms=0.1), again={"other_ms": 0.0})
+    assert found.bound == "compute"
+
+
+def reading(report, busy):
+    """The report with a stage `fetch` that was busy for that share."""
+    stages = [msgspec.structs.replace(stage, name="fetch", busy=busy) for stage in report.figures.stages[:1]]
+    return msgspec.structs.replace(report, figures=msgspec.structs.replace(report.figures, stages=stages))
+
+
+@pytest.mark.parametrize(("others", "said"), [(0.0, "more cores"), (1.0, "Other processes")])
+def test_a_loader_without_free_cpus(others, said):
+    cpu = CpuUse(seconds=2.0, own=1.9 - others, others=others, usable=2.0)
+    without = everywhere(**WAITS) | {"loading": {}, "decode": {}}
+    assert said in judge(training(0, **WAITS, cpu=cpu), without=without).advice
+
+
+def test_an_all_reduce_that_is_slow():
+    found = judge(training(0, reduce_ms=12), without=everywhere(reduce_ms=12) | {"all-reduce": {}})
+    assert (found.bound, found.occupancy) == ("all-reduce", pytest.approx(31 / 43, abs=0.02))
+
+
+@pytest.mark.parametrize(("left_out", "bound"), [("copy", "host to device"), ("launches", "kernel launches")])
+def test_what_only_devices_have(left_out, bound):
+    without = everywhere(other_ms=12) | {left_out: {}}
+    assert judge(training(0, other_ms=12), without=without).bound == bound
+
+
+def test_a_copy_that_falls_away_with_the_loading_is_the_copy():
+    without = everywhere(other_ms=12) | {"loading": {}, "copy": {}}
+    assert judge(training(0, other_ms=12), without=without).bound == "host to device"
+
+
+def test_decoding_that_slows_the_device_down():
+    slow = {"wait_ms": 0.1, "backward_ns": round(35 * MS), "other_ms": 15.0}
+    found = judge(training(0, **slow), without=everywhere(**slow) | {"loading": {}, "decode": {}})
+    assert found.bound == "GPU decode contention"
+
+
+def test_a_rank_that_the_others_wait_for():
+    base = training(0, other_ms=[0.0, 9.0], reduce_ms=[9.0, 0.0])
+    without = everywhere(other_ms=[0.0, 9.0], reduce_ms=[9.0, 0.0]) | {"all-reduce": {"other_ms": [0.0, 9.0]}}
+    found = judge(base, without=without)
+    assert found.bound == "slow rank"
+    assert found.finding.startswith("Rank 1 takes")
+    assert "'other'" in found.finding
+
+
+def test_ranks_that_starve_alike_are_not_slow_though_one_comes_last():
+    """In step, what one of them waits for data, the other waits in the all-reduce; apart, they are as fast."""
+    base = training(0, wait_ms=[1.0, 15.0], reduce_ms=[15.0, 1.0])
+    starving = {"wait_ms": [1.0, 15.0], "reduce_ms": [15.0, 1.0]}
+    without = everywhere(**starving) | {"loading": {}, "decode": {}, "all-reduce": {"wait_ms": 10.0}}
+    assert judge(base, without=without).bound == "CPU decode"
+
+
+def test_a_host_that_is_slow_between_the_phases():
+    assert judge(training(0, other_ms=5), without=everywhere(other_ms=5)).bound == "host"
+
+
+def test_the_larger_of_two_losses_is_named():
+    both = {"wait_ms": 3, "reduce_ms": 9}
+    without = everywhere(**both) | {"loading": {"reduce_ms": 9}, "all-reduce": {"wait_ms": 3}}
+    assert judge(training(0, **both), without=without).bound == "all-reduce"
+
+
+def test_steps_of_other_sizes_are_compared_by_sample():
+    base, doubled = training(0), training(1, other_ms=31.0)
+    doubled = msgspec.structs.replace(doubled, options={**doubled.options, "accumulation": 2})
+    assert counterfactual("trial", base, doubled).gain == pytest.approx(0, abs=0.02)
+
+
+@pytest.mark.parametrize(("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])])
+def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
+    settings = msgspec.structs.replace(SETTINGS, num_workers=num_workers)
+    found = trials("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
+    assert [trial.options for trial in found] == options
+
+
+@pytest.mark.parametrize("bound", [*get_args(Bound)])
+def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
+    found = trials(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
+    lines = told([judge_trial(trial, training(0, **WAITS), training(1)) for trial in found])
+    assert lines[-1].startswith("use: " if found else "tried nothing")
+    for trial in found:
+        msgspec.structs.replace(SETTINGS, **trial.changes)
+
+
+def test_the_command_runs_and_tells(tmp_path, capsys):
+    build_dataset(tmp_path / "data", {"train": (12,)})
+    out = tmp_path / "out"
+    options = ["--batch-size", "1", "--steps", "12", "--warmup", "2", "--workers", "1", "--no-html"]
+    options += ["--accelerator", "emulated:resnet50-224-h100", "--out", str(out), "--apply", "--max-rounds", "1"]
+    assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 0
+    result = msgspec.json.decode((out / "report.json").read_bytes(), type=DiagnoseReport)
+    left_out = ["loading", "storage", "decompression", "decode"]  # one rank reduces nothing
+    assert [entry.left_out for entry in result.diagnosis.counterfactuals] == [*left_out, "again"]
+    assert [run.name for run in result.runs][:6] == [
+        "as-it-is",
+        *(f"without-{name}" for name in left_out),
+        "as-it-is-again",
+    ]
+    assert result.tried is not None
+    for run in result.runs:
+        assert load_report(out / run.report).figures.occupancy.mean == run.occupancy
+        assert (out / run.name / "report.md").is_file()
+    assert result.diagnosis.finding in (out / "report.md").read_text()
+    assert headline(result.diagnosis) in capsys.readouterr().out
+
+
+def test_a_run_too_short_is_refused_before_it_is_made(tmp_path, capsys):
+    options = ["--steps", "12", "--warmup", "5", "--out", str(tmp_path / "out")]
+    assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 2
+    assert "leave 7 steps to measure" in capsys.readouterr().err
+
+
+def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
+    """NEWCOMER rank 8: decode's gain was 17.5 % (from 0.3 % on), more than the repeat's 16.9 %, but not by enough."""
+    steps, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 6.0, "noise_ms": 6.0}
+    noisy = everywhere(**steps) | {"loading": helped, "decode": helped}
+    found = judge(training(0, **steps), without=noisy, again={"wait_ms": 7.5, "noise_ms": 6.0})
+    decode = next(entry for entry in found.counterfactuals if entry.left_out == "decode")
+    assert 0 < decode.gain_low < found.noise < decode.gain
+    assert found.bound == "not told apart"
+    assert f"the repeat of the same run differed by {found.noise:.1%}" in found.finding
+    assert found.expected_gain == 0
+    assert headline(found) == f"not told apart from noise (the repeat differed by {found.noise:.1%})"
+
+
+def test_further_rounds_tell_what_one_could_not():
+    """The first repeat was disturbed; over five rounds the gain stands out, and the repeat does not."""
+    waits, helped = {"wait_ms": 15.0, "noise_ms": 6.0}, {"wait_ms": 1.0, "noise_ms": 6.0}
+    names = ("loading", "storage", "decompression", "decode", "all-reduce")
+    helps = {"loading", "decode"}
+
+    def without(seed):
+        return {
+            name: training(seed + n, leave_out=(name,), **(helped if name in helps else waits))
+            for n, name in enumerate(names)
+        }
+
+    first = Evidence(training(0, **waits), without(10), training(99, wait_ms=1.5, noise_ms=6.0))
+    assert diagnose(first).bound == "not told apart"
+    more = [Round(training(n, **waits), without(n + 10), training(n + 99, **waits)) for n in (100, 200, 300, 400)]
+    found = diagnose(first._replace(more=more))
+    assert (found.bound, found.num_rounds) == ("CPU decode", 5)
+    assert found.noise < 0.1
+
+
+def test_a_trial_within_noise_shows_no_difference():
+    base, same = training(0, **WAITS), training(1, **WAITS)
+    trial = trials("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
+    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no difference shown"
+    better = judge_trial(trial, base, training(2), 0.1)
+    assert verdict_on(better) == "helps"
+    assert not msgspec.structs.replace(better, noise=0.6).helps

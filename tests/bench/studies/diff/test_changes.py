@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.studies.diff.changes import compare, differences
+from support.bench_runs import MACHINE, SETTINGS, log, report_of, step
+from support.loader_runs import loader_report_of, loader_run
+
+
+def noisy(seed, *, slower_ms=0.0, count=60, settings=SETTINGS):
+    """A training report whose steps wait for data for a random while, ``slower_ms`` longer."""
+    waits_ms = np.random.default_rng(seed).gamma(2, 1.5, count) + slower_ms
+    records = [step(0, 0)]
+    for number, wait_ms in enumerate(waits_ms, 1):
+        records.append(step(number, records[-1].end_ns, wait_ms=wait_ms))
+    return report_of([log(0, records)], settings=settings)
+
+
+def test_a_report_is_no_worse_than_itself():
+    changes = compare(noisy(0), noisy(0))
+    assert [change.name for change in changes] == ["mean step time [ms]", "occupancy", "samples/s"]
+    assert not any(change.is_real or change.is_worse(0) for change in changes)
+    assert all(change.ratio == pytest.approx(1) for change in changes)
+
+
+def test_noise_is_seldom_taken_for_a_change():
+    real = [compare(noisy(2 * seed), noisy(2 * seed + 1))[0].is_real for seed in range(60)]
+    assert sum(real) <= 9  # 5% are meant, a short series makes it some more
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_slower_run_is_worse_and_the_other_way_round_better(seed):
+    quick, slow = noisy(seed), noisy(seed + 100, slower_ms=4.0)
+    assert all(change.is_worse(0.02) for change in compare(quick, slow))
+    back = compare(slow, quick)
+    assert all(change.is_real for change in back)
+    assert not any(change.is_worse(0.0) for change in back)
+
+
+def test_a_real_loss_below_the_threshold_is_tolerated():
+    step_time = compare(noisy(1), noisy(2, slower_ms=4.0))[0]
+    assert step_time.is_worse(0.02)
+    assert not step_time.is_worse(0.5)
+
+
+def test_runs_with_other_batches_are_compared_by_their_steps_alone():
+    other = noisy(1, settings=msgspec.structs.replace(SETTINGS, batch_size=4))
+    assert [change.name for change in compare(noisy(0), other)] == ["mean step time [ms]"]
+    assert "option batch_size: 2 -> 4" in differences(noisy(0), other)
+
+
+def test_loaders_differ_when_their_repeats_do_not_overlap():
+    before = loader_report_of([loader_run(rate) for rate in (100.0, 104.0, 102.0)])
+    same = loader_report_of([loader_run(rate) for rate in (99.0, 101.0, 103.0)])
+    slow = loader_report_of([loader_run(rate) for rate in (80.0, 81.0, 79.0)])
+    assert not compare(before, same)[0].is_real
+    assert compare(before, slow)[0].is_worse(0.1)
+    assert not compare(slow, before)[0].is_worse(0.0)
+
+
+def test_what_else_differs_is_told():
+    before = loader_report_of([loader_run()])
+    machine = msgspec.structs.replace(MACHINE, cpu="Other CPU", packages={"numpy": "2.3"})
+    after = msgspec.structs.replace(before, machine=machine)
+    assert differences(before, after) == [
+        "processor: Test CPU -> Other CPU",
+        "package torch: 2.13.0 -> none",
+        "package numpy: none -> 2.3",
+    ]
+    assert differences(before, before) == []
+
+
+@pytest.fixture
+def reports(tmp_path):
+    for name, report in {
+        "quick": noisy(0), "slow": noisy(1, slower_ms=4.0), "short": report_of([log(0, [step(0, 0)])]),
+        "loader": loader_report_of([loader_run()]), "other": {"schema": "x", "version": 1},
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        publish_json(tmp_path / name / "report.json", report)
+    return tmp_path
+
+
+def test_the_exit_code_is_for_ci(reports, capsys):
+    assert main(["bench", "diff", str(reports / "quick"), str(reports / "slow")]) == 1
+    assert "worse by more than 2.0%, beyond noise: mean step time [ms], occupancy" in capsys.readouterr().out
+    assert main(["bench", "diff", str(reports / "slow" / "report.json"), str(reports / "quick")]) == 0
+    assert "nothing is worse" in capsys.readouterr().out
+    assert main(["bench", "diff", str(reports / "quick"), str(reports / "slow"), "--threshold", "0.5"]) == 0
+
+
+def test_the_comparison_as_json(reports, capsys):
+    assert main(["bench", "diff", str(reports / "quick"), str(reports / "slow"), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["worse"] == ["mean step time [ms]", "occupancy", "samples/s"]
+    assert told["changes"][0]["ratio_low"] > 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("quick", "loader", "different kinds"),
+        ("quick", "short", "no figures"),
+        ("other", "quick", "schema 'x'"),
+        ("nothing", "quick", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(reports, capsys, before, after, said):
+    assert main(["bench", "diff", str(reports / before), str(reports / after)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def of_other_data(report, **changes):
+    return msgspec.structs.replace(report, dataset=msgspec.structs.replace(report.dataset, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"fingerprint": "e" * 16}, {"split": "val"}], ids=["dataset", "split"])
+def test_reports_of_different_data_are_refused_unless_told(reports, capsys, changes):
+    other = of_other_data(noisy(1, slower_ms=4.0), **changes)
+    publish_json(reports / "other" / "report.json", other)
+    words = ["bench", "diff", str(reports / "quick"), str(reports / "other")]
+    assert main(words) == 2
+    assert "different data" in capsys.readouterr().err
+    assert main([*words, "--other-dataset"]) == 1
+    assert capsys.readouterr().out.startswith("warning: the reports are of different data")
+
+
+def test_the_names_of_figures_are_printed_whole(reports, capsys):
+    main(["bench", "diff", str(reports / "quick"), str(reports / "slow")])
+    out = capsys.readouterr().out
+    assert "beyond noise: mean step time [ms], occupancy, samples/s" in out
+    assert "mean , " not in out
+
+
+def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
+    few, many = loader_report_of([loader_run(50.0)]), loader_report_of([loader_run(100.0 + n) for n in range(3)])
+    change = compare(few, many)[0]
+    assert (change.ratio_low, change.ratio_high, change.is_real) == (None, None, False)
+    assert compare(many, many)[0].ratio_low is not None

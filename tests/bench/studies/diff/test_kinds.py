@@ -1,0 +1,58 @@
+"""The kinds of reports: schemas as documents, and what reading refuses."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.studies.diff.kinds import KINDS, json_schema, load_comparable, schema_path
+from fuelrail.pipeline.errors import ConfigError
+from support.compare_runs import compare_report_of, contestant
+from support.loader_runs import loader_report_of, loader_run
+from support.scale_runs import scale_report
+
+REPORTS = {
+    "fuelrail-bench-loader": lambda: loader_report_of([loader_run()]),
+    "fuelrail-bench-compare": lambda: compare_report_of([contestant("fuelrail:turbo", [900.0])]),
+    "fuelrail-bench-scale": scale_report,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_the_schemas_documents_are_those_of_the_code(kind):
+    assert schema_path(kind).read_bytes() == json_schema(kind), "run python -m fuelrail.bench.studies.diff.kinds"
+
+
+@pytest.mark.parametrize("schema", REPORTS)
+def test_what_was_written_is_read(tmp_path, schema):
+    report = REPORTS[schema]()
+    publish_json(tmp_path / "report.json", report)
+    assert load_comparable(tmp_path / "report.json") == report
+
+
+@pytest.mark.parametrize("schema", REPORTS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"schema": "other"}, "schema 'other'"),
+        ({"machine": 7}, "machine"),
+    ],
+    ids=["version", "schema", "field"],
+)
+def test_what_is_not_the_schemas_is_refused(tmp_path, schema, change, said):
+    path = tmp_path / "report.json"
+    publish_json(path, {**msgspec.to_builtins(REPORTS[schema]()), **change})
+    with pytest.raises(ConfigError, match=said):
+        load_comparable(path)
+
+
+def test_what_is_no_report_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text("[1, 2]")
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(ConfigError, match="schema None"):
+        load_comparable(tmp_path / "a.json")
+    for name in ("b.json", "c.json"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_comparable(tmp_path / name)

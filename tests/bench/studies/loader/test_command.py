@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.measure.limits import device_limit, jpeg_limit, measure_limits, sample_sizes
+from fuelrail.bench.measure.machine import peak_memory_bytes
+from fuelrail.bench.studies.loader.report import LoaderReport
+from fuelrail.bench.studies.loader.run import run_loader
+from fuelrail.bench.studies.loader.stages import LoaderChoice, measure_stages, record_stages
+from fuelrail.loaders import ImageAugment
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.datasets import build_dataset
+
+IMAGE = ImageAugment(height=32, width=48)
+CHOICE = LoaderChoice(split="train", batch_size=2, num_workers=2, decoder="turbo", verify=True, points=False, seed=0)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (5, 4), "val": (1,)})
+    return folder
+
+
+def bench(dataset, out, *options):
+    return main(["bench", "loader", str(dataset), "--out", str(out), *map(str, options)])
+
+
+def test_stages_are_recorded_with_what_went_into_them(dataset):
+    recorded = record_stages(open_dataset(dataset), IMAGE, CHOICE, 3)
+    assert [entry.stage.name for entry in recorded] == ["fetch", "parse", "decode", "collate"]
+    assert [len(entry.items) for entry in recorded] == [6, 6, 6, 3]
+    assert [entry.per_batch for entry in recorded] == [False, False, False, True]
+    rates = measure_stages(recorded, 2, 0.0)
+    assert [(rate.name, rate.num_threads) for rate in rates] == [
+        ("fetch", 1),
+        ("parse", 1),
+        ("decode", 2),
+        ("collate", 1),
+    ]
+
+
+def test_more_batches_than_an_epoch_are_recorded_over_epochs(dataset):
+    recorded = record_stages(open_dataset(dataset), IMAGE, CHOICE, 6)  # an epoch has four
+    assert [len(entry.items) for entry in recorded] == [12, 12, 12, 6]
+
+
+def test_limits_of_frame_shards(tmp_path):
+    build_dataset(tmp_path / "tiny", {"train": (8,)}, layout="frame")
+    opened = open_dataset(tmp_path / "tiny")
+    items = {entry.stage.name: entry.items for entry in record_stages(opened, IMAGE, CHOICE, 2)}
+    limits = measure_limits(items["parse"], items["decode"], {"lidar_top"}, 2 * 3 * 32 * 48, 1, 0.0, opened)
+    assert "zstd" in [rate.name for rate in limits]
+
+
+def test_limits_are_of_what_the_loader_reads(dataset):
+    opened = open_dataset(dataset)
+    items = {entry.stage.name: entry.items for entry in record_stages(opened, IMAGE, CHOICE, 2)}
+    picture, device = bytes(2 * 3 * 32 * 48), bytearray(2 * 3 * 32 * 48)
+
+    def to_device(_):  # emulated: it takes what a copy takes
+        device[:] = picture
+
+    limits = measure_limits(items["parse"], items["decode"], {"lidar_top"}, len(picture), 1, 0.0, None, to_device)
+    assert (limits[-1], limits[-1].num_threads) == (device_limit(limits), 1)
+    limits = limits[:-1]
+    assert device_limit(limits) is None
+    names = [rate.name for rate in limits]
+    # Images of 96 x 64 that end up 48 wide are decoded at half size.
+    assert names[-2:] == ["libjpeg-turbo at 1/2", "libjpeg-turbo at full size"]
+    assert jpeg_limit(limits).name == "libjpeg-turbo at 1/2"
+    assert "zstd" in names
+    sizes = sample_sizes(items["parse"], items["decode"], 2 * 3 * 32 * 48)
+    assert 0 < sizes.encoded_image_bytes < sizes.stored_bytes
+
+
+def test_a_measurement_is_reported(dataset, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--batch-size", 2, "--workers", 1, "--seconds", 0.8, "--repeats", 2)
+    assert bench(dataset, out, *options) == 0
+    text = (out / "report.json").read_text()
+    report = msgspec.json.decode(text, type=LoaderReport)
+    assert (report.schema, report.version) == ("fuelrail-bench-loader", 3)
+    assert len(report.runs) == 2
+    figures = report.figures
+    assert figures.samples_per_s.low <= figures.samples_per_s.median <= figures.samples_per_s.high
+    assert figures.images_per_s.median == pytest.approx(2 * figures.samples_per_s.median)
+    assert figures.cpu_s_per_1000_images == pytest.approx(figures.cpu_ms_per_sample.median / 2)
+    assert [step.name.split()[0] for step in figures.waterfall] == ["libjpeg-turbo", "decode", "fetch", "whole", "host"]
+    assert [rate.name for rate in report.stacked] == ["fetch", "fetch + parse", "fetch + parse + decode"]
+    assert [len(depths.waiting) for depths in report.runs[0].queues[:1]] == [len(report.runs[0].stages)]
+    # Less than this process has now, as a parent's peak would not be: nothing was freed that large.
+    assert 2**20 < figures.peak_rss_bytes <= peak_memory_bytes()
+    assert "## Machine, dataset, options" in (out / "report.md").read_text()
+    assert str(dataset) not in text
+    assert "How fast can this dataset be loaded here?" in (out / "report.html").read_text()
+    printed = capsys.readouterr().out
+    for word in (
+        "samples/s",
+        "per 1,000 images",
+        "first batch after",
+        "stage alone",
+        "stage upon stage",
+        "xxh3 digest",
+        "bound:",
+    ):
+        assert word in printed
+
+
+def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.001, "--repeats", 1, "--json", "--no-html") == 0
+    assert sorted(path.name for path in out.iterdir()) == ["report.json", "report.md"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["figures"] is None
+    assert "no run became steady" in printed["too_short"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--batch-size", 0), "--batch-size 0 must be 1 or more"),
+        (("--workers", 0), "--workers 0 must be 1 or more"),
+        (("--repeats", 0), "--repeats 0 must be 1 or more"),
+        (("--seconds", 0), "--seconds 0 must be more than 0"),
+        (("--split", "test"), "no split 'test'"),
+        (("--batch-size", 99), "has 9 samples, fewer than a batch of 99"),
+        (("--decoder", "quartz"), "quartz"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
+    assert bench(dataset, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_decoder_is_refused_before_anything_is_written(dataset, tmp_path):
+    assert bench(dataset, tmp_path / "out", "--decoder", "nope") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_measurement_reports_its_finished_rounds_as_partial(dataset, tmp_path, capsys, monkeypatch):
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:  # the warm-up, one round, and then
+            raise KeyboardInterrupt
+        return run_loader(*arguments)
+
+    monkeypatch.setattr("fuelrail.bench.studies.loader.run.run_loader", interrupted)
+    options = ("--batch-size", 2, "--seconds", 0.8, "--repeats", 5, "--no-html")
+    assert bench(dataset, tmp_path / "out", *options) == 130
+    report = msgspec.json.decode((tmp_path / "out" / "report.json").read_bytes(), type=LoaderReport)
+    assert report.cut_off == "it was interrupted after 1 of 5 rounds"
+    assert len(report.runs) == 1
+    assert "the report is partial" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("interrupted", ["run_loader", "record_stages", "measure_limits"])
+def test_interrupted_before_a_whole_round_it_says_that_there_is_no_report(
+    dataset, tmp_path, capsys, monkeypatch, interrupted
+):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"fuelrail.bench.studies.loader.run.{interrupted}", interrupt)
+    out = tmp_path / "out"
+    assert bench(dataset, out, "--batch-size", 2, "--seconds", 0.01, "--no-html") == 130
+    assert capsys.readouterr().err == (
+        "fuelrail: interrupted before anything was measured whole: no report was written\n"
+    )
+    assert list(out.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(dataset, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert bench(dataset, tmp_path / "file" / "out") == 2
+    assert "cannot be written" in capsys.readouterr().err

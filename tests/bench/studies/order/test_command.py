@@ -1,0 +1,111 @@
+"""`fuelrail order describe`, from the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.bench.studies.order import command as order_command
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("order") / "OUT"
+    lengths = [40] * 60
+    night = (np.arange(2400) // 40 % 5 == 0).tolist()
+    write_synthetic_index(root, lengths, samples_per_shard=100, attributes={"night": night})
+    return root
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(order_command, "_SHUFFLED_IN_ALL", 100_000)
+    monkeypatch.setattr(order_command, "_EPOCHS", 50)
+
+
+def described(capsys, *arguments):
+    assert main(["order", "describe", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_shuffled_is_as_good_as_true_and_better_than_a_buffer(dataset, capsys):
+    facts = described(capsys, dataset, "--seed", 3, "--epoch", 2, "--buffer", 200)
+    ours, theirs, true = facts["figures"]
+    assert [each["name"] for each in facts["figures"]] == ["fuelrail shuffled", "webdataset 200", "true shuffle"]
+    assert facts["epoch_length"] == facts["num_selected"] == 2400
+    assert facts["num_steps"] == 37
+    for name in ("rank_correlation_z", "serial_correlation_z", "bucket_chi_square_z"):
+        assert abs(ours["quality"][name]) < 4
+        assert abs(true["quality"][name]) < 4
+    assert abs(ours["equal_chance_z"]) < 4
+    assert abs(true["equal_chance_z"]) < 4
+    assert theirs["equal_chance_z"] > 4  # 24 shards through a buffer of samples: positions favour some
+    assert theirs["quality"]["bucket_chi_square_z"] > 20
+    assert theirs["same_clip_pairs"] > 2 * ours["same_clip_pairs"]
+
+
+def test_filters_lanes_and_config_files_are_described(quick, dataset, tmp_path, capsys):
+    assert described(capsys, dataset, "--filter", "night and frame < 10")["num_selected"] == 120
+    lanes = described(capsys, dataset, "--kind", "lanes", "--pieces-per-clip", 2, "--global-batch", 7)
+    assert lanes["num_steps"] * 7 == lanes["epoch_length"] == 2400 + lanes["num_padding"]
+    config = tmp_path / "order.yaml"
+    config.write_text(
+        "kind: windowed\nwindow: 4\nfilter: frame >= 20\nepoch_length: 500\n"
+        "weights: [{by: attribute, attribute: night, values: {'true': 4}}]\n"
+    )
+    weighted = described(capsys, dataset, "--config", config)
+    assert (weighted["num_selected"], weighted["epoch_length"]) == (1200, 500)
+
+
+def test_the_table_and_the_plot(quick, dataset, tmp_path, capsys):
+    plot = tmp_path / "order.png"
+    arguments = [str(dataset), "--kind", "windowed", "--window", "5", "--plot", str(plot)]
+    assert main(["order", "describe", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "2,400 samples selected" in text
+    assert "same-clip pairs in a batch" in text
+    assert str(plot) in text
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_a_whole_batch_has_no_nan_in_its_titles(quick, dataset, tmp_path):
+    plot = tmp_path / "order.svg"
+    assert main(["order", "describe", str(dataset), "--global-batch", "5000", "--plot", str(plot)]) == 0
+    text = plot.read_text()
+    assert "nan" not in "".join(re.findall(r"<!--(.*?)-->", text))
+    assert "not known (too few samples)" in text
+
+
+def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):
+    assert main(["order", "describe", str(dataset), "--filter", "frame < 1", "--global-batch", "64"]) == 0
+    printed = capsys.readouterr().out
+    assert "nan" not in printed
+    (pairs,) = (line.split() for line in printed.splitlines() if line.startswith("same-clip pairs in a batch"))
+    assert pairs[-3:] == ["-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kind", "windowed"], "needs window >= 1"),
+        (["--filter", "nigth"], "did you mean night?"),
+        (["--filter", "frame > 99"], "selects no sample"),
+        (["--kind", "lanes", "--global-batch", "61"], "60 pieces of clips for 61 lanes"),
+        (["--split", "val"], "no split 'val'; it has: train"),
+        (["--subset", "no-such-file"], "keys file 'no-such-file' cannot be read"),
+        (["--buffer", "0"], "--buffer and --global-batch must be 1 or more, got 0 and 64"),
+        (["--plot", "order.nonsense"], "plot 'order.nonsense' cannot be written"),
+        (["--config", "no-such.yaml"], "no-such.yaml"),
+    ],
+)
+def test_mistakes_end_in_one_sentence(quick, dataset, capsys, arguments, message):
+    assert main(["order", "describe", str(dataset), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fuelrail: error: ")
+    assert message in error
+    assert error.count("\n") == 1

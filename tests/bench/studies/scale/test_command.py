@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.studies.scale.command import merged_warnings
+from fuelrail.bench.studies.scale.report import load_scale_report
+from support.datasets import build_dataset
+
+_PROFILE = """
+name: quick
+device: none
+network: none
+per: sample
+reference_input: {cameras: 2, height: 256, width: 704}
+forward_ms: 8.0
+backward_ms: 16.0
+optimiser_ms: 0.5
+sources: [made up]
+derivation: made up
+"""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (8, 8)})
+    return folder
+
+
+def bench(dataset, out, *options):
+    return main(["bench", "scale", str(dataset), "--out", str(out), *map(str, options)])
+
+
+def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, capsys):
+    (tmp_path / "quick.yaml").write_text(_PROFILE)
+    out = tmp_path / "out"
+    options = ("--ranks", "1,2", "--steps", 14, "--warmup", 4, "--batch-size", 1, "--loader-seconds", 0.5)
+    assert bench(dataset, out, *options, "--accelerator", f"emulated:{tmp_path / 'quick.yaml'}", "--max-ranks", 8) == 0
+    report = load_scale_report(out / "report.json")
+    assert [(run.num_ranks, run.batch_size, run.scalings) for run in report.measured] == [
+        (1, 1, ["weak"]),
+        (1, 2, ["strong"]),
+        (2, 1, ["weak", "strong"]),
+    ]
+    assert all(run.step_low_ms <= run.step_ms <= run.step_high_ms for run in report.measured)
+    assert len(report.trials) == 3
+    assert {curve.points[-1].result.num_ranks for curve in report.curves} == {8}
+    assert "efficiency" in capsys.readouterr().out
+    assert str(dataset) not in (out / "report.json").read_text()
+    assert {"report.html", "report.md"} <= {path.name for path in out.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks", "x"), "must be a list of numbers"),
+        (("--ranks", "2,4"), "begin with 1"),
+        (("--ranks", "1,3,4"), "use powers of two"),
+        (("--steps", 0), "--steps 0 must be 1 or more"),
+        (("--strong-batch", 0), "--strong-batch 0 must be 1 or more"),
+        (("--batch-size", 99), "has 16 samples"),
+        (("--decoder", "nope"), "nope"),
+        (("--accelerator", "emulated:nope"), "nope"),
+        (("--straggler-share", 2), "must be 1 or less"),
+        (("--loader-seconds", 0), "must be more than 0"),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
+    assert bench(dataset, tmp_path / "out", *options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_warnings_that_differ_in_their_figures_alone_appear_once():
+    late, alone = "The host woke late by {}% of the time.", "Nothing else."
+    merged = merged_warnings([[late.format("2.2"), alone], [late.format("3.14"), alone], []])
+    assert merged == [alone, f"{late.format('2.2')} (So in 2 of 3 runs, with other figures.)"]

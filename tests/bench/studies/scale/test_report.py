@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from fuelrail.bench.studies.diff.changes import compare
+from fuelrail.bench.studies.scale.markdown import render_markdown
+from fuelrail.bench.studies.scale.page import render_page
+from fuelrail.bench.studies.scale.report import make_curves
+from support.html_page import Page
+from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
+
+
+def test_efficiency_is_told_against_one_rank():
+    report = scale_report()
+    found = {(run.num_ranks, run.batch_size): run.efficiency for run in report.measured}
+    assert found[1, 2] == {"weak": 1.0}
+    assert found[4, 2] == pytest.approx({"weak": 100 / 110, "strong": 100 / 110})
+    assert found[2, 4] == pytest.approx({"strong": 400 / 420})
+
+
+def test_the_model_is_tried_on_every_run_and_those_with_more_ranks_are_held_out():
+    trials = scale_report().trials
+    assert [(trial.num_ranks, trial.held_out) for trial in trials] == [
+        (1, False), (1, False), (2, False), (2, False), (4, True),
+    ]  # fmt: skip
+    assert all(trial.error == pytest.approx(trial.simulated_ms / trial.measured_ms - 1) for trial in trials)
+
+
+def test_a_model_that_is_off_says_so():
+    assert not scale_report().warnings
+    assert any("off by" in warning for warning in scale_report([measured(1, 2, 300.0, ["weak"])]).warnings)
+
+
+def test_curves_show_what_stragglers_and_storage_cost():
+    ends = {(curve.scaling, curve.name): curve.points[-1] for curve in scale_report().curves}
+    names = ("as measured", "5.0% of the ranks 50% slower", "storage gives 0.5 GB/s")
+    plain, slow, starved = (ends["weak", name] for name in names)
+    assert plain.result.num_ranks == 64
+    assert plain.efficiency > 0.9 > slow.efficiency > starved.efficiency
+    # 64 ranks x 2 MB a step at 0.5 GB/s.
+    assert starved.result.step_ms == pytest.approx(256, rel=0.01)
+    last = ends["strong", "as measured"].result
+    assert (last.num_ranks, last.batch_size) == (64, 1)
+
+
+@pytest.mark.parametrize(("strong_batch", "last"), [(None, (64, 1)), (16, (16, 1)), (256, (64, 4))])
+def test_strong_scaling_shares_what_it_is_told_and_ends_at_one_sample_a_rank(strong_batch, last):
+    conditions = msgspec.structs.replace(CONDITIONS, strong_batch=strong_batch)
+    for curve in make_curves(fit(), 2, 8, conditions):
+        end = curve.points[-1].result
+        assert (end.num_ranks, end.batch_size) == (last if curve.scaling == "strong" else (64, 2))
+
+
+@pytest.mark.parametrize("cut_off", [None, "4 ranks: the run was interrupted"])
+def test_page_and_markdown_hold_the_figures(cut_off):
+    changes = {"cut_off": cut_off, "curves": [], "fit": None} if cut_off else {}
+    report = scale_report(**changes)
+    text = render_markdown(report)
+    page = Page(render_page(report))
+    page.check()
+    for told in (text, page.text):
+        assert "110.0" in told
+        assert ("Partial" in told) is bool(cut_off)
+    drawn = set(re.findall(r'aria-label="([^"]+)"', render_page(report)))
+    assert drawn == {"weak scaling efficiency over ranks", "strong scaling efficiency over ranks"}
+
+
+def test_reports_differ_by_their_steps():
+    slower = [measured(run.num_ranks, run.batch_size, run.step_ms * 1.5, run.scalings) for run in RUNS]
+    changes = compare(scale_report(), scale_report(slower))
+    assert len(changes) == len(RUNS)
+    assert all(change.is_worse(0.02) for change in changes)
+    assert not any(change.is_worse(0.0) for change in compare(scale_report(), scale_report()))

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.measure.records import RankFailure, RankLog, rank_path, read_rank
+from fuelrail.bench.studies.train import run as train_run
+from fuelrail.bench.studies.train.report import load_report
+from fuelrail.bench.studies.train.run import why_cut_off
+from fuelrail.bench.trainer.launch import Outcome, RankExit
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.bench_runs import log, steps
+from support.datasets import build_dataset
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "tiny"
+    build_dataset(folder, {"train": (12, 12), "val": (4,)})
+    return folder
+
+
+def bench(dataset, out, *options):
+    return main(["bench", "train", str(dataset), "--out", str(out), *map(str, options)])
+
+
+def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--ranks", 2, "--batch-size", 1, "--steps", 14, "--warmup", 3, "--workers", 1, "--price-per-gpu-hour", 2)
+    assert bench(dataset, out, *options, "--accelerator", "emulated:resnet50-224-h100") == 0
+    report = load_report(out / "report.json")
+    assert report.cut_off is None
+    assert not report.ranks_disagree
+    assert (report.num_ranks, report.window.num_measured_steps) == (2, 11)
+    assert [rank.backend for rank in report.ranks] == ["gloo", "gloo"]
+    figures = report.figures
+    assert 0 < figures.occupancy.mean <= 1
+    assert sum(phase.share for phase in figures.phases) == pytest.approx(1, abs=1e-6)
+    assert {stage.name for stage in figures.stages} == {"fetch", "parse", "decode", "collate"}
+    for rank in range(2):
+        records = read_rank(rank_path(out / "records", rank)).steps
+        # One sample of two cameras; the profile counts images.
+        assert {record.device_busy_ns for record in records} == {round((2 * (0.1866 + 0.3731) + 0.15) * 1e6)}
+        assert [record.epoch for record in records] == [0] * 12 + [1] * 2
+    printed = capsys.readouterr().out
+    for word in ("occupancy", "data wait", "all reduce", "samples/s", "GPU-hours per million samples", "report.html"):
+        assert word in printed
+    assert "emulated" in (out / "report.html").read_text()
+
+
+def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dataset, tmp_path, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(dataset, damaged)
+    row = _row_of_step(damaged, 9)
+    with (damaged / f"train-{row.shard:06d}.tar").open("r+b") as shard:
+        shard.seek(row.offset + row.length // 2)
+        byte = shard.read(1)
+        shard.seek(-1, 1)
+        shard.write(bytes([byte[0] ^ 0xFF]))
+    out = tmp_path / "out"
+    code = bench(damaged, out, "--ranks", 1, "--batch-size", 1, "--steps", 20, "--warmup", 1, "--json", "--no-html")
+    assert code == 1
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)["cut_off"]
+    assert row.key in told
+    assert captured.err.strip() == f"fuelrail: error: the report is partial: {told}"
+    report = load_report(out / "report.json")
+    assert report.cut_off == told
+    assert report.ranks[0].num_steps == 9
+    assert not (out / "report.html").exists()
+
+
+def _row_of_step(folder, step):
+    """The index row that one rank with batches of one gets in a step of the first epoch, seed 0."""
+    from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+
+    dataset = open_dataset(folder)
+    order = Order(OrderSpec(kind="shuffled", seed=0), Layout.of_split(dataset.manifest, "train"), 0)
+    return dataset.index.row(dataset.split("train").first_sample + int(order(np.array([step]))[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--ranks", 0), "--ranks 0 must be 1 or more"),
+        (("--batch-size", -1), "--batch-size -1 must be 1 or more"),
+        (("--warmup", -1), "--warmup -1 must be 0 or more"),
+        (("--learning-rate", "nan"), "--learning-rate nan must be 0 or more"),
+        (("--price-per-gpu-hour", "inf"), "--price-per-gpu-hour inf must be 0 or more"),
+        (("--ranks", 5, "--batch-size", 5), "has 24 samples, one step takes 25"),
+        (("--split", "test"), "no split 'test'"),
+        (("--accelerator", "tpu"), "must be auto, cuda or emulated:PROFILE"),
+        (("--accelerator", "emulated:"), "must be auto, cuda or emulated:PROFILE"),
+        (("--accelerator", "emulated:z80"), "known profiles"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):
+    out = tmp_path / "out"
+    assert bench(dataset, out, *options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_runs(dataset, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert bench(dataset, tmp_path / "file" / "out") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_cuda_without_a_gpu_is_refused(dataset, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_run, "installed_gpus", list)
+    assert bench(dataset, tmp_path / "out", "--accelerator", "cuda") == 2
+    assert "shows no GPU" in capsys.readouterr().err
+
+
+def failed(kind, message, at_ns=0):
+    return RankLog(steps=steps(3), failure=RankFailure(kind=kind, message=message, at_ns=at_ns))
+
+
+KILLED = RankExit(rank=1, exit_code=-signal.SIGKILL)
+ENDED = RankExit(rank=0, exit_code=-signal.SIGTERM)
+CRASHED = RankExit(rank=0, exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "logs", "said"),
+    [
+        (Outcome(0, interrupted=False, failed=[]), [log(0, steps(3))], None),
+        (Outcome(143, interrupted=True, failed=[]), [log(0, steps(3))], "interrupted"),
+        # Rank 0 crashes in its all-reduce because rank 1 was killed: rank 1 is the cause.
+        (
+            Outcome(1, interrupted=False, failed=[CRASHED, KILLED]),
+            [failed("crashed", "RuntimeError: peer closed"), RankLog(steps=steps(5))],
+            "rank 1 was ended by SIGKILL after 5 steps; the system may be out of memory",
+        ),
+        # Rank 1 refuses a sample; rank 0 may notice first.
+        (
+            Outcome(1, interrupted=False, failed=[CRASHED, ENDED]),
+            [failed("crashed", "RuntimeError: peer closed", 1), failed("refused", "shard is bad", 2)],
+            "rank 1: shard is bad",
+        ),
+        # Of two crashes the first is the cause.
+        (
+            Outcome(1, interrupted=False, failed=[CRASHED]),
+            [failed("crashed", "RuntimeError: peer closed", 2), failed("crashed", "ZeroDivisionError: x", 1)],
+            "rank 1: ZeroDivisionError: x (the ranks' output is in records/ranks.log",
+        ),
+        (Outcome(1, interrupted=False, failed=[]), [log(0, steps(3)), RankLog()], "rank 1 ended early"),
+    ],
+    ids=["complete", "interrupted", "killed", "refused", "crashed", "unknown"],
+)
+def test_the_first_cause_is_told(outcome, logs, said):
+    told = why_cut_off(outcome, logs)
+    assert (told is None) if said is None else (said in told)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fuelrail.bench.measure.records import RankLog
+from fuelrail.bench.studies.train.page import render_page, verdict
+from support.bench_runs import SETTINGS, log, report_of, step, steps
+from support.html_page import Page
+
+RUNS = {
+    "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))], price=2.5),
+    "three hundred steps": report_of([log(0, steps(300, wait_ms=3))]),
+    "a first step that towers": report_of([log(0, [step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
+    "too short": report_of([log(0, steps(3))]),
+    "nothing": report_of([RankLog()], cut_off="rank 0 <died>"),
+    "cut off": report_of([log(0, steps(20)), log(1, steps(14), complete=False)], cut_off="rank 1 was ended"),
+    "a loss of NaN": report_of([log(0, [step(n, 31_000_000 * n, loss=None) for n in range(20)])]),
+    "accumulating": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, accumulation=2)),
+    "on a GPU": report_of([log(0, steps(20))], settings=msgspec.structs.replace(SETTINGS, profile=None)),
+}
+
+
+@pytest.fixture(scope="module", params=list(RUNS))
+def run(request):
+    report = RUNS[request.param]
+    return report, Page(render_page(report))
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(run):
+    _, page = run
+    page.check()
+
+
+def test_the_page_tells_what_the_report_tells(run):
+    report, page = run
+    assert "a <tiny> set" in page.text
+    assert "Test <GPU>" in page.text
+    if report.cut_off:
+        assert f"Partial report: {report.cut_off}" in page.text
+    if report.figures is not None:
+        assert f"{report.figures.occupancy.mean:.1%}" in page.text
+        assert f"{report.figures.throughput.gpu_hours_per_million_samples:.1f}" in page.text
+    else:
+        assert "No occupancy figure" in page.text
+
+
+def test_an_emulated_run_says_on_every_occasion_that_it_is(run):
+    report, page = run
+    emulated = report.accelerator["kind"] == "emulated"
+    assert ("There was no GPU in this run" in page.text) == emulated
+    assert ("emulated Test GPU" in page.text) == emulated
+    assert ("a test's invention" in page.text) == emulated
+
+
+def test_pages_of_equal_reports_are_equal():
+    report = RUNS["two ranks"]
+    assert render_page(report) == render_page(report)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ({"wait_ms": 30}, "the loader"),
+        ({"reduce_ms": 30}, "the all-reduce"),
+        ({"other_ms": 30}, "the host"),
+        ({}, "bound by compute"),
+    ],
+)
+def test_the_verdict_names_the_largest_loss(times, said):
+    assert said in verdict(report_of([log(0, steps(20, **times))]))

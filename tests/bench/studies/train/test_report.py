@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+from fuelrail.bench.measure.records import InputFacts, RankLog
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.studies.train.markdown import render_markdown
+from fuelrail.bench.studies.train.page import render_page, verdict
+from fuelrail.bench.studies.train.report import build_report, load_report
+from fuelrail.pipeline.errors import ConfigError
+from support.bench_runs import DATASET, MACHINE, MS, PROFILE, SETTINGS, HandClock, log, report_of, step, steps
+from support.html_page import Page
+
+
+def test_rates_follow_from_samples_and_wall_time():
+    figures = report_of([log(0, steps(20, wait_ms=9)), log(1, steps(20, wait_ms=9))], price=3.0).figures
+    rate = figures.throughput
+    assert rate.samples_per_s == pytest.approx(2 * 2 / 0.040)
+    assert rate.images_per_s == pytest.approx(2 * 4 / 0.040)
+    assert rate.demand_samples_per_s == pytest.approx(2 * 2 / 0.031)
+    assert rate.gpu_hours_per_million_samples == pytest.approx(2 * 1e6 / 100 / 3600)
+    assert rate.cost_per_million_samples == pytest.approx(3 * rate.gpu_hours_per_million_samples)
+    assert figures.occupancy.mean == pytest.approx(31 / 40)
+
+
+@given(wait_ms=st.floats(0, 100), reduce_ms=st.floats(0, 100), other_ms=st.floats(0, 10))
+def test_shares_of_the_phases_add_up_to_one(wait_ms, reduce_ms, other_ms):
+    records = steps(20, wait_ms=wait_ms, reduce_ms=reduce_ms, other_ms=other_ms)
+    figures = report_of([log(0, records)]).figures
+    assert sum(phase.share for phase in figures.phases) == pytest.approx(1, abs=1e-6)
+    assert {phase.phase: phase.time.p50_ms for phase in figures.phases}["data_wait"] == pytest.approx(wait_ms, abs=1e-5)
+
+
+def test_stage_figures_are_of_the_measured_window_summed_over_ranks():
+    figures = report_of([log(0, steps(20)), log(1, steps(20))]).figures
+    decode = figures.stages[0]
+    assert (decode.name, decode.num_threads) == ("decode", 2)
+    assert decode.busy == 1.0  # blocked time stood at one second at both ends
+    assert decode.items_per_s == pytest.approx(2 * 30 / (16 * 0.031))
+
+
+def test_a_rank_without_its_last_snapshot_leaves_the_stages_out():
+    assert report_of([log(0, steps(20)), log(1, steps(20), complete=False)], cut_off="x").figures.stages == []
+
+
+def test_a_run_too_short_has_no_figures():
+    report = report_of([log(0, steps(6))])
+    assert report.figures is None
+    assert "6 steps were run" in report.window.too_short
+
+
+def test_a_run_without_any_record_still_makes_a_report():
+    report = report_of([RankLog(), RankLog()], cut_off="everybody died")
+    assert (report.figures, report.cut_off, report.num_ranks) == (None, "everybody died", 2)
+    assert not report.ranks[0].completed
+
+
+@pytest.mark.parametrize(
+    ("logs", "said"),
+    [
+        ([log(0, [step(n, 5_000 + n, overrun_ns=5_000_000) for n in range(20)])], "outlasted"),
+        ([log(0, [step(n, 5_000 + n, overshoot_ns=5_000_000) for n in range(20)])], "ended late"),
+        ([log(0, steps(20), digest="a"), log(1, steps(20), digest="b")], "different weights"),
+        ([log(0, steps(20), labelled=False)], "no boxes"),
+        ([log(0, [step(n, 5_000 + n, loss=None) for n in range(20)])], "not finite"),
+    ],
+    ids=["overrun", "overshoot", "weights", "labels", "loss"],
+)
+def test_doubts_are_said(logs, said):
+    assert any(said in warning for warning in report_of(logs).warnings)
+
+
+def test_a_healthy_run_has_no_warning():
+    assert report_of([log(0, steps(20)), log(1, steps(20))]).warnings == []
+
+
+def test_another_input_than_the_profiles_is_said():
+    other = log(0, steps(20))
+    other.input = InputFacts(num_cameras=6, height=32, width=64, labelled=True)
+    assert any("2 x 64x32" in warning and "6 x 64x32" in warning for warning in report_of([other]).warnings)
+
+
+def test_waits_at_the_turns_of_short_epochs_are_said():
+    first = step(0, 0)
+    records = [first]
+    for number in range(1, 20):
+        turn = number % 4 == 0
+        last = records[-1]
+        records.append(step(number, last.end_ns, wait_ms=20 if turn else 0.1, epoch=number // 4))
+    told = [warning for warning in report_of([log(0, records)]).warnings if "first step of an epoch" in warning]
+    assert "has only 4 steps" in told[0]
+    steady = [step(number, 35_000_000 * number, wait_ms=4, epoch=number // 4) for number in range(20)]
+    assert not any("first step of an epoch" in warning for warning in report_of([log(0, steady)]).warnings)
+
+
+def test_steps_fed_from_stock_are_said():
+    fed = log(0, steps(20))
+    first = fed.snapshots[0].stages
+    first[-1] = msgspec.structs.replace(first[-1], waiting=2)
+    assert any("were prefetched" in warning for warning in report_of([fed]).warnings)
+
+
+def test_a_report_survives_its_file_and_names_no_place(tmp_path):
+    report = report_of([log(0, steps(20)), log(1, steps(20))], cut_off="the run was interrupted")
+    path = tmp_path / "report.json"
+    publish_json(path, report)
+    assert load_report(path) == report
+    assert "/somewhere" not in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+    assert not any(math.isnan(value) for value in json.loads(path.read_text())["series"][0]["loss"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "fuelrail-bench-train", "version": 99}'])
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"report\.json"):
+        load_report(path)
+
+
+def test_a_run_on_cuda_names_its_device():
+    cuda = msgspec.structs.replace(SETTINGS, profile=None)
+    assert report_of([log(0, steps(20))], settings=cuda).accelerator == {"kind": "cuda", "device": "Test GPU"}
+    assert report_of([log(0, steps(20))]).accelerator["sources"] == PROFILE.sources
+
+
+def on_data(read_bytes, *, ranks=2, leave_out=(), num_samples=10):
+    """Ranks that took 20 steps of 2 samples of 1 MB each, for which storage read that much."""
+    dataset = msgspec.structs.replace(DATASET, num_samples=num_samples, mean_sample_bytes=1e6)
+    logs = [log(rank, steps(20)) for rank in range(ranks)]
+    for each in logs:
+        each.end = msgspec.structs.replace(each.end, read_bytes=read_bytes)
+    settings = msgspec.structs.replace(SETTINGS, leave_out=leave_out)
+    return build_report(settings, logs, machine=MACHINE, dataset=dataset, cut_off=None)
+
+
+def test_n2_a_run_from_the_page_cache_says_so():
+    report = on_data(0)
+    source = report.source
+    assert (source.num_taken, source.num_distinct, source.passes, source.stored_bytes) == (80, 10, 8.0, 80_000_000)
+    (warning,) = [warning for warning in report.warnings if "page cache" in warning]
+    assert "80 samples, 10 distinct ones, 8.0 times through the split" in warning
+    for text in (render_markdown(report), Page(render_page(report)).text):
+        assert "80 samples, 10 distinct ones: 8.0 times through the split" in text
+
+
+@pytest.mark.parametrize(
+    ("read_bytes", "share", "said"),
+    [
+        (40_000_000, 1.0, "Storage read 100% of these bytes"),
+        (10_000_000, 0.25, "Storage read 25% of these bytes"),
+        (None, None, "is not known"),
+    ],
+)
+def test_n2_what_storage_read_is_told(read_bytes, share, said):
+    report = on_data(read_bytes)
+    assert report.source.from_storage == share
+    assert said in report.source.sentence()
+    assert any("page cache" in warning for warning in report.warnings) is (share == 0.25)
+
+
+def test_n2_a_run_without_loading_has_no_source():
+    assert on_data(0, leave_out=("loading",)).source is None
+
+
+def test_headline_bar_and_sentence_agree_on_a_loaded_host():
+    """NEWCOMER rank 8b: the stand-in's surplus and late waking count as other, in the bar and in the sentence."""
+    clock = HandClock(lateness_ns=2 * MS)
+    accelerator = EmulatedAccelerator(PROFILE, clock)
+    records = []
+    for number in range(20):
+        start_ns = clock.now
+        with accelerator.forward(1, 2):
+            clock.pass_ms(1)
+        with accelerator.backward():
+            clock.pass_ms(28)
+        with accelerator.optimiser():
+            clock.pass_ms(0.1)
+        device = accelerator.finish_step()
+        told = {name: getattr(device, name) for name in device.__struct_fields__}
+        other_ns = clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
+        records.append(step(number, start_ns, **told, other_ns=other_ns, end_ns=clock.now))
+    report = report_of([log(0, records)])
+    share = {phase.phase: phase.share for phase in report.figures.phases}
+    bar = share["forward"] + share["backward"] + share["optimiser"]
+    assert bar == pytest.approx(report.figures.occupancy.mean)
+    assert share["other"] == pytest.approx(1 - bar)
+    assert share["other"] > 0.2
+    assert "The largest loss is the host outside the phases (“other”)" in verdict(report)

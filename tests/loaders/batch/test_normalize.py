@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.loaders import DataLoader, ImageAugment, Normalize
+from fuelrail.loaders.batch.transfer import map_tensors
+from fuelrail.pipeline.errors import ConfigError, StageError
+from fuelrail.pipeline.settings import convert
+from support.datasets import build_dataset
+
+IMAGE = ImageAugment(height=32, width=48)
+SHAPE = (2, 6, 3, 8, 10)
+
+
+def some_images() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 256, SHAPE, dtype=np.uint8))
+
+
+def expected(images: torch.Tensor, settings: Normalize) -> np.ndarray:
+    values = images.numpy().astype(np.float64)
+    if settings.channel_order == "bgr":
+        values = values[..., ::-1, :, :]
+    mean, std = (np.array(levels)[:, None, None] for levels in (settings.mean, settings.std))
+    return (values - mean) / std
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 1.6e-2)])
+@pytest.mark.parametrize("channel_order", ["rgb", "bgr"])
+def test_values_dtypes_and_layouts(channel_order: str, dtype: str, tolerance: float, channels_last: bool) -> None:
+    settings = Normalize(channel_order=channel_order, dtype=dtype, channels_last=channels_last)
+    images = some_images()
+    before = images.clone()
+    got = settings.images(images)
+    assert got.shape == SHAPE
+    assert got.dtype == getattr(torch, dtype)
+    np.testing.assert_allclose(got.float().numpy(), expected(images, settings), atol=tolerance)
+    assert got.flatten(0, 1).is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert got.is_contiguous() == (not channels_last)
+    assert torch.equal(images, before)
+
+
+def test_a_single_image_and_a_temporal_batch() -> None:
+    images = some_images()
+    settings = Normalize(mean=(1, 2, 3), std=(4, 5, 6))
+    whole = settings.images(images)
+    assert torch.equal(settings.images(images[1, 2]), whole[1, 2])
+    assert torch.equal(settings.images(images[None]), whole[None])
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("normalize") / "dataset"
+    build_dataset(root, {"train": (8,)})
+    return root
+
+
+def test_batches_are_those_of_the_loader_normalised(dataset) -> None:
+    settings = Normalize(channel_order="bgr", dtype="bfloat16")
+    options = {"batch_size": 4, "image": IMAGE, "seed": 1, "num_workers": 1}
+    with DataLoader(dataset, **options) as plain, DataLoader(dataset, normalize=settings, **options) as loader:
+        for a, b in zip(plain, loader, strict=True):
+            assert a["sample_key"] == b["sample_key"]
+            assert torch.equal(settings.images(a["img"]), b["img"])
+        assert "normalize" in [clock.name for clock in loader.stats().stages]
+
+
+def test_batches_without_such_images_are_refused(dataset) -> None:
+    with (
+        DataLoader(
+            dataset,
+            4,
+            image=IMAGE,
+            num_workers=1,
+            normalize=Normalize(),
+            collate_fn=lambda samples: {"n": len(samples)},
+        ) as loader,
+        pytest.raises((ConfigError, StageError), match="let transform and collate_fn keep it"),
+    ):
+        next(iter(loader))
+    for wrong in ({"img": torch.zeros(2, 3, 4, 4)}, {"img": torch.zeros(4, 4, 3, dtype=torch.uint8)}, [1, 2]):
+        with pytest.raises(ConfigError, match="normalize needs batches with a uint8 'img'"):
+            Normalize()(wrong)
+
+
+def test_settings() -> None:
+    assert convert({"dtype": "float16"}, Normalize, "x.yaml").dtype == "float16"
+    with pytest.raises(ConfigError, match=r"std=\[1.0, 0.0, 1.0\] must be three numbers above 0"):
+        Normalize(std=(1.0, 0.0, 1.0))
+
+
+def test_a_normalised_batch_still_goes_through_the_transfers_walk() -> None:
+    batch = Normalize()({"img": some_images(), "keys": ["a"]})
+    assert map_tensors(batch, lambda tensor: tensor.double())["img"].dtype == torch.float64

@@ -1,0 +1,59 @@
+"""Moving batches: what is visited, and what is said where there is no such device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fuelrail.loaders.batch.transfer import make_transfer, map_tensors, require_cuda
+from fuelrail.pipeline.errors import ConfigError
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+def test_tensors_are_found_at_any_depth_and_nothing_else_changes():
+    batch = {"a": torch.ones(2), "b": [torch.ones(1), {"c": (torch.ones(3), "x")}], "d": Pair(torch.ones(4), 5)}
+    doubled = map_tensors(batch, lambda tensor: tensor * 2)
+    assert doubled["a"].tolist() == [2, 2]
+    assert doubled["b"][1]["c"][0].tolist() == [2, 2, 2]
+    assert doubled["b"][1]["c"][1] == "x"
+    assert isinstance(doubled["d"], Pair)
+    assert doubled["d"].first.sum() == 8
+    assert doubled["d"].second == 5
+    assert batch["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
+def test_the_cpu_needs_no_transfer(device):
+    assert make_transfer(device) is None
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "mps"])
+def test_other_devices_are_refused(device):
+    with pytest.raises(ConfigError, match=f"device='{device}'"):
+        make_transfer(device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_missing_cuda_is_said_with_the_argument_that_asks_for_it():
+    with pytest.raises(ConfigError, match="device='cuda' needs CUDA, but "):
+        make_transfer("cuda")
+    with pytest.raises(ConfigError, match="pin_memory=True needs CUDA"):
+        require_cuda("pin_memory=True")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
+    transfer = make_transfer("cuda")
+    batch = {"img": torch.arange(24, dtype=torch.uint8).view(2, 12).pin_memory(), "points": [torch.ones(5)]}
+    moved = transfer(batch)
+    transfer.hand_over(moved)
+    assert moved["img"].is_cuda
+    assert torch.equal(moved["img"].cpu(), batch["img"])
+    with pytest.raises(ConfigError, match="numbered from 0"):
+        make_transfer(f"cuda:{torch.cuda.device_count()}")

@@ -1,0 +1,485 @@
+"""The span cache: shared, bounded, crash-safe; full disks, damaged files and folders of others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from fuelrail.bench.micro.storage_cache import Hindsight, farthest_first_hits, lru_hits
+from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.cache.future_uses import Foresight
+from fuelrail.loaders.storage.cache.span_cache import SpanCache, parse_size
+from fuelrail.pipeline.errors import ChecksumError, ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.caches import belady_misses
+from support.forked import fork, join
+from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
+
+__all__ = ["own", "pristine"]
+
+BYTES = 1000
+LARGE = 300_000
+
+
+def cache_at(folder, *, samples=100, max_bytes=10 * BYTES, fingerprint="f" * 64):
+    return SpanCache(folder, fingerprint, samples, lambda index: BYTES, max_bytes)
+
+
+def large_cache(folder):
+    return SpanCache(folder, "f" * 64, 100, lambda index: LARGE, 10**9)
+
+
+def span(index):
+    return memoryview(bytes([index]) * BYTES)
+
+
+def read(cache, index):
+    found = cache.open(index, BYTES)
+    return None if found is None else bytes(found.read())
+
+
+def foresee(sequence):
+    rows = np.array(sequence)
+    return Foresight(lambda first, count: rows[first : first + count], 2 * len(rows))
+
+
+def files(folder):
+    return sorted(int(path.name, 16) for path in folder.glob("data/*/*") if path.name != "stranger")
+
+
+class TestContent:
+    def test_what_was_put_is_found_by_others_too(self, tmp_path):
+        cache, other = cache_at(tmp_path), cache_at(tmp_path)
+        assert read(cache, 7) is None
+        assert cache.put(7, span(7))
+        assert read(other, 7) == bytes(span(7))
+        assert cache.folder.used_bytes == other.folder.used_bytes == BYTES
+        assert not other.put(7, memoryview(b"")) or other.folder.used_bytes == BYTES
+        cache.close()
+        other.close()
+        again = cache_at(tmp_path)
+        assert read(again, 7) == bytes(span(7))
+        assert again.folder.used_bytes == BYTES
+
+    def test_without_foresight_it_fills_up_and_evicts_nothing(self, tmp_path):
+        cache = cache_at(tmp_path)
+        assert [cache.put(index, span(index)) for index in range(12)] == [True] * 10 + [False] * 2
+        assert files(tmp_path) == list(range(10))
+
+    def test_what_is_larger_than_the_cache_is_not_kept(self, tmp_path):
+        assert not cache_at(tmp_path).put(0, memoryview(bytes(20 * BYTES)))
+
+    def test_it_evicts_what_is_needed_last(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=2 * BYTES)
+        cache.foresee(foresee([0, 1, 2, 1, 2, 0]))
+        for time_, index in enumerate([0, 1, 2]):
+            cache.put(index, span(index), time_)
+        assert files(tmp_path) == [1, 2]
+
+    def test_a_newcomer_that_is_needed_last_is_not_admitted(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=2 * BYTES)
+        cache.foresee(foresee([0, 1, 2, 0, 1, 2]))
+        assert [cache.put(index, span(index), index) for index in range(3)] == [True, True, False]
+        assert files(tmp_path) == [0, 1]
+
+    def test_small_ones_stay_unless_all_that_must_go_are_needed_later(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=2 * BYTES)
+        cache.foresee(foresee([0, 1, 2, 0, 2, 1]))
+        cache.put(0, span(0), 0)
+        cache.put(1, span(1), 1)
+        assert not cache.put(2, memoryview(bytes(2 * BYTES)), 2)  # 1 could go, but 0 comes sooner than 2
+        assert files(tmp_path) == [0, 1]
+        assert cache.put(2, span(2), 2)
+        assert files(tmp_path) == [0, 2]
+
+    def test_an_open_span_survives_its_eviction(self, tmp_path):
+        cache = cache_at(tmp_path, max_bytes=BYTES)
+        cache.foresee(foresee([0, 1, 1, 0]))
+        cache.put(0, span(0), 0)
+        held = cache.open(0, BYTES)
+        assert cache.put(1, span(1), 1)
+        assert files(tmp_path) == [1]
+        assert bytes(held.read()) == bytes(span(0))
+
+    def test_many_held_open_take_no_descriptors(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("fuelrail.loaders.storage.cache.span_cache._OPEN_FILES", 2)
+        cache = cache_at(tmp_path)
+        for index in range(5):
+            cache.put(index, span(index))
+        held = [cache.open(index, BYTES) for index in range(5)]
+        assert cache.num_open == 2
+        assert [bytes(one.read()) for one in held] == [bytes(span(index)) for index in range(5)]
+        del held
+        assert cache.num_open == 0
+
+
+def simulate(folder, sequence, capacity):
+    """Hits of the real cache over a sequence of equal samples."""
+    cache = cache_at(folder, max_bytes=capacity * BYTES)
+    cache.foresee(foresee(sequence))
+    hits = 0
+    for now, index in enumerate(sequence):
+        if read(cache, index) is not None:
+            hits += 1
+        else:
+            cache.put(index, span(index), now)
+        assert cache.folder.used_bytes == len(files(folder)) * BYTES <= capacity * BYTES
+    return hits
+
+
+def test_over_shuffled_epochs_it_hits_as_the_optimum_does(tmp_path):
+    rng = np.random.default_rng(0)
+    sequence = np.concatenate([rng.permutation(40) for _ in range(5)]).tolist()
+    hits = simulate(tmp_path, sequence, 12)
+    assert hits == len(sequence) - belady_misses(sequence, 12)
+
+
+@pytest.mark.parametrize("uses_per_step", [0, 1, 5])
+def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size(tmp_path, uses_per_step):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(200, 1000, 60)
+    sequence = np.concatenate([rng.permutation(60) for _ in range(6)])
+    capacity = int(lengths.sum()) // 4
+    later = lengths[sequence[60:]]
+    for name, foresight, expected in (
+        ("ours", foresee(sequence), farthest_first_hits(sequence, lengths, capacity)),
+        ("lru", Hindsight(sequence), lru_hits(sequence, lengths, capacity)),
+    ):
+        cache = SpanCache(tmp_path / name, "f" * 64, 60, lambda index: int(lengths[index]), capacity)
+        cache.foresee(foresight, uses_per_step)
+        hits = []
+        for now, index in enumerate(sequence.tolist()):
+            length = int(lengths[index])
+            hits.append(cache.open(index, length) is not None)
+            if not hits[-1]:
+                cache.put(index, memoryview(bytes(length)), now)
+            on_disk = sum(path.stat().st_size for path in (tmp_path / name).glob("data/*/*"))
+            assert on_disk == cache.folder.used_bytes <= capacity
+        by_bytes = later[hits[60:]].sum() / later.sum()
+        if name == "ours":
+            assert 0.22 < by_bytes <= 0.25
+        else:
+            assert by_bytes < 0.15
+        assert abs(sum(hits) - expected.sum()) <= uses_per_step
+
+
+class TestTrouble:
+    def test_a_missing_or_cut_file_is_a_miss_and_forgotten(self, tmp_path):
+        cache = cache_at(tmp_path)
+        for index in range(3):
+            cache.put(index, span(index))
+        cache.folder.file(0).unlink()
+        assert cache.open(0, BYTES) is None
+        os.truncate(cache.folder.file(1), 10)
+        assert cache.open(1, BYTES).read() is None
+        cache.forget(1)
+        assert cache.folder.used_bytes == BYTES
+        assert cache.open(1, BYTES) is None
+        assert files(tmp_path) == [2]
+        assert cache.put(1, span(1))
+
+    def test_a_folder_of_another_dataset_is_named(self, tmp_path):
+        cache_at(tmp_path).close()
+        with pytest.raises(ConfigError, match=r"is the cache of dataset f{64}.*not of e{64}"):
+            cache_at(tmp_path, fingerprint="e" * 64)
+        with pytest.raises(ConfigError, match=r"100 samples.*not of.*101 samples"):
+            cache_at(tmp_path, samples=101)
+        (tmp_path / "cache.json").write_text("{")
+        with pytest.raises(ConfigError, match="is damaged"):
+            cache_at(tmp_path)
+
+    def test_a_place_that_cannot_be_used_is_named(self, tmp_path, pristine):
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(ConfigError, match="cannot be used as a cache"):
+            SpanCache.open_for(open_dataset(pristine), tmp_path / "file", None)
+
+    def test_leftovers_are_cleared_by_the_first_who_comes(self, tmp_path):
+        cache = cache_at(tmp_path)
+        cache.put(3, span(3))
+        cache.close()
+        (tmp_path / "tmp" / "12345-0").write_bytes(b"half")
+        (tmp_path / "data" / "0" / "stranger").write_bytes(b"x")
+        (tmp_path / "data" / "0" / "fff").write_bytes(b"beyond the dataset")
+        (tmp_path / "data" / "0" / "5").write_bytes(bytes(BYTES))  # whole, but its process died before it was counted
+        again = cache_at(tmp_path)
+        assert again.folder.used_bytes == 2 * BYTES
+        assert not list((tmp_path / "tmp").iterdir())
+        assert files(tmp_path) == [3, 5, 0xFFF]  # what the loader did not make stays
+        assert (tmp_path / "data" / "0" / "stranger").read_bytes() == b"x"
+
+    def test_a_smaller_cache_than_before_drops_what_is_too_much(self, tmp_path):
+        cache = cache_at(tmp_path)
+        for index in range(10):
+            cache.put(index, span(index))
+        cache.close()
+        assert len(files(tmp_path)) == 10
+        assert cache_at(tmp_path, max_bytes=4 * BYTES).folder.used_bytes == 4 * BYTES
+        assert len(files(tmp_path)) == 4
+
+    def test_a_full_disk_ends_admission_with_one_warning(self, tmp_path, caplog):
+        cache = cache_at(tmp_path)
+        assert cache.put(0, span(0))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES // 2, hard))
+        try:
+            assert not cache.put(1, span(1))
+            assert not cache.put(2, span(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "takes no more samples" in caplog.text
+        assert read(cache, 0) == bytes(span(0))
+        assert cache.folder.used_bytes == BYTES
+        assert not list((tmp_path / "tmp").iterdir())
+
+    def test_a_disk_that_is_full_at_the_start_is_done_without(self, pristine, tmp_path, caplog):
+        dataset = open_dataset(pristine)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            storage = open_storage(dataset, cache_dir=tmp_path, cache_size="1GB")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert "going on without a cache" in caplog.text
+        assert bytes(storage.span(*rows_of(dataset)[0])) == spans_of(pristine)[0]
+        assert storage.stats().cache_bytes == 0
+
+    def test_the_default_size_is_a_part_of_the_free_space_and_counts_what_is_here(self, pristine, tmp_path):
+        dataset = open_dataset(pristine)
+        for _ in range(2):
+            cache = SpanCache.open_for(dataset, tmp_path, None)
+            assert 0 < cache.folder.max_bytes < 0.9 * (shutil.disk_usage(tmp_path).free + 10**9)
+            assert cache.put(0, memoryview(bytes(dataset.index.row(0).length))) or cache.open(0, 1)
+            cache.close()
+
+    def test_killed_while_writing_nothing_half_is_ever_seen(self, tmp_path):
+        def write_for_ever():
+            cache = large_cache(tmp_path)
+            for number in itertools.count():
+                cache.put(number % 100, memoryview(bytes([number % 100]) * LARGE))
+                if number >= 50:
+                    cache.forget((number + 50) % 100)
+
+        for turn in range(8):
+            child = fork(write_for_ever)
+            time.sleep(0.05 + 0.01 * turn)
+            os.kill(child, signal.SIGKILL)
+            assert join(child) == -signal.SIGKILL
+            cache = large_cache(tmp_path)
+            here = files(tmp_path)
+            assert cache.folder.used_bytes == len(here) * LARGE
+            for index in here:
+                assert bytes(cache.open(index, LARGE).read()) == bytes([index]) * LARGE
+            cache.close()
+        assert here
+
+    def test_processes_share_one_cache_within_its_size(self, tmp_path):
+        rows = np.concatenate([np.random.default_rng(epoch).permutation(100) for epoch in range(4)])
+
+        def use(rank):
+            cache = cache_at(tmp_path, max_bytes=20 * BYTES)
+            cache.foresee(foresee(rows), 2)
+            for now in range(rank, len(rows), 2):
+                index = int(rows[now])
+                found = read(cache, index)
+                if found is None:
+                    cache.put(index, span(index), now)
+                else:
+                    assert found == bytes(span(index))
+
+        watch = cache_at(tmp_path, max_bytes=20 * BYTES)
+        children = [fork(partial(use, rank)) for rank in range(2)]
+        assert [join(child) for child in children] == [0, 0]
+        assert watch.folder.used_bytes == len(files(tmp_path)) * BYTES == 20 * BYTES
+
+
+@pytest.fixture
+def thesis(tmp_path):
+    """A folder of the user's with what must not be lost."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years")
+    yield home
+    assert {path.name: path.read_text() for path in home.iterdir()} == {"thesis.tex": "years"}
+
+
+class TestH2:
+    """Another user who may write in ``cache_dir`` can neither delete nor overwrite nor read a file."""
+
+    def test_h2_all_is_made_for_this_user_only(self, pristine, tmp_path):
+        umask = os.umask(0o002)
+        try:
+            cache = SpanCache.open_for(open_dataset(pristine), tmp_path / "new" / "cache", "1MB")
+            cache.put(3, memoryview(bytes(cache.folder._length_of(3))))
+        finally:
+            os.umask(umask)
+        made = [tmp_path / "new" / "cache", *(tmp_path / "new" / "cache").rglob("*")]
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in made}
+        names = {cache.folder.path.name, "cache", "spans", "data", "tmp", "0"}
+        files_made = ("cache.json", "lock", "users.lock", "table", "3")
+        assert modes == dict.fromkeys(names, "0o700") | dict.fromkeys(files_made, "0o600")
+
+    def test_h2_the_rights_of_others_in_an_older_cache_are_taken_away(self, tmp_path):
+        cache_at(tmp_path).close()
+        (tmp_path / "data").chmod(0o777)
+        tmp_path.chmod(0o775)
+        cache_at(tmp_path)
+        assert [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "data")] == [0o700, 0o700]
+
+    @pytest.mark.parametrize("linked", ["", "spans", "spans/FINGERPRINT", "*/data", "*/tmp", "*/data/0"])
+    def test_h2_links_to_folders_are_refused(self, pristine, tmp_path, thesis, linked):
+        dataset = open_dataset(pristine)
+        shared = tmp_path / "shared"
+        place = shared / linked.replace("*", "spans/FINGERPRINT").replace("FINGERPRINT", dataset.manifest.fingerprint)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        marker = {"format": "fuelrail-span-cache", "version": 1, "fingerprint": dataset.manifest.fingerprint}
+        if linked.endswith("data/0"):
+            (place.parent.parent / "cache.json").write_text(json.dumps({**marker, "num_samples": 25}))
+        place.symlink_to(thesis, target_is_directory=True)
+        with pytest.raises(ConfigError, match=r"is a symbolic link.*choose a cache folder of your own"):
+            SpanCache.open_for(dataset, shared, "1MB")
+
+    @pytest.mark.parametrize("name", ["cache.json", "lock", "users.lock", "table"])
+    @pytest.mark.parametrize("how", ["symbolic link", "other name"])
+    def test_h2_links_to_files_are_refused(self, tmp_path, thesis, name, how):
+        cache = tmp_path / "cache"
+        cache_at(cache).close()
+        (cache / name).unlink()
+        if how == "symbolic link":
+            (cache / name).symlink_to(thesis / "thesis.tex")
+        else:
+            (cache / name).hardlink_to(thesis / "thesis.tex")
+        with pytest.raises(ConfigError, match=f"{name}' is (a symbolic link|another name of some other file)"):
+            cache_at(cache)
+        (cache / name).unlink()
+
+    def test_h2_a_pipe_in_the_place_of_a_file_is_refused_without_waiting(self, pristine, tmp_path):
+        dataset = open_dataset(pristine)
+        SpanCache.open_for(dataset, tmp_path, None).close()
+        for name in ("table", "lock", "cache.json"):
+            file = tmp_path / "spans" / dataset.manifest.fingerprint / name
+            file.unlink()
+            os.mkfifo(file)
+            with pytest.raises(ConfigError, match=f"{name}' is not a regular file"):
+                SpanCache.open_for(dataset, tmp_path, None)
+            file.unlink()
+
+    def test_h2_links_planted_as_samples_are_neither_read_nor_written_through(self, tmp_path, thesis):
+        cache = cache_at(tmp_path / "cache")
+        assert cache.put(3, span(3))
+        for index in (3, 4):
+            cache.folder.file(index).unlink(missing_ok=True)
+            cache.folder.file(index).symlink_to(thesis / "thesis.tex")
+        assert cache.open(3, BYTES) is None
+        assert cache.put(4, span(4))
+        assert read(cache, 4) == bytes(span(4))
+        cache.close()
+
+    def test_h2_a_temporary_file_is_new_or_nothing(self, tmp_path, thesis, monkeypatch):
+        cache = cache_at(tmp_path / "cache")
+        cache.folder._token, cache.folder._numbers = "planted", itertools.count()
+        (tmp_path / "cache" / "tmp" / f"{os.getpid()}-planted-0").symlink_to(thesis / "thesis.tex")
+        assert not cache.put(3, span(3))
+
+    def test_h2_a_folder_that_fuelrail_did_not_make_is_refused(self, tmp_path, thesis):
+        (thesis / "data" / "0").mkdir(parents=True)
+        (thesis / "data" / "0" / "5").write_bytes(b"mine")
+        with pytest.raises(ConfigError, match=r"files in 'data' but no cache\.json, so fuelrail did not make it"):
+            cache_at(thesis)
+        assert (thesis / "data" / "0" / "5").read_bytes() == b"mine"
+        shutil.rmtree(thesis / "data")
+        shutil.rmtree(thesis / "tmp")
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+    def test_h2_folders_and_files_of_another_user_are_refused(self, pristine, tmp_path):
+        dataset = open_dataset(pristine)
+        cache = SpanCache.open_for(dataset, tmp_path, None)
+        cache.put(3, memoryview(bytes(dataset.index.row(3).length)))
+        cache.close()
+        path = cache.folder.path
+        owned = [tmp_path, tmp_path / "spans", path, path / "data", path / "data" / "0", path / "tmp"]
+        for place in (*owned, *(path / name for name in ("cache.json", "lock", "users.lock", "table"))):
+            os.chown(place, 4242, 4242)
+            with pytest.raises(ConfigError, match=f"'{place}' belongs to user 4242, and this process runs as user 0"):
+                SpanCache.open_for(dataset, tmp_path, None)
+            os.chown(place, 0, 0)
+        assert SpanCache.open_for(dataset, tmp_path, None).folder.holds(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(5, 5), ("5", 5), ("5B", 5), ("2kb", 2000), ("1.5 GiB", 3 << 29), ("500GB", 500 * 10**9), ("1TiB", 1 << 40)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5 bananas", "-5", 0, -1, "0", "5i"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError, match="cache_size"):
+        parse_size(text)
+
+
+class TestCachedStorage(StorageSuite):
+    """A local dataset read through a cache."""
+
+    @pytest.fixture
+    def opened(self, tmp_path):
+        def made(root, **options):
+            dataset = open_dataset(root)
+            return dataset, open_storage(dataset, cache_dir=tmp_path / "cache", cache_size="1MB", **options)
+
+        return made
+
+    def test_unverified_wrong_bytes_are_handed_out(self, opened, own):
+        """Not here: what goes into a cache is always verified, and what comes out of it."""
+        dataset, storage = opened(own, verify=False)
+        index, row = rows_of(dataset)[6]
+        spoil(own, row)
+        with pytest.raises(ChecksumError):
+            storage.span(index, row)
+
+    def test_the_second_time_nothing_is_fetched(self, opened, own):
+        dataset, storage = opened(own)
+        expected = spans_of(own)
+        rows = rows_of(dataset)
+        for _ in range(2):
+            assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        for path in own.glob("*.tar"):
+            path.unlink()
+        assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        stats = storage.stats()
+        assert (stats.requests, stats.cache_hits, stats.cache_misses) == (4, 50, 25)
+        assert stats.cache_bytes == stats.request_bytes == sum(map(len, expected))
+
+    def test_damaged_cache_files_are_fetched_again(self, opened, pristine, tmp_path, caplog):
+        dataset, storage = opened(pristine)
+        expected = spans_of(pristine)
+        rows = rows_of(dataset)
+        assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        damaged = sorted((tmp_path / "cache").glob("spans/*/data/*/*"))[:9]
+        for number, path in enumerate(damaged):
+            data = path.read_bytes()
+            if number < 3:
+                path.write_bytes(data[:-1])
+            elif number < 6:
+                path.write_bytes(bytes(len(data)))
+            else:
+                path.unlink()
+        for _ in range(2):
+            assert [bytes(take()) for take in storage.session().request(rows)] == expected
+        assert storage.stats().cache_damaged == 9
+        assert storage.stats().cache_hits == 16 + 25

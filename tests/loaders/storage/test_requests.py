@@ -1,0 +1,303 @@
+"""Requests under faults: hedged, retried, bounded in number, on an event loop of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.loaders.storage.requests import Concurrency, FetchFailedError, HedgePolicy, Latencies, Requester
+from fuelrail.pipeline.storage.retry import RetryPolicy
+
+RETRY = RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+HEDGE = HedgePolicy(min_delay_s=0.01)
+DATA = b"12345678"
+
+
+def requester(retry=RETRY, hedge=HEDGE, **options):
+    return Requester(retry, hedge, Concurrency(**options))
+
+
+class Server:
+    """Answers after the given delays in turn, then at once; an exception stands for a fault, None for a stall."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.calls = self.cancelled = self.at_once = self.most_at_once = 0
+
+    async def get(self):
+        self.calls += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            answer = self.answers.pop(0) if self.answers else 0.0
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, bytes):
+                return answer
+            await asyncio.sleep(60.0 if answer is None else answer)
+            return DATA
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.at_once -= 1
+
+
+def fetch(made, server, count=1):
+    async def run():
+        return await asyncio.gather(*(made.fetch(server.get, len(DATA)) for _ in range(count)), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+@given(st.lists(st.floats(0, 100), max_size=500), st.floats(0, 1, exclude_max=True))
+def test_quantiles_are_those_of_the_recent_latencies(latencies, part):
+    seen = Latencies()
+    for latency in latencies:
+        seen.add(latency)
+    recent = sorted(latencies[-200:])
+    expected = None if len(recent) < 20 else recent[min(len(recent) - 1, int(part * len(recent)))]
+    assert seen.quantile(part) == expected
+
+
+class TestRetries:
+    def test_faults_are_tried_again_and_counted(self):
+        made, server = requester(), Server(OSError("a"), TimeoutError(), ConnectionResetError())
+        assert [bytes(data) for data in fetch(made, server)] == [DATA]
+        assert (made.requests, made.request_bytes, made.retries) == (1, len(DATA), 3)
+
+    def test_what_is_final_is_not(self):
+        server = Server(PermissionError("no"))
+        (error,) = fetch(requester(), server)
+        assert isinstance(error, FetchFailedError)
+        assert (error.fault.kind, error.num_attempts, server.calls) == ("refused", 1, 1)
+
+    def test_the_deadline_holds(self):
+        made = requester(RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.01))
+        (error,) = fetch(made, Server(*[OSError("down")] * 10_000))
+        assert isinstance(error, FetchFailedError)
+        assert error.fault.kind == "transient"
+        assert error.num_attempts > 5
+
+    def test_a_retry_that_comes_too_late_to_its_turn_tells_the_last_fault(self):
+        made = requester(RetryPolicy(deadline_s=0.05, attempt_timeout_s=2.0), start=1, at_most=1)
+        server = Server(OSError("x"), OSError("y"))
+
+        async def run():
+            async def in_its_way():
+                async with made.concurrency.place():
+                    await asyncio.sleep(0.2)
+
+            both = made.fetch(server.get, len(DATA)), in_its_way()
+            return (await asyncio.gather(*both, return_exceptions=True))[0]
+
+        error = asyncio.run(run())
+        assert (error.fault.text, error.num_attempts, server.calls) == ("OSError: x", 1, 1)
+
+    def test_waiting_for_ones_turn_does_not_count(self):
+        retry = RetryPolicy(deadline_s=0.1, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+        server = Server(*[0.06] * 5, OSError("x"))
+        answers = fetch(requester(retry, hedge=None, start=1, at_most=1), server, 6)
+        assert [bytes(data) for data in answers] == [DATA] * 6
+
+    def test_the_first_retry_is_at_once_and_the_next_are_not(self):
+        patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
+        made, server = requester(patient), Server(OSError("x"))
+        assert [bytes(data) for data in fetch(made, server)] == [DATA]
+        (error,) = fetch(made, Server(OSError("x"), OSError("y")))
+        assert error.num_attempts == 2
+
+    def test_when_many_fail_only_a_few_come_back_at_once(self):
+        patient = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
+        answers = fetch(requester(patient, start=64), Server(*[OSError("down")] * 50), 50)
+        assert 10 <= sum(isinstance(answer, memoryview) for answer in answers) <= 15
+
+    def test_a_retry_goes_ahead_of_those_that_wait_for_their_first(self):
+        made, answered = requester(start=1, at_most=1), []
+
+        async def run():
+            async def one(name, server):
+                await made.fetch(server.get, len(DATA))
+                answered.append(name)
+
+            servers = [Server(OSError("x")), *(Server(0.001) for _ in range(5))]
+            await asyncio.gather(*(one(*pair) for pair in enumerate(servers)))
+
+        asyncio.run(run())
+        assert answered.index(0) <= 1  # one was let in while the first found out
+
+    def test_a_stall_ends_with_the_attempts_time(self):
+        made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=0.05, first_delay_s=0.001), hedge=None)
+        server = Server(None, None)
+        assert [bytes(data) for data in fetch(made, server)] == [DATA]
+        assert (server.calls, server.cancelled, made.retries) == (3, 2, 2)
+
+    def test_short_answers_are_tried_again_and_then_mean_a_cut_file(self):
+        assert [bytes(data) for data in fetch(requester(), Server(b"1", b"12"))] == [DATA]
+        (error,) = fetch(requester(), Server(*[b"1"] * 5))
+        assert error.fault.kind == "cut"
+        assert error.num_attempts == 3
+
+    def test_too_long_an_answer_means_a_server_without_ranges(self):
+        (error,) = fetch(requester(), Server(DATA * 2))
+        assert error.fault.kind == "invalid"
+
+
+class TestHedging:
+    def test_a_stalled_request_is_overtaken_by_a_second_one(self):
+        made = requester()
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            server = Server(None)
+            return bytes(await made.fetch(server.get, len(DATA))), server
+
+        data, server = asyncio.run(run())
+        assert data == DATA
+        assert (server.calls, server.cancelled) == (2, 1)
+        assert (made.hedges, made.hedges_won, made.retries) == (1, 1, 0)
+
+    def test_a_first_that_comes_after_all_counts_and_ends_the_second(self):
+        made = requester(hedge=HedgePolicy(min_delay_s=0.1))
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            server = Server(0.2, None)
+            await made.fetch(server.get, len(DATA))
+            await asyncio.sleep(0)
+            return server
+
+        server = asyncio.run(run())
+        assert (server.calls, server.cancelled, server.at_once) == (2, 1, 0)
+        assert (made.hedges, made.hedges_won) == (1, 0)
+
+    def test_a_storage_that_is_slow_as_a_whole_is_not_asked_twice_as_much(self):
+        made = requester(start=64)
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            slow = Server(*[0.05] * 2000)
+            await asyncio.gather(*(made.fetch(slow.get, len(DATA)) for _ in range(200)))
+            return slow
+
+        slow = asyncio.run(run())
+        assert made.hedges <= 10 + 0.1 * 231
+        assert slow.calls <= 200 + made.hedges
+
+    def test_a_hedge_can_stall_too(self):
+        made = requester()
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            return bytes(await made.fetch(Server(None, None, None).get, len(DATA)))
+
+        assert asyncio.run(run()) == DATA
+        assert (made.hedges, made.hedges_won, made.retries) == (3, 1, 0)
+
+    def test_without_budget_it_waits_for_the_others_to_be_done(self):
+        made = requester(start=8)
+        made._extra = -1e9
+
+        async def run():
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            stalled, busy = Server(None), Server(*[0.1] * 7)
+            one = asyncio.create_task(made.fetch(stalled.get, len(DATA)))
+            await asyncio.gather(*(made.fetch(busy.get, len(DATA)) for _ in range(7)))
+            calls = stalled.calls
+            await one
+            return calls, busy.calls
+
+        assert asyncio.run(run()) == (1, 7)
+        assert (made.hedges, made.hedges_won) == (1, 1)
+
+    def test_a_stall_at_the_start_is_seen_as_soon_as_it_is_known_what_is_usual(self):
+        made = requester(RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0))
+
+        async def run():
+            stalled = asyncio.create_task(made.fetch(Server(None).get, len(DATA)))
+            for _ in range(30):
+                await made.fetch(Server().get, len(DATA))
+            await stalled
+
+        asyncio.run(run())
+        assert (made.hedges, made.hedges_won, made.retries) == (1, 1, 0)
+
+    def test_a_fault_does_not_wait_for_the_hedge(self):
+        server = Server(OSError("x"))
+        made = requester(hedge=HedgePolicy(min_delay_s=30.0))
+        fetch(made, server)
+        assert (server.calls, made.hedges) == (2, 0)
+
+
+class TestConcurrency:
+    def test_no_more_at_once_than_its_width(self):
+        made, server = requester(hedge=None, start=3, at_most=3), Server(*[0.002] * 40)
+        assert len(fetch(made, server, 40)) == 40
+        assert server.most_at_once == 3
+        assert made.concurrency.in_flight == 0
+
+    def test_it_widens_while_that_brings_more(self):
+        for useful in (6, 20, 500):
+            gate, now = Concurrency(start=8, at_most=64), 0.0
+            for _ in range(20_000):
+                now += 0.02 / min(gate.width, useful)
+                gate._had_waiters = True
+                gate.answered(1000, now)
+            assert min(useful, 64) * 0.8 <= gate.width <= min(max(8, useful) * 1.6, 64)
+
+    def test_it_begins_with_great_steps(self):
+        gate, now = Concurrency(start=8, at_most=64), 0.0
+        for _ in range(16 + 32 + 64 + 4):
+            now += 0.02 / gate.width
+            gate._had_waiters = True
+            gate.answered(1000, now)
+        assert gate.width == 64
+
+    def test_it_narrows_when_told_to_slow_down_and_never_to_nothing(self):
+        gate = Concurrency(start=32)
+        for number in range(500):
+            gate.throttled(float(number))
+        assert gate.width == 1
+
+    def test_a_few_busy_answers_change_nothing(self):
+        gate = Concurrency(start=16)
+        for number in range(1000):
+            (gate.throttled if number % 50 == 0 else lambda now: gate.answered(10, now))(float(number))
+        assert gate.width >= 16
+
+    def test_who_gives_up_waiting_leaves_no_hole(self):
+        async def run():
+            gate = Concurrency(start=1, at_most=1)
+            passed = []
+
+            async def through(name, hold_s):
+                async with gate.place():
+                    passed.append(name)
+                    await asyncio.sleep(hold_s)
+
+            first = asyncio.create_task(through("first", 0.02))
+            await asyncio.sleep(0)
+            waiting = [asyncio.create_task(through(number, 0)) for number in range(4)]
+            await asyncio.sleep(0)
+            waiting[1].cancel()
+            waiting[3].cancel()
+            await asyncio.gather(first, *waiting, return_exceptions=True)
+            return passed, gate.in_flight
+
+        assert asyncio.run(run()) == (["first", 0, 2], 0)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError])
+def test_what_is_no_fault_of_storage_is_reported_at_once(kind):
+    (error,) = fetch(requester(), Server(kind("bug")))
+    assert isinstance(error, FetchFailedError)
+    assert error.fault.kind == "invalid"
+    assert "bug" in error.fault.text

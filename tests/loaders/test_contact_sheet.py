@@ -1,0 +1,147 @@
+"""What `fuelrail view` draws, and where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.__main__ import main
+from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders.contact_sheet import NEAR_M, contact_sheet, decode_single, project_segment
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.datasets import build_dataset, make_boxes
+
+K = np.array([[300.0, 0, 159.5], [0, 300.0, 99.5], [0, 0, 1]])
+EGO2CAM = np.array([[0, -1, 0, 0], [0, 0, -1, 1.5], [1, 0, 0, 0], [0, 0, 0, 1.0]])
+EGO2IMG = np.eye(4)
+EGO2IMG[:3, :3] = K
+EGO2IMG = EGO2IMG @ EGO2CAM
+
+coordinates = st.floats(-50, 50, allow_subnormal=False)
+points = st.tuples(coordinates, coordinates, coordinates).map(np.array)
+
+
+@given(points, points)
+def test_a_segment_projects_as_opencv_projects_its_ends(start, end):
+    segment = project_segment(start, end, EGO2IMG)
+    if start[0] < NEAR_M and end[0] < NEAR_M:
+        assert segment is None
+        return
+    for point, pixel in zip((start, end), segment, strict=True):
+        if point[0] < NEAR_M:  # cut: where the segment crosses the near plane
+            share = (NEAR_M - start[0]) / (end[0] - start[0])
+            point = start + share * (end - start)
+        camera = (EGO2CAM @ np.append(point, 1))[:3]
+        expected, _ = cv2.projectPoints(camera[None], np.zeros(3), np.zeros(3), K, None)
+        np.testing.assert_allclose(pixel, expected[0, 0], rtol=1e-6, atol=1e-5)
+
+
+def test_a_box_is_drawn_on_its_corners_and_nowhere_else():
+    boxes = make_boxes(np.random.default_rng(0), 1)
+    boxes.boxes3d[0] = (12, 1, 1.0, 4, 2, 1.6, 0.3)
+    boxes.rotation_wxyz[0] = (np.cos(0.15), 0, 0, np.sin(0.15))
+    images = np.zeros((1, 3, 200, 320), np.uint8)
+    sheet = contact_sheet(images, EGO2IMG[None], ["cam_front"], boxes, ["car"])
+    bare = contact_sheet(images, EGO2IMG[None], ["cam_front"], None, ["car"])
+    drawn = (sheet[: len(bare)] != bare).any(-1)
+    projected = np.append(boxes.corners()[0], np.ones((8, 1)), 1) @ EGO2IMG.T
+    pixels = projected[:, :2] / projected[:, 2:3] + 4  # the sheet's border
+    for u, v in pixels.round().astype(int):
+        assert drawn[v - 1 : v + 2, u - 1 : u + 2].any()
+    rows, columns = np.nonzero(drawn)
+    assert columns.min() >= pixels[:, 0].min() - 2
+    assert columns.max() <= pixels[:, 0].max() + 2
+    assert rows.min() >= pixels[:, 1].min() - 2
+    assert rows.max() <= pixels[:, 1].max() + 2
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("view") / "tiny"
+    build_dataset(root, {"train": (6,)})
+    return root
+
+
+def test_the_augmentation_is_the_loaders(root):
+    image = ImageAugment(height=48, width=64, train=True, resize_range=(0.5, 0.9), flip_prob=0.5, rotate_deg=(-9, 9))
+    dataset = open_dataset(root)
+    reader = SampleReader(dataset)
+    cameras = [camera.channel for camera in dataset.manifest.cameras]
+    with DataLoader(dataset, 1, image=image, seed=5, world=World()) as loader:
+        loader.set_epoch(2)
+        for batch in loader:
+            row = reader.find(batch["sample_key"][0])
+            single = decode_single(reader.sample(row), cameras, image, seed=5, epoch=2, row=row)
+            assert batch["img"].equal(single["img"])
+            assert batch["ego2img"].equal(single["ego2img"])
+
+
+class TestCommand:
+    def test_writes_the_picture_of_the_sample_asked_for(self, root, tmp_path, capsys):
+        out = tmp_path / "sheet.png"
+        assert main(["view", str(root), "clip-0001-000000", "--train", "--output", str(out)]) == 0
+        assert "clip-0001-000000: 2 cameras, 4 boxes" in capsys.readouterr().out
+        assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["nobody", "--output", "x.png"], "no sample 'nobody'"),
+            ([""], "has no sample ''; the first of its"),
+            (["--output", "x.jpg"], "must end with .png"),
+            (["--epoch", "-1"], "--epoch -1 must be 0 or more"),
+            (["--output", "no/such/folder/x.png"], "cannot be written"),
+            (["--image", "no.yaml"], "no.yaml"),
+        ],
+    )
+    def test_mistakes_end_with_one_sentence(self, root, arguments, words, capsys, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        assert main(["view", str(root), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert error.count("\n") == 1
+
+    @pytest.mark.parametrize("side", [40_000, 1_000_000_000])
+    def test_l1_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):
+        settings = tmp_path / "f.yaml"
+        settings.write_text(f"height: {side}\nwidth: {side}\n")
+        assert main(["view", str(root), "--image", str(settings), "--output", str(tmp_path / "x.png")]) == 2
+        error = capsys.readouterr().err
+        assert f"height={side}, width={side}: each must be 1 to 16384 pixels" in error
+        assert error.count("\n") == 1
+
+    def test_l1_a_picture_that_memory_cannot_hold_is_refused(self, root, tmp_path):
+        settings = tmp_path / "f.yaml"
+        settings.write_text("height: 8192\nwidth: 8192\n")
+        code = (
+            "import resource, sys, cv2, torch; import fuelrail.loaders.contact_sheet;"
+            "from fuelrail.__main__ import main;"
+            "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize();"
+            "resource.setrlimit(resource.RLIMIT_AS, (now + (300 << 20),) * 2);"
+            "sys.exit(main(sys.argv[1:]))"
+        )
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "view",
+            str(root),
+            "--image",
+            str(settings),
+            "-o",
+            str(tmp_path / "x.png"),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stderr
+        assert "no memory to draw 2 cameras of 8192x8192 pixels, 402653184 bytes" in done.stderr
+        assert "Traceback" not in done.stderr

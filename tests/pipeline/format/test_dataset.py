@@ -1,0 +1,266 @@
+"""A dataset on disk: whole, it gives back every byte; damaged anywhere, an error of ours that says where."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import (
+    ChecksumError,
+    CodecError,
+    ConfigError,
+    DatasetError,
+    DatasetNotReadyError,
+    FuelrailError,
+    IndexFileError,
+    MemberTooLargeError,
+    TruncatedShardError,
+)
+from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
+from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
+from fuelrail.pipeline.format.tar import iter_members, split_member_name
+from fuelrail.pipeline.sample.schema import META, decode_sample
+from support.datasets import build_dataset
+
+SPLITS = {"train": (3, 2), "val": (2,)}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, dict[str, dict[str, bytes]]]:
+    root = tmp_path_factory.mktemp("dataset") / "tiny"
+    return root, build_dataset(root, SPLITS, size=(32, 24), missing=frozenset({(1, "cam_back")}))
+
+
+@pytest.fixture
+def copy(built, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built[0], tmp_path / "copy"))
+
+
+def read_row(dataset: Dataset, number: int) -> dict[str, bytes]:
+    """One sample's members through the plainest reader there is: open, seek, read, check, decode."""
+    row = dataset.index.row(number)
+    path = dataset.shard_path(row)
+    with path.open("rb") as file:
+        file.seek(row.offset)
+        span = file.read(row.length)
+    check_span(row, span, path.name)
+    members = {name: bytes(data) for name, data in read_members(row, span, path.name).items()}
+    decode_sample(row.key, members)
+    return members
+
+
+def read_all(root: Path) -> dict[str, dict[str, bytes]]:
+    dataset = open_dataset(root)
+    return {dataset.index.row(i).key: read_row(dataset, i) for i in range(len(dataset.index))}
+
+
+def test_every_member_comes_back(built) -> None:
+    root, raw = built
+    assert read_all(root) == raw
+
+
+def test_index_and_tars_tell_the_same(built) -> None:
+    root, _ = built
+    dataset = open_dataset(root)
+    for number, shard in enumerate(dataset.manifest.shards):
+        rows = [dataset.index.row(i) for i in range(shard.first_sample, shard.first_sample + shard.num_samples)]
+        found = [(*split_member_name(f.name), f.offset, f.length)
+                 for f in iter_members((root / shard.name).read_bytes(), shard=shard.name)]  # fmt: skip
+        stated = [(row.key, row.offset + m.offset, m.stored_bytes) for row in rows for m in row.members]
+        assert [(key, offset, length) for key, _, offset, length in found] == stated
+        assert {row.shard for row in rows} == {number}
+        assert [row.offset for row in rows] == [0, *(row.offset + row.length for row in rows[:-1])]
+        assert rows[-1].offset + rows[-1].length + 1024 == shard.bytes
+
+
+def test_splits_are_runs_of_rows(built) -> None:
+    dataset = open_dataset(built[0])
+    assert {name: (s.first_sample, s.num_samples) for name, s in dataset.manifest.splits.items()} == {
+        "train": (0, 5), "val": (5, 2),
+    }  # fmt: skip
+    assert dataset.split("val") == dataset.manifest.splits["val"]
+    with pytest.raises(ConfigError, match="has no split 'test'; it has: train, val"):
+        dataset.split("test")
+
+
+def test_some_members_can_be_read_alone(built) -> None:
+    root, raw = built
+    dataset = open_dataset(root)
+    row = dataset.index.row(0)
+    span = dataset.shard_path(row).read_bytes()[: row.length]
+    found = read_members(row, span, "train-000000.tar", {META, "cam_back.jpg", "no such.member"})
+    assert {k: bytes(v) for k, v in found.items()} == {k: raw[row.key][k] for k in (META, "cam_back.jpg")}
+
+
+def test_raw_members_are_views_of_the_span(built) -> None:
+    dataset = open_dataset(built[0])
+    row = dataset.index.row(0)
+    span = memoryview(dataset.shard_path(row).read_bytes())[: row.length]
+    assert read_members(row, span, "shard", {"cam_front.jpg"})["cam_front.jpg"].obj is span.obj
+
+
+class TestDamage:
+    def test_any_flip_in_a_shard_is_found_with_its_address(self, copy: Path) -> None:
+        dataset = open_dataset(copy)
+        rng = random.Random(3)
+        for number in range(len(dataset.index)):
+            row = dataset.index.row(number)
+            path = dataset.shard_path(row)
+            good = path.read_bytes()
+            for at in rng.sample(range(row.length), 40):
+                damaged = bytearray(good)
+                damaged[row.offset + at] ^= rng.randrange(1, 256)
+                path.write_bytes(damaged)
+                with pytest.raises(ChecksumError) as caught:
+                    read_row(dataset, number)
+                error = caught.value
+                assert (error.shard, error.offset, error.key) == (path.name, row.offset, row.key)
+                assert all(word in str(error) for word in (path.name, str(row.offset), row.key))
+            path.write_bytes(good)
+
+    def test_a_cut_shard_is_found_with_its_address(self, copy: Path) -> None:
+        dataset = open_dataset(copy)
+        row = dataset.index.row(1)
+        path = dataset.shard_path(row)
+        good = path.read_bytes()
+        for left in (0, 1, row.length // 2, row.length - 1):
+            path.write_bytes(good[: row.offset + left])
+            with pytest.raises(TruncatedShardError, match=f"got {left} of {row.length} bytes") as caught:
+                read_row(dataset, 1)
+            assert (caught.value.shard, caught.value.offset, caught.value.key) == (path.name, row.offset, row.key)
+
+    @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE])
+    def test_any_flip_in_the_other_files_is_an_error_of_ours_or_the_same_members(self, built, copy, name) -> None:
+        root, raw = built
+        good = (root / name).read_bytes()
+        rng = random.Random(5)
+        for at in rng.sample(range(len(good)), min(len(good), 400)):
+            damaged = bytearray(good)
+            damaged[at] ^= rng.randrange(1, 256)
+            (copy / name).write_bytes(damaged)
+            try:
+                found = read_all(copy)
+            except FuelrailError as error:
+                assert str(error)
+                continue
+            assert found.keys() == raw.keys()
+            assert all(found[key].items() <= raw[key].items() for key in raw)
+
+    @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE])
+    def test_cut_files_are_found_when_opened(self, copy: Path, name) -> None:
+        good = (copy / name).read_bytes()
+        for length in (0, 1, len(good) // 2, len(good) - 2):
+            (copy / name).write_bytes(good[:length])
+            with pytest.raises(DatasetError, match=str(copy)):
+                open_dataset(copy)
+
+    def test_missing_files(self, copy: Path) -> None:
+        (copy / INDEX_FILE).rename(copy / "elsewhere")
+        with pytest.raises(IndexFileError, match=r"no index\.arrow; `fuelrail verify .* --repair KIND:PATH`"):
+            open_dataset(copy)
+        (copy / MANIFEST_FILE).unlink()
+        with pytest.raises(DatasetNotReadyError):
+            open_dataset(copy)
+
+    def test_an_index_of_another_dataset_is_found(self, built, copy: Path, tmp_path: Path) -> None:
+        build_dataset(tmp_path / "other", {"train": (3,)}, size=(32, 24))
+        shutil.copy(tmp_path / "other" / INDEX_FILE, copy)
+        with pytest.raises(IndexFileError, match="bytes, the manifest says"):
+            open_dataset(copy)
+        # Of the same size, but for another number of samples.
+        manifest = load_manifest(copy)
+        size = (copy / INDEX_FILE).stat().st_size
+        files = tuple(msgspec.structs.replace(f, bytes=size) for f in manifest.files if f.name == INDEX_FILE)
+        (copy / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+        with pytest.raises(IndexFileError, match="has 3 rows, the manifest 7"):
+            open_dataset(copy)
+        (copy / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=())))
+        with pytest.raises(IndexFileError, match="the manifest says None"):
+            open_dataset(copy)
+
+
+class TestEntries:
+    """Index entries that do not fit the span: checked before anything is read or memory taken."""
+
+    @pytest.fixture(scope="module")
+    @staticmethod
+    def opened(built):
+        dataset = open_dataset(built[0])
+        row = dataset.index.row(0)
+        return dataset, row, dataset.shard_path(row).read_bytes()[: row.length]
+
+    @pytest.mark.parametrize("shard", [-1, 3, 2**31 - 1])
+    def test_a_shard_that_is_not_there(self, opened, shard) -> None:
+        dataset, row, _ = opened
+        with pytest.raises(IndexFileError, match=f"{row.key} into shard number {shard}, but the manifest has 3"):
+            dataset.shard_path(row._replace(shard=shard))
+
+    @pytest.mark.parametrize(("offset", "length"), [(-1, 10), (0, -1), (0, 2**62), (2**62, 2**62), (512, -512)])
+    def test_a_span_outside_its_shard(self, opened, offset, length) -> None:
+        dataset, row, _ = opened
+        with pytest.raises(IndexFileError, match=f"{row.key} at bytes {offset} to {offset + length} of shard train-0"):
+            dataset.shard_path(row._replace(offset=offset, length=length))
+
+    @given(offset=st.integers(-(2**63), 2**63 - 1), stored=st.integers(-(2**63), 2**63 - 1))
+    def test_ranges_outside_the_span(self, opened, offset, stored) -> None:
+        _, row, span = opened
+        if 512 <= offset <= offset + stored <= len(span):  # in front of data lies a header
+            return
+        entry = row.members[0]._replace(offset=offset, stored_bytes=stored)
+        with pytest.raises(IndexFileError, match=f"{row.key}.{entry.name} in shard S covers bytes {offset} to"):
+            read_members(row._replace(members=(entry,)), span, "S")
+
+    @given(st.data())
+    def test_any_entry_is_an_error_of_ours_or_the_member(self, built, opened, data) -> None:
+        _, row, span = opened
+        entry = row.members[data.draw(st.integers(0, len(row.members) - 1))]
+        entry = entry._replace(
+            offset=data.draw(st.integers(-10, len(span) + 10)),
+            stored_bytes=data.draw(st.integers(-10, 600)),
+            raw_bytes=data.draw(st.integers(-10, 2**40)),
+            codec=data.draw(st.sampled_from(["raw", "zstd", "zstd-p20"])),
+        )
+        try:
+            found = read_members(row._replace(members=(entry,)), span, "S")
+        except FuelrailError as error:
+            assert f"{row.key}.{entry.name}" in str(error)
+        else:
+            assert found[entry.name] == built[1][row.key][entry.name]
+
+    def test_entries_of_two_members_mixed_up(self, opened) -> None:
+        _, row, span = opened
+        front, back = (next(m for m in row.members if m.name == f"cam_{side}.jpg") for side in ("front", "back"))
+        for wrong in (
+            front._replace(name=back.name),
+            front._replace(offset=back.offset),
+            front._replace(offset=front.offset + 1),
+            front._replace(stored_bytes=front.stored_bytes - 1, raw_bytes=front.raw_bytes - 1),
+            front._replace(codec="zstd"),
+        ):
+            with pytest.raises(IndexFileError, match=f"entry of {row.key}.cam_.*: no member '{row.key}.cam_.* lies at"):
+                read_members(row._replace(members=(wrong,)), span, "S")
+        with pytest.raises(IndexFileError, match="no member 'clip-9"):
+            read_members(row._replace(key="clip-9"), span, "S")
+
+    def test_codec_errors_carry_the_whole_address(self, opened) -> None:
+        _, row, span = opened
+        entry = row.members[0]
+        wrong = row._replace(members=(entry._replace(raw_bytes=entry.raw_bytes + 1),))
+        with pytest.raises(CodecError) as caught:
+            read_members(wrong, span, "S")
+        assert (caught.value.key, caught.value.member) == (row.key, entry.name)
+        assert f"(shard S, offset {row.offset + entry.offset})" in str(caught.value)
+        assert str(caught.value).count(entry.name) == 1
+
+    def test_sizes_over_the_cap_are_refused(self, opened, monkeypatch) -> None:
+        _, row, span = opened
+        monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_MEMBER_BYTES", 100)
+        with pytest.raises(MemberTooLargeError, match="over the cap of 100"):
+            read_members(row, span, "S")

@@ -1,0 +1,299 @@
+"""The manifest: exact round trip, a fingerprint anybody can compute, and everything that does not add up refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.format.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    CameraEntry,
+    FileEntry,
+    LidarEntry,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    decode_manifest,
+    encode_manifest,
+    fingerprint,
+    load_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def shard(number: int, split: str, first: int, count: int) -> ShardEntry:
+    return ShardEntry(
+        name=f"{split}-{number:06d}.tar", split=split, first_sample=first, num_samples=count, bytes=4096,
+        sha256=f"{number:064x}",
+    )  # fmt: skip
+
+
+def manifest(**changes: Any) -> Manifest:
+    whole = Manifest(
+        format=FORMAT, version=FORMAT_VERSION, name="straße", fingerprint="", num_samples=9, num_clips=3, seed=7,
+        order_unit="frame",
+        cameras=(CameraEntry(channel="cam_front", source_name="CAM_FRONT", sizes=((1600, 900),)),),
+        lidars=(LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z")),),
+        classes=("car",), attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
+        compression={"level": 3, "ratio": 0.5},
+        splits={
+            "train": SplitEntry(first_sample=0, num_samples=7, first_shard=0, num_shards=2, num_clips=2),
+            "val": SplitEntry(first_sample=7, num_samples=2, first_shard=2, num_shards=1, num_clips=1),
+        },
+        shards=(shard(0, "train", 0, 4), shard(1, "train", 4, 3), shard(0, "val", 7, 2)),
+        files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
+        provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
+    )  # fmt: skip
+    return msgspec.structs.replace(whole, **changes)
+
+
+def signed(**changes: Any) -> bytes:
+    """The file with a right fingerprint, whatever else is wrong."""
+    return encode_manifest(manifest(**changes))
+
+
+GOOD = signed()
+
+
+def test_round_trip() -> None:
+    found = decode_manifest(GOOD, "here")
+    assert found == manifest(fingerprint=found.fingerprint, digest=found.digest)
+    assert encode_manifest(found) == GOOD
+
+
+def test_the_file_is_indented_json_with_a_closing_newline() -> None:
+    assert GOOD.endswith(b"}\n")
+    assert list(json.loads(GOOD)) == list(Manifest.__struct_fields__)
+    assert "straße" in GOOD.decode()
+
+
+NOT_COVERED = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest")
+
+
+def test_fingerprint_is_what_plain_python_computes() -> None:
+    found = json.loads(signed(files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))))
+    stated = found["fingerprint"]
+    covered = {name: value for name, value in found.items() if name not in NOT_COVERED}
+    covered["files"] = [file for file in found["files"] if file["name"] in ("index.arrow", "zstd.dict")]
+    canonical = json.dumps(covered, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert hashlib.sha256(canonical).hexdigest() == stated
+
+
+def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() -> None:
+    dictionary = FileEntry(name="zstd.dict", bytes=9, sha256="2" * 64)
+    covered: list[dict[str, Any]] = [
+        {"num_clips": 4}, {"num_samples": 1}, {"cameras": ()}, {"lidars": ()}, {"classes": ()},
+        {"attributes": ("parked",)}, {"time_base": "clip"}, {"ego_origin": "imu"}, {"splits": {}}, {"shards": ()},
+        {"files": ()}, {"files": (*manifest().files, dictionary)}, {"format": "x"}, {"version": 2},
+        {"files": (FileEntry(name="index.arrow", bytes=100, sha256="3" * 64),)},
+        {"shards": (shard(9, "train", 0, 4), *manifest().shards[1:])},
+    ]  # fmt: skip
+    parquet = FileEntry(name="attributes.parquet", bytes=9, sha256="4" * 64)
+    other: list[dict[str, Any]] = [
+        {"name": "other"}, {"seed": 8}, {"order_unit": "clip"}, {"license": "MIT"}, {"compression": {}},
+        {"provenance": {}}, {"fingerprint": "f"}, {"digest": "f"},
+        {"files": (*manifest().files, parquet)},
+    ]  # fmt: skip
+    assert {name for change in covered + other for name in change} == set(Manifest.__struct_fields__)
+    assert len({fingerprint(manifest())} | {fingerprint(manifest(**change)) for change in covered}) == 1 + len(covered)
+    assert {fingerprint(manifest(**change)) for change in other} == {fingerprint(manifest())}
+
+
+def test_digest_is_what_plain_python_computes() -> None:
+    found = json.loads(GOOD)
+    stated, found["digest"] = found["digest"], ""
+    canonical = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert hashlib.sha256(canonical).hexdigest() == stated
+
+
+def test_a_manifest_without_a_digest_is_read_by_the_rule_of_its_time() -> None:
+    """Before the first release the fingerprint covered the whole manifest, and there was no digest."""
+    old = {**json.loads(GOOD), "fingerprint": ""}
+    del old["digest"]
+    canonical = json.dumps(old, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    old["fingerprint"] = hashlib.sha256(canonical).hexdigest()
+    found = decode_manifest(json.dumps(old).encode(), "here")
+    assert found.fingerprint == decode_manifest(GOOD, "here").fingerprint
+    old["provenance"]["source"] = "other"
+    with pytest.raises(ManifestError, match="was edited or damaged"):
+        decode_manifest(json.dumps(old).encode(), "here")
+
+
+def test_channels_are_cameras_then_lidars() -> None:
+    assert manifest().channels == ("cam_front", "lidar_top")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "is not JSON"),
+        (GOOD[:-3], "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "not a Fuelrail manifest: its format is not 'fuelrail-dataset'"),
+        (b"{}", "not a Fuelrail manifest"),
+        (b'{"format": "webdataset"}', "not a Fuelrail manifest"),
+        (b'{"format": "fuelrail-dataset"}', "has format version none; this reads 1"),
+        (b'{"format": "fuelrail-dataset", "version": 2}', "has format version 2; this reads 1"),
+        (b'{"format": "fuelrail-dataset", "version": true}', "has format version true; this reads 1"),
+        (GOOD.replace(b'"seed": 7,', b""), "missing required field `seed`"),
+        (GOOD.replace(b'"seed"', b'"sed": 1, "seed"'), "unknown field `sed`"),
+        (GOOD.replace(b'"seed": 7', b'"seed": "7"'), "$.seed"),
+        (GOOD.replace(b'"num_clips": 3', b'"num_clips": 4'), "was edited or damaged"),
+        (GOOD.replace(b'"seed": 7', b'"seed": 8'), "was edited or damaged"),
+        (GOOD.replace(b'"zwei"', b'"drei"'), "was edited or damaged"),
+        (GOOD.replace(b'"unix"', b'"clip"'), "was edited or damaged"),
+        (signed(shards=(shard(0, "train", 0, 4), shard(1, "train", 5, 3))), "'train-000001.tar' does not continue at"),
+        (signed(shards=(shard(0, "train", 1, 4),)), "'train-000000.tar' does not continue at sample 0"),
+        (signed(shards=(shard(0, "test", 0, 9),)), "'test-000000.tar' does not continue"),
+        (signed(shards=(shard(9, "train", 0, 0), *manifest().shards)), "does not continue"),
+        (signed(num_samples=10), "shards hold 9 samples, splits 9, stated 10"),
+        (signed(splits={"train": manifest().splits["train"], "val": SplitEntry(
+            first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1)}), "splits 10, stated 9"),
+        (signed(splits={"val": manifest().splits["train"], "train": manifest().splits["val"]}), "does not match"),
+        (signed(splits=manifest().splits | {"train": SplitEntry(
+            first_sample=1, num_samples=7, first_shard=0, num_shards=2, num_clips=2)}), "'train' does not match"),
+        (signed(splits=manifest().splits | {"train": SplitEntry(
+            first_sample=0, num_samples=7, first_shard=0, num_shards=1, num_clips=2)}), "'train' does not match"),
+    ],
+)  # fmt: skip
+def test_what_does_not_add_up_is_refused(data, words) -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(data, "OUT/dataset.json")
+    assert words in str(caught.value)
+    assert "'OUT/dataset.json'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/", "a\0.tar", "dataset.json"]
+)
+@pytest.mark.parametrize("kind", ["shards", "files"])
+def test_file_names_cannot_leave_the_folder(kind, name) -> None:
+    entries = getattr(manifest(), kind)
+    changed = (msgspec.structs.replace(entries[0], name=name), *entries[1:])
+    with pytest.raises(ManifestError, match="not a plain file name"):
+        decode_manifest(signed(**{kind: changed}), "here")
+
+
+def test_nothing_stands_twice() -> None:
+    first, second, third = manifest().shards
+    shards = (first, msgspec.structs.replace(second, name=first.name), third)
+    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' stands twice"):
+        decode_manifest(signed(shards=shards), "here")
+    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' stands twice"):
+        decode_manifest(signed(files=(msgspec.structs.replace(manifest().files[0], name=first.name),)), "here")
+    lidars = (msgspec.structs.replace(manifest().lidars[0], channel="cam_front"),)
+    with pytest.raises(ManifestError, match="channel 'cam_front' stands twice"):
+        decode_manifest(signed(lidars=lidars), "here")
+
+
+@pytest.mark.parametrize("name", ["", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n"])
+def test_channels_can_be_member_names(name) -> None:
+    cameras = (msgspec.structs.replace(manifest().cameras[0], channel=name),)
+    with pytest.raises(ManifestError, match=r"channel name '.*' does not match \[a-z0-9_\]"):
+        decode_manifest(signed(cameras=cameras), "here")
+
+
+@pytest.mark.parametrize("name", ["", "Train", "1st", "../train", "train\n"])
+def test_splits_can_be_file_names(name) -> None:
+    splits = {name if key == "val" else key: entry for key, entry in manifest().splits.items()}
+    with pytest.raises(ManifestError, match=r"split name '.*' does not match"):
+        decode_manifest(signed(splits=splits), "here")
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_a_flipped_byte_is_found_or_changes_nothing(at, flip) -> None:
+    damaged = bytearray(GOOD)
+    damaged[at] ^= flip
+    try:
+        found = decode_manifest(bytes(damaged), "here")
+    except ManifestError as error:
+        assert "here" in str(error)
+    else:
+        assert found == decode_manifest(GOOD, "here")
+
+
+@given(st.integers(0, len(GOOD) - len(b"}\n")))
+def test_a_cut_file_is_found(length) -> None:
+    with pytest.raises(ManifestError, match="'here'"):
+        decode_manifest(GOOD[:length], "here")
+
+
+NOT_READY: list[tuple[Callable[[Path], Path], str]] = [
+    (lambda folder: folder, "has no dataset.json: sharding has not finished there"),
+    (lambda folder: folder / "missing", "is not a folder"),
+    (lambda folder: Path(__file__), "is not a folder"),
+]
+
+
+@pytest.mark.parametrize(("place", "words"), NOT_READY)
+def test_a_folder_without_manifest_is_not_ready(tmp_path: Path, place, words) -> None:
+    with pytest.raises(DatasetNotReadyError, match=words) as caught:
+        load_manifest(place(tmp_path))
+    assert str(place(tmp_path)) in str(caught.value)
+    assert "fuelrail shard" in str(caught.value)
+
+
+def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_FILE).mkdir()
+    with pytest.raises(ManifestError, match="cannot be read"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST_FILE).rmdir()
+    (tmp_path / MANIFEST_FILE).write_bytes(GOOD)
+    assert load_manifest(str(tmp_path)).seed == 7
+
+
+def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
+    folder = tmp_path / "out"
+    for make, hint in (
+        (lambda: None, r"is not a folder; make it with `fuelrail shard SOURCE"),
+        (lambda: folder.mkdir(), r"sharding has not finished there; make it with"),
+        (
+            lambda: (folder / "train-000000.tar.zst").touch(),
+            r"its dataset\.json is gone; bring it back",
+        ),
+        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to go on"),
+    ):
+        make()
+        with pytest.raises(DatasetNotReadyError, match=hint):
+            load_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cameras": 100_000 * (CameraEntry(channel="c", source_name="", sizes=()),)}, "100000 cameras, at most 256"),
+        ({"provenance": {"recipe": 5}}, "provenance.recipe is not an object"),
+        ({"compression": {"codecs": 5}}, "compression.codecs does not map"),
+        ({"provenance": {"a": "x" * (5 << 20)}}, "bytes, at most 4194304 are read"),
+        ({"files": (FileEntry(name="a\x1b[2J", bytes=1, sha256=""),)}, "'a\\x1b[2J' is not a plain file name"),
+        ({"files": (FileEntry(name="a" * 300, bytes=1, sha256=""),)}, "... (300 characters)' is not a plain file name"),
+    ],
+)
+def test_l1_what_no_reader_can_use_is_refused(changes, words) -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(signed(**changes), "here")
+    assert words in str(caught.value)
+
+
+def test_l5_a_version_of_two_megabytes_is_not_printed_whole() -> None:
+    with pytest.raises(ManifestError) as caught:
+        decode_manifest(b'{"format": "fuelrail-dataset", "version": "' + b"9" * 2_000_000 + b'"}', "here")
+    assert len(str(caught.value)) < 400
+
+
+def test_l2_a_manifest_has_a_limit() -> None:
+    with pytest.raises(ManifestError, match="more than a manifest may have"):
+        decode_manifest(GOOD + b" " * (32 << 20), "here")

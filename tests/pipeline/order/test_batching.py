@@ -1,0 +1,186 @@
+"""Ranks, steps and positions: exact cover, disjoint ranks, padding, re-batching, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import WorldError
+from fuelrail.pipeline.order.batching import Batching, Cursor, World
+
+SIZES = st.integers(1, 64)
+
+
+def of_rank(whole, rank, size):
+    return dataclasses.replace(whole, world=World(rank, size))
+
+
+def epoch_positions(whole, size):
+    """Positions and validity of all steps of one epoch, in global order: step by step, rank by rank."""
+    ranks = [of_rank(whole, rank, size) for rank in range(size)]
+    assert len({batching.num_steps for batching in ranks}) == 1
+    steps = range(whole.num_steps)
+    positions = [batching.positions(step) for step in steps for batching in ranks]
+    valid = [batching.valid(step) for step in steps for batching in ranks]
+    assert all(len(part) == whole.global_batch // size for part in (*positions, *valid))
+    empty = np.empty(0, dtype=np.int64)
+    return np.concatenate([empty, *positions]), np.concatenate([empty.astype(bool), *valid])
+
+
+@given(st.integers(1, 2000), SIZES, st.integers(1, 12))
+def test_padding_covers_every_position_once_and_flags_the_rest(n, size, rank_batch):
+    positions, valid = epoch_positions(Batching(n, size * rank_batch, World(0, 1), drop_last=False), size)
+    assert np.array_equal(positions[valid], np.arange(n))
+    assert len(positions) - n < size * rank_batch
+    assert not valid[n:].any()
+    # Padding begins again at the epoch's first position, so it repeats real samples.
+    assert np.array_equal(positions[n:], np.arange(len(positions) - n) % n)
+
+
+@given(st.integers(1, 2000), SIZES, st.integers(1, 12))
+def test_drop_last_leaves_out_less_than_one_global_batch(n, size, rank_batch):
+    global_batch = size * rank_batch
+    n += global_batch
+    positions, valid = epoch_positions(Batching(n, global_batch, World(0, 1)), size)
+    assert valid.all()
+    assert np.array_equal(positions, np.arange(n // global_batch * global_batch))
+
+
+@given(st.integers(1, 10**9), SIZES, st.integers(1, 512), st.booleans(), st.data())
+def test_any_step_of_any_rank_is_arithmetic(n, size, rank_batch, drop_last, data):
+    global_batch = size * rank_batch
+    n += global_batch * drop_last
+    rank = data.draw(st.integers(0, size - 1))
+    start = data.draw(st.integers(0, n))
+    batching = Batching(n, global_batch, World(rank, size), drop_last=drop_last, start=start)
+    left = n - start
+    assert batching.num_steps == (left // global_batch if drop_last else -(-left // global_batch))
+    if batching.num_steps:
+        step = data.draw(st.integers(0, batching.num_steps - 1))
+        first = start + step * global_batch + rank * rank_batch
+        running = range(first, first + rank_batch)
+        assert batching.positions(step).tolist() == [position % n for position in running]
+        assert batching.valid(step).tolist() == [position < n for position in running]
+        assert batching.positions(step).dtype == np.int64
+
+
+@given(
+    st.integers(1, 600),
+    st.lists(st.tuples(st.integers(1, 64), st.integers(1, 8), st.integers(0, 5)), min_size=1, max_size=5),
+    SIZES,
+    st.integers(1, 8),
+)
+def test_re_batched_any_number_of_times_each_sample_comes_once(n, phases, last_size, last_rank_batch):
+    """A run that changes ranks and global batch again and again still covers the epoch exactly."""
+    cursor, seen = Cursor(2), []
+    for size, rank_batch, num_steps in phases:
+        whole = Batching(n, size * rank_batch, World(0, 1), drop_last=False)
+        rest = cursor.rest(whole)
+        steps = min(num_steps, rest.num_steps)
+        for step in range(steps):
+            for rank in range(size):
+                part = of_rank(rest, rank, size)
+                seen += part.positions(step)[part.valid(step)].tolist()
+        cursor = Cursor(2, rest.consumed(steps))
+    rest = cursor.rest(Batching(n, last_size * last_rank_batch, World(0, 1), drop_last=False))
+    positions, valid = epoch_positions(rest, last_size)
+    assert seen + positions[valid].tolist() == list(range(n))
+
+
+@given(st.integers(1, 500), SIZES, st.integers(1, 4), st.booleans(), st.integers(0, 400), st.integers(0, 400))
+def test_a_cursor_advanced_in_two_parts_stands_where_one_does(n, size, rank_batch, drop_last, first, second):
+    global_batch = size * rank_batch
+    whole = Batching(n + global_batch * drop_last, global_batch, World(0, size), drop_last=drop_last)
+    start = Cursor(1)
+    assert start.advanced(whole, first).advanced(whole, second) == start.advanced(whole, first + second)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.booleans(), st.integers(0, 60))
+def test_a_cursor_crosses_epoch_ends_as_iterating_does(n, global_batch, drop_last, num_steps):
+    whole = Batching(n + global_batch * drop_last, global_batch, World(), drop_last=drop_last)
+    epoch, step = 0, 0
+    for _ in range(num_steps):
+        step += 1
+        if step == whole.num_steps:
+            epoch, step = epoch + 1, 0
+    assert Cursor().advanced(whole, num_steps) == Cursor(epoch, whole.consumed(step))
+
+
+def test_a_cursor_goes_on_with_the_rest_of_its_epoch():
+    whole = Batching(100, 8, World(), drop_last=False)
+    assert Cursor(4, 36).rest(whole).num_steps == 8
+    assert Cursor(4, 36).rest(whole).positions(0)[0] == 36
+    assert Cursor(4, 36).rest(whole).valid(7).all()
+    assert Cursor(4, 100).rolled(whole) == Cursor(5)
+    assert Cursor(4, 96).rolled(whole) == Cursor(4, 96)
+    assert Cursor(4, 96).rolled(dataclasses.replace(whole, drop_last=True)) == Cursor(5)
+
+
+def test_numpy_numbers_are_taken_and_made_plain():
+    world = World(np.int64(1), np.int32(2))
+    batching = Batching(np.int64(10), np.int64(4), world, start=np.int64(2))
+    assert batching == Batching(10, 4, World(1, 2), start=2)
+    assert type(batching.start) is type(world.rank) is type(Cursor(np.int64(3)).epoch) is int
+    with pytest.raises(WorldError, match="must be a whole number"):
+        World(0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "size", "hints"),
+    [
+        (16, 7, "a global batch of 14 or 21 on 7 ranks, or 4 or 8 ranks for 16"),
+        (3, 7, "a global batch of 7 on 7 ranks, or 3 ranks for 3"),
+        (7, 64, "a global batch of 64 on 64 ranks, or 7 ranks for 7"),
+        (12, 5, "a global batch of 10 or 15 on 5 ranks, or 4 or 6 ranks for 12"),
+        (2_147_483_647, 2, "a global batch of 2147483646 or 2147483648 on 2 ranks, or 1 or 2147483647 ranks"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_batch_are_refused_with_what_works(global_batch, size, hints):
+    text = f"a global batch of {global_batch} cannot be split evenly over {size} ranks; nearest that work: {hints}"
+    with pytest.raises(WorldError, match=re.escape(text)):
+        Batching(10**6, global_batch, World(0, size))
+
+
+@given(st.integers(1, 5000), st.integers(1, 600))
+def test_the_hints_do_work(global_batch, size):
+    if global_batch % size == 0:
+        Batching(10**6, global_batch, World(0, size))
+        return
+    with pytest.raises(WorldError) as caught:
+        Batching(10**6, global_batch, World(0, size))
+    batches, ranks = str(caught.value).split(";")[1].split(", or ")
+    for batch in re.findall(r"\d+", batches.split(" on ")[0]):
+        Batching(10**6, int(batch), World(0, size))
+    for count in re.findall(r"\d+", ranks.split(" ranks")[0]):
+        Batching(10**6, global_batch, World(0, int(count)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: World(0, 0), "at least 1, got 0"),
+        (lambda: World(2, 2), "rank 2 is outside 0 .. 1"),
+        (lambda: World(-1, 2), "rank -1"),
+        (lambda: Batching(0, 1, World()), "1 .. 2\\*\\*62 positions, got 0"),
+        (lambda: Batching(10, 0, World()), "got 0"),
+        (lambda: Batching(10, 2**31 + 1, World()), "a global batch must have"),
+        (lambda: Batching(10, 11, World()), "no full global batch of 11.*drop_last=False"),
+        (lambda: Batching(10, 2, World(), start=11), "11 samples consumed in an epoch that has 10"),
+        (lambda: Batching(10, 2, World(), start=-1), "-1 samples consumed"),
+        (lambda: Batching(10, 2, World()).positions(5), "step 5 is outside the 5 steps left"),
+        (lambda: Batching(10, 2, World()).valid(-1), "step -1"),
+        (lambda: Batching(10, 2, World()).consumed(6), "6 steps done of the 5"),
+        (lambda: Cursor(-1), "cannot be negative"),
+        (lambda: Cursor(0, -1), "samples -1"),
+        (lambda: Cursor().advanced(Batching(10, 2, World()), -1), "0 steps or more, got -1"),
+        (lambda: Cursor(0, 11).rest(Batching(10, 2, World())), "11 samples consumed"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, text):
+    with pytest.raises(WorldError, match=text):
+        make()

@@ -1,0 +1,358 @@
+"""Orders over a dataset: filter, subset, weights, lanes and windows composed; what is selected, exact and resumable."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import csv
+from pyarrow import parquet as pq
+
+from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, Attributes
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.compile import CompiledOrder, LaneOrder, MixOrder, compile_order, read_keys
+from fuelrail.pipeline.order.mix import Mix
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
+from fuelrail.pipeline.order.windows import FrameWindow
+
+LENGTHS = (7, 12, 1, 9, 20, 5, 16, 30)
+NUM = sum(LENGTHS)
+NIGHT = AttributeWeights(attribute="night", values={"true": 3.0})
+
+
+def write(root, shuffle_seed):
+    rng = np.random.default_rng(0)
+    clip = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    attributes = {
+        "night": (clip % 3 == 1).tolist(),
+        "num_car": rng.integers(0, 4, NUM).tolist(),
+        "num_bus": (rng.random(NUM) < 0.1).astype(int).tolist(),
+    }
+    write_synthetic_index(root, LENGTHS, samples_per_shard=8, shuffle_seed=shuffle_seed, attributes=attributes)
+    return open_dataset(root)
+
+
+@pytest.fixture(scope="module")
+def by_clip(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("orders") / "by_clip", None)
+
+
+@pytest.fixture(scope="module")
+def by_frame(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("orders") / "by_frame", 4)
+
+
+@pytest.fixture(params=["by_clip", "by_frame"])
+def dataset(request):
+    return request.getfixturevalue(request.param)
+
+
+def attribute(dataset, name):
+    return np.array(Attributes(dataset, "train").read((name,))[name].to_pylist())
+
+
+def whole(order, epoch=0):
+    return order.epoch(epoch)(np.arange(order.epoch_length))
+
+
+def test_a_plain_order_is_the_order_itself(dataset):
+    order = compile_order(OrderSpec(seed=3), dataset)
+    assert order.epoch_length == order.num_selected == NUM
+    assert np.array_equal(np.sort(whole(order)), np.arange(NUM))
+    assert np.array_equal(order.expected_counts(), np.ones(NUM))
+    assert order.identity == {"version": 1, "kind": "shuffled", "seed": 3}
+
+
+KINDS = [{"kind": "shuffled"}, {"kind": "windowed", "window": 3}, {"kind": "sequential"}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_filter_selects_exactly_and_each_comes_once(dataset, kind):
+    order = compile_order(OrderSpec(**kind, filter="night and num_car >= 1"), dataset)
+    expected = np.flatnonzero(attribute(dataset, "night") & (attribute(dataset, "num_car") >= 1))
+    assert order.num_selected == order.epoch_length == len(expected)
+    assert np.array_equal(np.sort(whole(order, 5)), expected)
+    if kind["kind"] == "sequential":
+        assert np.array_equal(whole(order), expected)
+
+
+def test_a_filtered_window_still_holds_whole_shards(by_frame):
+    order = compile_order(OrderSpec(kind="windowed", window=2, filter="num_car > 0"), by_frame)
+    shards = whole(order) // 8
+    assert len(set(shards.tolist())) == 13
+    left = np.bincount(shards, minlength=13)
+    seen: list[int] = []
+    for shard in shards.tolist():  # never more than the two shards of the window are under way
+        left[shard] -= 1
+        seen.append(shard)
+        assert sum(1 for other in set(seen) if left[other]) <= 2
+
+
+def test_the_index_is_among_the_attributes(dataset):
+    frames = dataset.index.column("frame")
+    order = compile_order(OrderSpec(kind="sequential", filter="frame % 5 == 0 and clip_id != 'clip-0000007'"), dataset)
+    clips = np.array(dataset.index.texts("clip_id").to_pylist())
+    assert np.array_equal(whole(order), np.flatnonzero((frames % 5 == 0) & (clips != "clip-0000007")))
+
+
+@pytest.mark.parametrize("name", ["keys.txt", "keys.csv"])
+def test_a_subset_is_the_keys_of_a_file(dataset, tmp_path, name):
+    known = dataset.index.texts("key").to_pylist()
+    keys = [known[i] for i in (50, 3, 3, 77, 20)]
+    if name == "keys.csv":
+        csv.write_csv(pa.table({"key": keys, "note": keys}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("# hand-picked\n\n" + "\n".join(f"  {key} " for key in keys))
+    order = compile_order(OrderSpec(kind="sequential", subset=str(tmp_path / name)), dataset)
+    assert whole(order).tolist() == [3, 20, 50, 77]
+    assert str(tmp_path) not in str(order.identity)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_come_out_as_expected_within_one_copy(dataset, kind):
+    spec = OrderSpec(**kind, seed=2, filter="num_car > 0", weights=(NIGHT,), epoch_length=333)
+    order = compile_order(spec, dataset)
+    selected = np.flatnonzero(attribute(dataset, "num_car") > 0)
+    weights = np.where(attribute(dataset, "night")[selected], 3.0, 1.0)
+    assert order.expected_counts() == pytest.approx(333 * weights / weights.sum(), rel=1e-6)
+    totals = np.zeros(NUM)
+    for epoch in range(200):
+        counts = np.bincount(whole(order, epoch), minlength=NUM)
+        assert counts.sum() == order.epoch_length == 333
+        assert (np.abs(counts[selected] - order.expected_counts()) < 1).all()
+        totals += counts
+    # A copy more or less by chance: at most 0.5 standard deviation an epoch.
+    assert np.abs(totals[selected] / 200 - order.expected_counts()).max() < 4 * 0.5 / np.sqrt(200)
+
+
+def test_class_balance_has_its_own_epoch_length(dataset):
+    order = compile_order(OrderSpec(weights=(ClassBalance(classes=("num_car", "num_bus")),)), dataset)
+    held = (attribute(dataset, "num_car") > 0).sum() + (attribute(dataset, "num_bus") > 0).sum()
+    assert order.epoch_length == held // 2 * 2
+    buses = attribute(dataset, "num_bus") > 0
+    only_buses = order.expected_counts()[buses].sum()
+    assert only_buses >= order.epoch_length / 2
+
+
+def test_equal_weights_change_nothing_but_the_epoch_length(dataset):
+    order = compile_order(OrderSpec(weights=(AttributeWeights(attribute="night", values={}),)), dataset)
+    assert np.array_equal(whole(order), whole(compile_order(OrderSpec(), dataset)))
+    twice = compile_order(OrderSpec(weights=(AttributeWeights(attribute="night"),), epoch_length=2 * NUM), dataset)
+    assert set(whole(twice).tolist()) == set(np.flatnonzero(attribute(dataset, "night")).tolist())
+
+
+MIX = Mix(attribute="night", ratios={"true": 3, "false": 1})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mix_has_exact_shares_in_every_block(dataset, kind):
+    order = compile_order(OrderSpec(**kind, seed=5, filter="num_car > 0", mix=MIX), dataset)
+    assert isinstance(order, MixOrder)
+    chosen = attribute(dataset, "num_car") > 0
+    night = attribute(dataset, "night")
+    for epoch in range(3):
+        samples = whole(order, epoch)
+        assert (night[samples.reshape(-1, 4)].sum(axis=1) == 3).all()
+        assert set(samples.tolist()) == set(np.flatnonzero(chosen).tolist())
+    assert np.array_equal(order.selected(), np.flatnonzero(chosen))
+    totals = sum(np.bincount(whole(order, epoch), minlength=NUM) for epoch in range(40))
+    assert np.abs(totals[chosen] / 40 - order.expected_counts()).max() < 0.2
+    assert order.expected_counts().sum() == pytest.approx(order.epoch_length)
+
+
+def test_a_mix_of_one_value_and_weights_within_the_parts(dataset):
+    only_night = compile_order(OrderSpec(mix=Mix(attribute="night", ratios={"true": 5})), dataset)
+    nights = np.flatnonzero(attribute(dataset, "night"))
+    assert np.array_equal(only_night.selected(), nights)
+    heavy = AttributeWeights(attribute="num_car")
+    order = compile_order(OrderSpec(mix=MIX, weights=(heavy,), epoch_length=400), dataset)
+    assert order.epoch_length == 400
+    cars = attribute(dataset, "num_car")
+    assert (cars[whole(order)] > 0).all()
+    assert order.expected_counts()[np.searchsorted(order.selected(), nights)] == pytest.approx(
+        300 * cars[nights] / cars[nights].sum(), rel=1e-6
+    )
+
+
+def test_compositions_are_those_of_every_release(by_clip):
+    # Saved training states rely on these, as on the values in test_permutation.py.
+    mixed = compile_order(OrderSpec(seed=7, filter="num_car > 0", mix=MIX), by_clip)
+    assert whole(mixed, 1)[:12].tolist() == [57, 35, 94, 14, 88, 81, 84, 3, 9, 47, 58, 10]
+    spec = OrderSpec(kind="windowed", window=2, seed=7, filter="num_car > 0", weights=(NIGHT,))
+    assert whole(compile_order(spec, by_clip), 1)[:12].tolist() == [71, 64, 70, 70, 67, 55, 49, 48, 62, 51, 58, 60]
+
+
+def test_windows_that_drop_leave_out_clip_starts(dataset):
+    window = FrameWindow(frames=(-2, -1, 0), stride=2, pad="drop")
+    order = compile_order(OrderSpec(kind="sequential"), dataset, window=window)
+    assert np.array_equal(whole(order), np.flatnonzero(dataset.index.column("frame") >= 4))
+    masked = FrameWindow(frames=(-2, -1, 0), stride=2, pad="mask")
+    assert compile_order(OrderSpec(), dataset, window=masked).epoch_length == NUM
+
+
+def test_lanes_follow_clips_of_the_selection(dataset):
+    spec = OrderSpec(kind="lanes", filter="night", pieces_per_clip=2)
+    order = compile_order(spec, dataset, global_batch=4)
+    assert isinstance(order, LaneOrder)
+    entries = order.epoch(1).entries(np.arange(order.epoch_length))
+    assert np.array_equal(np.sort(entries.samples[entries.valid]), np.flatnonzero(attribute(dataset, "night")))
+    frames, clips = dataset.index.column("frame"), dataset.index.clip_numbers()
+    samples, exists = entries.samples.reshape(-1, 4), entries.prev_exists.reshape(-1, 4)
+    assert (frames[samples[1:]] == frames[samples[:-1]] + 1)[exists[1:]].all()
+    assert (clips[samples[1:]] == clips[samples[:-1]])[exists[1:]].all()
+
+
+def test_datasets_stored_by_clip_and_by_frame_give_the_same_lanes(by_clip, by_frame):
+    # Clips are numbered by first appearance, so only the set of (clip, frame) sequences is the same.
+    def sequences(dataset):
+        order = compile_order(OrderSpec(kind="lanes"), dataset, global_batch=1)
+        keys = dataset.index.texts("key").to_pylist()
+        entries = order.epoch(0).entries(np.arange(order.epoch_length))
+        starts = np.flatnonzero(~entries.prev_exists)
+        return {tuple(keys[s] for s in piece) for piece in np.split(entries.samples, starts[1:])}
+
+    assert sequences(by_clip) == sequences(by_frame)
+
+
+SPECS = [
+    OrderSpec(seed=1),
+    OrderSpec(kind="windowed", window=3, filter="num_car > 0"),
+    OrderSpec(weights=(NIGHT,), epoch_length=150),
+    OrderSpec(kind="windowed", window=2, filter="num_car > 0", weights=(NIGHT,), epoch_length=97),
+    OrderSpec(kind="windowed", window=2, filter="num_car > 0", mix=MIX),
+]
+
+
+@given(st.sampled_from(SPECS), st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(0, 60))
+def test_any_composition_resumes_anywhere_in_any_world(by_frame, spec, size, other, factor, num_steps):
+    order = compile_order(spec, by_frame)
+    global_batch = size * other * factor
+    plan = Batching(order.epoch_length, global_batch, World(), drop_last=False)
+    cursor = Cursor().advanced(plan, num_steps)
+
+    def batch(size):
+        epoch = order.epoch(cursor.epoch)
+        ranks = [Batching(order.epoch_length, global_batch, World(r, size), drop_last=False) for r in range(size)]
+        return np.concatenate([epoch(cursor.rest(rank).positions(0)) for rank in ranks]).tolist()
+
+    expected = whole(order, cursor.epoch)[cursor.rest(plan).positions(0)].tolist()
+    assert batch(1) == batch(size) == batch(other) == expected
+
+
+def test_identities_tell_orders_apart_and_hold_no_paths(dataset, tmp_path):
+    keys = dataset.index.texts("key").to_pylist()
+    for name, chosen in (("a.txt", keys[:9]), ("b.txt", keys[:8]), ("c.txt", keys[:9])):
+        (tmp_path / name).write_text("\n".join(chosen))
+    for name, weight in (("a.csv", 2), ("b.csv", 3), ("c.csv", 2)):
+        (tmp_path / name).write_text(f"key,weight\n{keys[0]},{weight}\n")
+
+    def identity(global_batch=None, **fields):
+        made = compile_order(OrderSpec(**fields), dataset, global_batch=global_batch)
+        encoded = msgspec.json.encode(made.identity)
+        assert msgspec.json.decode(encoded) == made.identity
+        return encoded
+
+    different = [
+        identity(),
+        identity(seed=1),
+        identity(kind="sequential"),
+        identity(filter="night"),
+        identity(filter="num_car > 0"),
+        identity(subset=str(tmp_path / "a.txt")),
+        identity(subset=str(tmp_path / "b.txt")),
+        identity(weights=(NIGHT,)),
+        identity(weights=(NIGHT,), epoch_length=7),
+        identity(weights=(FileWeights(file=str(tmp_path / "a.csv")),)),
+        identity(weights=(FileWeights(file=str(tmp_path / "b.csv")),)),
+        identity(mix=MIX),
+        identity(mix=Mix(attribute="night", ratios={"true": 3, "false": 2})),
+        identity(mix=MIX, epoch_length=8),
+        identity(mix=MIX, weights=(FileWeights(file=str(tmp_path / "a.csv")),)),
+        identity(mix=MIX, weights=(FileWeights(file=str(tmp_path / "b.csv")),)),
+        identity(kind="lanes", global_batch=2),
+        identity(kind="lanes", global_batch=4),
+        identity(kind="lanes", global_batch=4, pieces_per_clip=2),
+    ]
+    assert len(set(different)) == len(different)
+    assert identity(subset=str(tmp_path / "a.txt")) == identity(subset=str(tmp_path / "c.txt"))
+    same = [identity(weights=(FileWeights(file=str(tmp_path / name)),)) for name in ("a.csv", "c.csv")]
+    assert same[0] == same[1]
+    assert not any(str(tmp_path).encode() in each for each in different)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"filter": "num_car > 99"}, "filter 'num_car > 99' selects no sample"),
+        ({"filter": "num_cars > 9"}, "no attribute 'num_cars'; did you mean num_car"),
+        ({"filter": "num_car > 'a'"}, "does not fit the attributes"),
+        ({"kind": "lanes"}, "needs the global batch"),
+        ({"weights": (AttributeWeights(attribute="num_bus"),), "filter": "num_bus == 0"}, "weights are 0"),
+        ({"weights": (AttributeWeights(attribute="speed"),)}, "no attribute 'speed'"),
+        ({"mix": Mix(attribute="night", ratios={"maybe": 1})}, "no selected sample has 'night' 'maybe'; there are: F"),
+        ({"mix": Mix(attribute="nite", ratios={"true": 1})}, "no attribute 'nite'; did you mean night"),
+        ({"mix": Mix(attribute="night", ratios={"true": 0})}, "whole numbers of 1 or more"),
+        ({"mix": Mix(attribute="night", ratios={})}, "needs a ratio for each of its datasets, got 0"),
+        ({"subset": "gone.txt"}, "keys file 'gone.txt' cannot be read"),
+    ],
+)
+def test_orders_that_cannot_be_are_refused(by_clip, fields, text):
+    with pytest.raises(OrderError, match=text):
+        compile_order(OrderSpec(**fields), by_clip)
+
+
+def test_a_subset_outside_of_the_filter_leaves_nothing(by_clip, tmp_path):
+    keys = np.array(by_clip.index.texts("key").to_pylist())[~attribute(by_clip, "night")]
+    (tmp_path / "day.txt").write_text(keys[0])
+    with pytest.raises(OrderError, match=r"day.txt' selects no sample out of the .* selected before"):
+        compile_order(OrderSpec(filter="night", subset=str(tmp_path / "day.txt")), by_clip)
+
+
+def test_unknown_keys_are_counted_and_named(tmp_path):
+    known = pa.chunked_array([["a", "b"], ["c"]])
+    (tmp_path / "keys.txt").write_text("a\nx\ny\n")
+    with pytest.raises(OrderError, match="names 2 of 3 keys that the split hasn't got, the first one 'x'"):
+        read_keys(str(tmp_path / "keys.txt"), known)
+    (tmp_path / "keys.txt").write_text("# nothing\n")
+    assert read_keys(str(tmp_path / "keys.txt"), known).tolist() == []
+
+
+def test_attributes_that_do_not_fit_the_index_are_refused(tmp_path):
+    dataset = write(tmp_path / "cut", None)
+    file = dataset.root / ATTRIBUTES_FILE
+    table = Attributes(dataset, "train").read(("night",))
+    pq.write_table(table.slice(1), file)
+    with pytest.raises(IndexFileError, match="has 99 rows for 100 samples"):
+        compile_order(OrderSpec(filter="night"), dataset)
+    file.write_bytes(b"PAR1 not really")
+    with pytest.raises(IndexFileError, match="is damaged"):
+        compile_order(OrderSpec(filter="night"), dataset)
+    assert compile_order(OrderSpec(), dataset).epoch_length == NUM  # needs no attributes
+    file.unlink()
+    with pytest.raises(OrderError, match="no attribute 'night'"):
+        compile_order(OrderSpec(filter="night"), dataset)
+    assert compile_order(OrderSpec(filter="frame == 0"), dataset).num_selected == len(LENGTHS)
+
+
+def test_unknown_splits_are_refused(by_clip):
+    with pytest.raises(ConfigError, match="no split 'test'; it has: train"):
+        compile_order(OrderSpec(), by_clip, "test")
+
+
+@pytest.mark.parametrize("spec", [OrderSpec(), OrderSpec(kind="lanes")])
+@pytest.mark.parametrize("epoch", [-1, 2**63])
+def test_epochs_out_of_range_are_refused(by_clip, spec, epoch):
+    order = compile_order(spec, by_clip, global_batch=2)
+    with pytest.raises(OrderError, match="epoch must be in 0"):
+        order.epoch(epoch)
+
+
+def test_a_compiled_order_says_its_type(by_clip):
+    assert isinstance(compile_order(OrderSpec(), by_clip), CompiledOrder)

@@ -1,0 +1,217 @@
+"""The keyed permutation: pinned values, a plain reference, bijection, inverse, memory, and quality over keys."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.bench.studies.order.shuffle_quality import equal_chance
+from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order import permutation
+from fuelrail.pipeline.order.permutation import MAX_LENGTH, TABLE_LIMIT, KeyedPermutation, as_positions, derive_key
+
+KEYS = st.integers(0, 2**128 - 1)
+LENGTHS = st.one_of(
+    st.integers(1, 3000),
+    st.integers(1, 10**9),
+    st.integers(1, MAX_LENGTH),
+    st.integers(2, 31622).map(lambda root: root * root),
+    st.integers(2, 31622).map(lambda root: root * root + 1),
+    st.integers(2, 62).map(lambda power: 2**power),
+)
+
+
+def distinct_positions(n):
+    """Up to 200 distinct positions of 0 .. n-1, the two ends among them."""
+    inner = st.lists(st.integers(0, n - 1), max_size=198, unique=True)
+    return inner.map(lambda chosen: np.array(sorted({0, n - 1, *chosen}), dtype=np.int64))
+
+
+# Everybody who has saved a training state relies on these: an epoch of a released version must go on with the same
+# samples under the next one. They may change only together with `fuelrail.pipeline.order.spec.ORDER_VERSION`, so that
+# older states are refused instead of being continued with other samples.
+GOLDEN = {
+    1: ([0], 0),
+    2: ([0, 1], 1),
+    10: ([9, 1, 5, 7, 3, 0, 6, 8], 4),
+    1000: ([9, 542, 915, 834, 182, 169, 681, 887], 768),
+    1024: ([879, 630, 602, 463, 615, 821, 860, 392], 871),
+    1025: ([889, 130, 43, 856, 818, 11, 175, 716], 59),
+    100_000: ([7762, 45167, 40389, 94317, 73751, 41986, 4127, 91518], 76869),
+    10**9: (
+        [547180140, 48676980, 146260414, 654053799, 423613180, 272965545, 72019729, 256103460],
+        461798212,
+    ),
+    2**62: (
+        [
+            3327517909327737873, 2977913567064960699, 1944251271388201666, 3001433762947296515,
+            3870884456258027762, 3456275629859520676, 1026961060582583289, 1623402338949185846,
+        ],
+        3097433599116969213,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n", GOLDEN)
+def test_values_are_those_of_every_release(n):
+    first, last = GOLDEN[n]
+    shuffle = KeyedPermutation(n, derive_key("golden"))
+    assert shuffle(np.arange(len(first))).tolist() == first
+    assert shuffle(n - 1).tolist() == last
+
+
+def test_keys_are_those_of_every_release():
+    assert derive_key("test") == 0xEFADDDCFDC2660633354621B1D4B43CB
+    assert derive_key("test", 1, 2) == 0xE6459275FDA70D524B9452B7C574E75E
+
+
+def reference(n, key, position):
+    """The network written down plainly, one value at a time, from the module's description."""
+    root = math.isqrt(n - 1) + 1
+    a = root + root % 2
+    b = -(-n // a)
+    seed = b"fuelrail permutation 1" + n.to_bytes(8, "little") + key.to_bytes(16, "little")
+    digest = hashlib.shake_128(seed).digest(64)
+    round_keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 64, 8)]
+
+    def mix(right, round_key, size):
+        word = right ^ round_key
+        word ^= word >> 33
+        word = word * 0xFF51AFD7ED558CCD % 2**64
+        word ^= word >> 33
+        word = word * 0xC4CEB9FE1A85EC53 % 2**64
+        word ^= word >> 33
+        return (word >> 32) * size >> 32
+
+    value = position
+    while True:
+        left, right = divmod(value, b)
+        size, other = a, b
+        for round_key in round_keys:
+            left = (left + mix(right, round_key, size)) % size
+            left, right, size, other = right, left, other, size
+        value = left * b + right
+        if value < n:
+            return value
+
+
+@given(st.integers(TABLE_LIMIT + 1, MAX_LENGTH), KEYS, st.data())
+def test_equals_the_plain_reference(n, key, data):
+    positions = data.draw(distinct_positions(n))[:20]
+    assert KeyedPermutation(n, key)(positions).tolist() == [reference(n, key, p) for p in positions.tolist()]
+
+
+@given(st.integers(1, 5000), KEYS)
+def test_small_ones_are_permutations(n, key):
+    values = KeyedPermutation(n, key)(np.arange(n))
+    assert values.dtype == np.int64
+    assert np.array_equal(np.sort(values), np.arange(n))
+
+
+@given(LENGTHS, KEYS, st.data())
+def test_distinct_in_range_and_inverted(n, key, data):
+    positions = data.draw(distinct_positions(n))
+    shuffle = KeyedPermutation(n, key)
+    values = shuffle(positions)
+    assert len(set(values.tolist())) == len(positions)
+    assert values.min() >= 0
+    assert values.max() < n
+    assert np.array_equal(shuffle.inverse(values), positions)
+    assert np.array_equal(shuffle(shuffle.inverse(positions)), positions)
+
+
+@given(LENGTHS, KEYS, st.data())
+def test_a_value_depends_on_its_position_alone(n, key, data):
+    positions = data.draw(distinct_positions(n))
+    shuffle = KeyedPermutation(n, key)
+    values = shuffle(positions)
+    shape = (1, len(positions), 1)
+    assert np.array_equal(shuffle(positions.reshape(shape)), values.reshape(shape))
+    assert np.array_equal(shuffle(positions[::-2]), values[::-2])
+    assert [int(shuffle(p)) for p in positions[:3]] == values[:3].tolist()
+    assert np.array_equal(pickle.loads(pickle.dumps(shuffle))(positions), values)
+
+
+def test_a_whole_million_across_chunks_comes_once():
+    n = 1_000_003
+    shuffle = KeyedPermutation(n, 5)
+    values = shuffle(np.arange(n))
+    assert np.array_equal(np.bincount(values, minlength=n), np.ones(n, dtype=np.int64))
+    assert np.array_equal(shuffle.inverse(values), np.arange(n))
+
+
+def test_inputs_are_left_alone():
+    positions = np.arange(5000)
+    KeyedPermutation(5000, 1)(positions)
+    assert np.array_equal(positions, np.arange(5000))
+
+
+def test_memory_is_that_of_the_positions_asked_for():
+    positions = np.linspace(0, 10**9 - 1, 4096, dtype=np.int64)
+    tracemalloc.start()
+    try:
+        KeyedPermutation(10**9, 3)(positions)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1_000_000
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 30, TABLE_LIMIT + 1])
+def test_every_sample_has_an_equal_chance_at_every_position(n):
+    num_keys = 20 * n if n < 100 else 5 * n
+    orders = np.stack([KeyedPermutation(n, derive_key("chance", i))(np.arange(n)) for i in range(num_keys)])
+    assert abs(equal_chance(orders).z) < 4
+
+
+def test_keys_differ_in_every_part():
+    parts = [("a", 1, 2), ("a", 2, 1), ("a", 1), ("a", 1, 2, 0), ("b", 1, 2), ("", 0), ("a", 0), ("a", 2**64 + 1, 2)]
+    assert len({derive_key(*part) for part in parts}) == len(parts)
+
+
+@pytest.mark.parametrize(
+    ("n", "key", "text"),
+    [(0, 0, "length in 1"), (-1, 0, "got -1"), (2**62 + 1, 0, "2\\*\\*62"), (5, -1, "key"), (5, 2**128, "key")],
+)
+def test_bad_arguments_are_refused(n, key, text):
+    with pytest.raises(OrderError, match=text):
+        KeyedPermutation(n, key)
+
+
+@pytest.mark.parametrize("number", [-1, 2**128])
+def test_bad_key_numbers_are_refused(number):
+    with pytest.raises(OrderError, match="'p' must be in 0"):
+        derive_key("p", number)
+
+
+@pytest.mark.parametrize("positions", [[10], [-1], [0, 3, 2**40], np.array([2**63], dtype=np.uint64)])
+def test_positions_outside_are_named(positions):
+    outside = next(p for p in np.asarray(positions).tolist() if not 0 <= p < 10)
+    for call in (KeyedPermutation(10, 1), KeyedPermutation(10, 1).inverse):
+        with pytest.raises(OrderError, match=rf"{outside} is outside 0 .. 9"):
+            call(positions)
+
+
+@pytest.mark.parametrize("positions", [[0.5], [True], ["1"]])
+def test_positions_that_are_no_integers_are_refused(positions):
+    with pytest.raises(OrderError, match="must be integers, got dtype"):
+        KeyedPermutation(10, 1)(positions)
+
+
+def test_no_positions_give_no_values():
+    assert KeyedPermutation(10**9, 1)([]).shape == (0,)
+    assert KeyedPermutation(10, 1)(np.empty((3, 0))).shape == (3, 0)
+    assert as_positions([], 1).dtype == np.int64
+
+
+def test_length_and_name():
+    assert len(KeyedPermutation(10**9, 1)) == 10**9
+    assert repr(KeyedPermutation(10, 255)) == "KeyedPermutation(n=10, key=0xff)"
+    assert permutation.NUM_ROUNDS == 8  # the reference above has eight round keys

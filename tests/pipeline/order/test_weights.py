@@ -1,0 +1,230 @@
+"""Weights and systematic sampling: exact expected counts, every epoch's counts next to them, and what is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import csv
+from pyarrow import parquet as pq
+
+from fuelrail.pipeline.errors import ConfigError, OrderError
+from fuelrail.pipeline.order.permutation import derive_key
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.weights import (
+    MAX_POSITIONS,
+    AttributeWeights,
+    ClassBalance,
+    FileWeights,
+    SystematicEpoch,
+    SystematicSampling,
+    TickSearch,
+    columns_of,
+    compute_weights,
+    natural_length,
+)
+from fuelrail.pipeline.settings import convert
+
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e3)), min_size=1, max_size=60).filter(any)
+LENGTHS = st.integers(1, 300)
+KEYS = st.integers(0, 2**128 - 1)
+
+
+@given(WEIGHTS, LENGTHS, KEYS)
+def test_each_epoch_has_floor_or_ceil_of_the_expected_copies(weights, length, key):
+    sampling = SystematicSampling(weights, length)
+    samples = sampling.epoch(key)(np.arange(length))
+    counts = np.bincount(samples, minlength=len(weights))
+    expected = sampling.expected_counts()
+    assert counts.sum() == length
+    assert (np.diff(samples) >= 0).all()
+    assert (np.abs(counts - expected) < 1).all()
+    assert (counts[np.array(weights) == 0] == 0).all()
+    assert expected == pytest.approx(length * np.array(weights) / np.sum(weights), abs=1e-6 * length)
+
+
+@given(st.lists(st.sampled_from([0, 0, 1, 2, 1000, 2**40]), min_size=1, max_size=200).filter(any), st.data())
+def test_the_search_finds_what_bisection_finds(ticks, data):
+    ends = np.cumsum(ticks)
+    near = [end + step for end in ends.tolist() for step in (-1, 0, 1)]
+    drawn = data.draw(st.lists(st.integers(0, int(ends[-1]) - 1), max_size=20))
+    wanted = np.array([tick for tick in near + drawn if 0 <= tick < ends[-1]])
+    assert np.array_equal(TickSearch(ends)(wanted), np.searchsorted(ends, wanted, side="right"))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(1, 40))
+def test_over_all_phases_the_counts_are_exactly_the_expected_ones(weights, length):
+    ends = np.cumsum(weights)
+    total = int(ends[-1])
+    counts = sum(
+        np.bincount(SystematicEpoch(TickSearch(ends), length, phase)(np.arange(length)), minlength=len(weights))
+        for phase in range(total)
+    )
+    assert [Fraction(int(count), total) for count in counts] == [Fraction(length * w, total) for w in weights]
+
+
+@given(WEIGHTS, LENGTHS, KEYS, st.data())
+def test_copies_begin_where_it_says(weights, length, key, data):
+    epoch = SystematicSampling(weights, length).epoch(key)
+    samples = epoch(np.arange(length))
+    assert epoch.first_copies(range(len(weights) + 1)) == [int((samples < i).sum()) for i in range(len(weights) + 1)]
+    at = data.draw(st.lists(st.integers(0, length - 1), max_size=9))
+    assert epoch(np.array(at, dtype=np.int64)).tolist() == samples[at].tolist()
+
+
+def test_equal_weights_of_equal_length_are_every_sample_once():
+    for key in range(50):
+        assert np.array_equal(SystematicSampling(np.full(1000, 0.3), 1000).epoch(key)(np.arange(1000)), np.arange(1000))
+
+
+def test_no_overflow_at_the_longest_epoch_of_uneven_weights():
+    weights = np.ones(100_000)
+    weights[::3] = 1e-5
+    length = MAX_POSITIONS - 1
+    sampling = SystematicSampling(weights, length)
+    for key in (0, 1, 2**128 - 1):
+        epoch = sampling.epoch(key)
+        samples = epoch(np.array([0, 1, length // 2, length - 1]))
+        assert samples[0] in (0, 1)
+        assert samples[-1] in (99_998, 99_999)
+        assert abs(samples[2] - 50_000) < 3
+        starts = epoch.first_copies([0, 1, 2, 100_000])
+        assert starts[0] == 0
+        assert starts[3] == length
+        assert epoch(np.array(starts[1:3])).tolist() == [1, 2]
+        assert abs((starts[2] - starts[1]) - sampling.expected_counts()[1]) < 1
+
+
+def test_samples_are_those_of_every_release():
+    # Saved training states rely on these, as on the values in test_permutation.py.
+    epoch = SystematicSampling([1.0, 0.0, 0.5, 3.25, 1e-12], 12).epoch(derive_key("golden"))
+    assert epoch(np.arange(12)).tolist() == GOLDEN
+
+
+GOLDEN = [0, 0, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3]
+
+
+def nuscenes_like(rng, n=5000):
+    """Counts of ten classes in the manner of nuScenes: a few everywhere, some rare."""
+    shares = [0.98, 0.8, 0.7, 0.6, 0.4, 0.3, 0.15, 0.1, 0.08, 0.05]
+    return pa.table({f"num_{i}": (rng.random(n) < share) * rng.integers(1, 9, n) for i, share in enumerate(shares)})
+
+
+def test_class_balance_draws_each_class_equally_often():
+    table = nuscenes_like(np.random.default_rng(0))
+    balance = (ClassBalance(classes=tuple(table.column_names)),)
+    weights, length = compute_weights(balance, table), natural_length(balance, table)
+    held = np.array([table[name].to_numpy() > 0 for name in table.column_names])
+    total = held.sum()
+    assert length == total // 10 * 10
+    # CBGS draws total / 10 from each class's samples: a sample is expected once for each class it holds, in that share.
+    expected = (total / 10 / held.sum(axis=1)) @ held
+    counts = SystematicSampling(weights, length).expected_counts()
+    assert counts == pytest.approx(expected * length / total, rel=1e-6)
+    assert (counts[~held.any(axis=0)] == 0).all()
+
+
+def test_attribute_weights_by_value_and_by_the_attribute_itself():
+    table = pa.table(
+        {
+            "city": ["a", "b", None, "c"],
+            "night": [True, False, None, True],
+            "score": [1, 2, 0, 5],
+            "level": [1, 2, 1, 2],
+        }
+    )
+    by_city = AttributeWeights(attribute="city", values={"a": 3, "c": 0})
+    by_night = AttributeWeights(attribute="night", values={"true": 2}, default=0.5)
+    by_level = AttributeWeights(attribute="level", values={"2": 7})
+    by_score = AttributeWeights(attribute="score")
+    assert compute_weights([by_city], table).tolist() == [3, 1, 1, 0]
+    assert compute_weights([by_night], table).tolist() == [2, 0.5, 0.5, 2]
+    assert compute_weights([by_level], table).tolist() == [1, 7, 1, 7]
+    assert compute_weights([by_score], table).tolist() == [1, 2, 0, 5]
+    assert compute_weights([by_city, by_night, by_score], table).tolist() == [6, 1, 0, 0]
+    coded = table.set_column(0, "city", table["city"].dictionary_encode())
+    assert compute_weights([by_city], coded).tolist() == [3, 1, 1, 0]
+    assert columns_of([by_city, by_night, by_city]) == ("city", "night")
+    assert natural_length([by_city], table) == 4
+
+
+def test_file_weights_by_key(tmp_path):
+    keys = pa.table({"key": ["k0", "k1", "k2"]})
+    hard = pa.table({"key": ["k2", "gone"], "weight": [2.5, 9.0]})
+    pq.write_table(hard, tmp_path / "hard.parquet")
+    csv.write_csv(hard, tmp_path / "hard.csv")
+    for name in ("hard.parquet", "hard.csv"):
+        weighting = FileWeights(file=str(tmp_path / name), default=0.5)
+        assert compute_weights([weighting], keys).tolist() == [0.5, 0.5, 2.5]
+    assert columns_of([weighting]) == ("key",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("w.json", "{}", "must be one of .parquet, .csv"),
+        ("w.csv", "key,share\na,1\n", "no column 'weight'; it has: key, share"),
+        ("w.csv", "key,weight\nk0,1\nk0,2\n", "names a key twice"),
+        ("w.csv", "key,weight\nz,1\n", "names none of the 1 selected samples"),
+        ("w.csv", "key,weight\nk0,-1\n", "weights must be finite numbers of 0 or more, got -1.0"),
+        ("w.csv", "key,weight\nk0,heavy\n", "attribute 'weight' is string"),
+        ("w.parquet", "no parquet", "cannot be read"),
+        (None, None, "cannot be read"),
+    ],
+)
+def test_bad_weight_files_are_refused(tmp_path, name, content, text):
+    file = tmp_path / (name or "gone.csv")
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(OrderError, match=text):
+        compute_weights([FileWeights(file=str(file))], pa.table({"key": ["k0"]}))
+
+
+@pytest.mark.parametrize(
+    ("weights", "length", "text"),
+    [
+        ([], 5, "all 0 weights are 0"),
+        ([0, 0, 0], 5, "all 3 weights are 0: there is nothing"),
+        ([1, float("nan"), float("nan")], 5, "got nan \\(number 1; 2 of 3"),
+        ([1, float("inf")], 5, "got inf"),
+        ([1, -0.5], 5, "got -0.5"),
+        ([1], 0, "1 .. 2\\*\\*31 - 1 positions, got 0"),
+        ([1], MAX_POSITIONS, "got 2147483648"),
+    ],
+)
+def test_weights_that_make_no_epoch_are_refused(weights, length, text):
+    with pytest.raises(OrderError, match=text):
+        SystematicSampling(weights, length)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "text"),
+    [
+        (ClassBalance(classes=()), "needs different classes, got \\[\\]"),
+        (ClassBalance(classes=("n", "n")), "needs different classes"),
+        (ClassBalance(classes=("n", "none")), "no selected sample has 'none' above 0"),
+        (ClassBalance(classes=("city",)), "attribute 'city' is string, and a weight needs a number"),
+        (AttributeWeights(attribute="gap"), "attribute 'gap': weights must be finite numbers of 0 or more, got nan"),
+        (AttributeWeights(attribute="city", values={"a": -1}), "weights of 'city'.*got -1.0"),
+        (AttributeWeights(attribute="city", values={}, default=float("nan")), "got nan"),
+    ],
+)
+def test_weightings_that_do_not_fit_are_refused(weighting, text):
+    table = pa.table({"n": [1, 0], "none": [0, None], "city": ["a", "b"], "gap": [1.0, None]})
+    with pytest.raises(OrderError, match=text):
+        compute_weights([weighting], table)
+
+
+def test_weightings_come_from_settings():
+    spec = convert(
+        {"weights": [{"by": "class_balance", "classes": ["num_car"]}, {"by": "attribute", "attribute": "night"}]},
+        OrderSpec,
+        "order.yaml",
+    )
+    assert spec.weights == (ClassBalance(classes=("num_car",)), AttributeWeights(attribute="night"))
+    with pytest.raises(ConfigError, match="weights"):
+        convert({"weights": [{"by": "luck"}]}, OrderSpec, "order.yaml")

@@ -1,0 +1,90 @@
+"""Prometheus text and the endpoint, over real HTTP."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import urllib.error
+import urllib.request
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.loaders.storage import StorageStats
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.metrics import HELP, Metric, MetricsServer, loader_metrics, parse, render
+from fuelrail.pipeline.runtime.stages import StageClock
+
+
+class Stats(NamedTuple):
+    stages: tuple = (StageClock("decode", 2, 12, 1.5, 0.25, 0.125, 3, 8), StageClock("collate", 1, 4, 0.5, 2, 3, 0, 2))
+    batches: int = 4
+    samples: int = 12
+    images: int = 72
+    waited_s: float = 0.75
+    elapsed_s: float = 3.0
+    storage: StorageStats = StorageStats("obstore", *range(100, 100 + len(StorageStats._fields) - 1))
+    bad_samples: int = 2
+
+
+def test_the_text_is_what_prometheus_reads():
+    text = render(loader_metrics(Stats(), {"rank": "1"}))
+    assert text.endswith("\n")
+    assert '# TYPE fuelrail_batches_total counter\nfuelrail_batches_total{rank="1"} 4\n' in text
+    assert 'fuelrail_stage_seconds_total{rank="1",stage="decode",state="starved"} 0.25\n' in text
+    assert '# TYPE fuelrail_stage_queue gauge\nfuelrail_stage_queue{rank="1",stage="decode"} 3\n' in text
+    for number, field in enumerate(StorageStats._fields[1:], 100):
+        name = f"fuelrail_{field}" if field.startswith("cache_") else f"fuelrail_storage_{field.removeprefix('span_')}"
+        value = rf'^{name}(_total)?{{rank="1",backend="obstore"}} {number}$'
+        assert re.search(value, text, re.MULTILINE), f"every count of storage is told: {field}"
+    for name in HELP:
+        assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, "one group a name"
+
+
+@given(
+    label=st.text(
+        st.characters(exclude_categories=("Cs",), exclude_characters="\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")
+    ),
+    value=st.floats(0, 1e15),
+)
+def test_what_is_rendered_is_read_back(label, value):
+    (metric,) = parse(render([Metric("fuelrail_stage_queue", {"stage": label, "rank": "0"}, value)]))
+    assert metric.labels == {"stage": label, "rank": "0"}
+    assert metric.value == pytest.approx(value, rel=1e-9)
+
+
+class TestServer:
+    def test_it_serves_fresh_figures_until_closed(self):
+        batches = iter(range(5, 100))
+        with MetricsServer(lambda: loader_metrics(Stats(batches=next(batches)), {}), port=0) as server:
+            for expected in (5, 6):
+                with urllib.request.urlopen(server.url, timeout=10) as answer:
+                    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                    found = {metric.name: metric.value for metric in parse(answer.read().decode())}
+                assert found["fuelrail_batches_total"] == expected
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(server.url.replace("metrics", "secrets"), timeout=10)
+        with pytest.raises(urllib.error.URLError):
+            urllib.request.urlopen(server.url, timeout=10)
+        assert not [t for t in threading.enumerate() if t.name == "fuelrail-metrics"]
+
+    def test_a_client_that_says_nothing_keeps_nobody_out(self):
+        with MetricsServer(list, port=0) as server:
+            host, port = server.url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
+            silent = socket.create_connection((host, int(port)), timeout=10)
+            with silent, urllib.request.urlopen(server.url, timeout=10) as answer:
+                assert answer.status == 200
+
+    def test_a_taken_port_is_said(self):
+        with MetricsServer(list, port=0) as server:
+            port = int(server.url.rsplit(":", 1)[1].removesuffix("/metrics"))
+            with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .*choose another port"):
+                MetricsServer(list, port=port)
+
+    @pytest.mark.parametrize("port", [-1, 70000])
+    def test_no_port_at_all(self, port):
+        with pytest.raises(ConfigError, match=f":{port}: "):
+            MetricsServer(list, port=port)

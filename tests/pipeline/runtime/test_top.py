@@ -1,0 +1,105 @@
+"""`fuelrail top`: figures from two readings, what is drawn, what is said when nobody answers."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+from typing import NamedTuple
+
+import pytest
+from rich.console import Console
+
+from fuelrail.__main__ import main
+from fuelrail.loaders.storage import StorageStats
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime import top
+from fuelrail.pipeline.runtime.metrics import MetricsServer, loader_metrics
+from fuelrail.pipeline.runtime.stages import StageClock
+
+
+class Stats(NamedTuple):
+    stages: tuple
+    batches: int
+    samples: int
+    images: int
+    waited_s: float
+    elapsed_s: float
+    storage: StorageStats = StorageStats("mapped")
+    bad_samples: int = 0
+
+
+def at(second, waiting):
+    """A loader that did 5 batches of 4 samples a second; decoding is busy, collating starved."""
+    stages = (
+        StageClock("decode", 2, 20 * second, 1.9 * second, 0.1 * second, 0.0, 6, 8),
+        StageClock("collate", 1, 5 * second, 0.1 * second, 0.9 * second, 0.0, 0, 2),
+    )
+    return loader_metrics(Stats(stages, 5 * second, 20 * second, 120 * second, waiting * second, second), {"rank": "2"})
+
+
+def view(waiting):
+    return top.compare(top.digest(at(3, waiting), 100.0), top.digest(at(5, waiting), 102.0))
+
+
+def test_rates_and_shares_are_those_of_the_interval():
+    seen = view(0.4)
+    assert (seen.rank, seen.batches_per_s, seen.samples_per_s, seen.images_per_s) == ("2", 5, 20, 120)
+    assert seen.waiting == pytest.approx(0.4)
+    assert seen.stages[0] == ("decode", 2, 20, pytest.approx(0.95), pytest.approx(0.05), 0, 6, 8)
+    assert seen.bottleneck == "decode"
+    assert view(0.01).bottleneck is None, "a trainer that is fed is not held up"
+
+
+def test_a_loader_that_began_anew_does_not_count_backwards():
+    seen = top.compare(top.digest(at(5, 0.1), 100.0), top.digest(at(1, 0.1), 101.0))
+    assert seen.batches_per_s == 0
+    assert all(row.items_per_s == 0 for row in seen.stages)
+
+
+def test_what_is_drawn():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(top.draw([view(0.4), view(0.0)]))
+    text = console.file.getvalue()
+    assert "rank 2   5.0 batches/s   20.0 samples/s   120 images/s   trainer fed 60 %   held up by decode" in text
+    assert "trainer fed 100 %\n" in text
+    assert "########.. 6/8" in text
+
+
+def test_the_command_reads_a_real_endpoint(capsys):
+    seconds = itertools.count(1)
+    with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:
+        address = server.url.removeprefix("http://").removesuffix("/metrics")
+        assert main(["top", address, "--once", "--interval", "0.05"]) == 0
+    assert "rank 2" in capsys.readouterr().out
+
+
+def test_it_ends_with_the_trainer():
+    console = Console(file=io.StringIO(), width=120)
+    drawn = []
+
+    def collect():
+        drawn.append(1)
+        if len(drawn) == 3:
+            # From another thread than the server's own, which is the one that answers here.
+            threading.Thread(target=server.close).start()
+        return at(len(drawn), 0.2)
+
+    server = MetricsServer(collect, port=0)
+    top.run([server.url], 0.05, once=False, console=console)
+    assert "the trainer has ended" in console.file.getvalue()
+    with pytest.raises(ConfigError, match="no metrics at"):
+        top.run([server.url], 0.05, once=False, console=console)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"), [("127.0.0.1:1", "is the trainer running"), ("file:///etc/x", "http URL")]
+)
+def test_nobody_there(address, said, capsys):
+    assert main(["top", address]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interval_out_of_range(capsys):
+    assert main(["top", "x:1", "--interval", "0"]) == 2
+    assert "--interval 0" in capsys.readouterr().err

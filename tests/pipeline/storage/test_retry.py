@@ -1,0 +1,133 @@
+"""Faults told apart as each library words them, delays, and no secret in any text."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import ChecksumError
+from fuelrail.pipeline.storage.retry import Fault, RetryPolicy, call_with_retries, fault_of, redacted
+
+yarl = pytest.importorskip("yarl")
+aiohttp = pytest.importorskip("aiohttp")
+botocore = pytest.importorskip("botocore.exceptions")
+obstore = pytest.importorskip("obstore.exceptions")
+
+
+def http(status: int) -> Exception:
+    url = yarl.URL("http://host/a?sig=deadbeef")
+    return aiohttp.ClientResponseError(aiohttp.RequestInfo(url, "GET", None, url), (), status=status, message="no")
+
+
+def boto(status: int, code: str) -> Exception:
+    response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code, "Message": "no"}}
+    return botocore.ClientError(response, "GetObject")
+
+
+def s3fs_error(status: int) -> Exception:
+    error = OSError(errno.EIO, "translated")
+    error.__cause__ = boto(status, "Some")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (http(404), "missing"), (http(410), "missing"), (FileNotFoundError("x"), "missing"),
+        (boto(404, "NoSuchKey"), "missing"), (obstore.NotFoundError("x"), "missing"),
+        (http(403), "refused"), (http(401), "refused"), (PermissionError("x"), "refused"),
+        (botocore.NoCredentialsError(), "refused"), (obstore.PermissionDeniedError("x"), "refused"),
+        (obstore.UnauthenticatedError("x"), "refused"), (s3fs_error(403), "refused"),
+        (http(400), "invalid"), (ValueError("x"), "invalid"), (TypeError("x"), "invalid"),
+        (http(416), "cut"), (s3fs_error(416), "cut"),
+        (http(429), "throttled"), (http(503), "throttled"), (boto(503, "SlowDown"), "throttled"),
+        (obstore.GenericError("Server returned non-2xx status code: 503 Service Unavailable"), "throttled"),
+        (http(500), "transient"), (http(502), "transient"), (http(408), "transient"), (s3fs_error(500), "transient"),
+        (obstore.GenericError("error sending request: connection refused"), "transient"),
+        (TimeoutError(), "transient"), (ConnectionResetError("x"), "transient"),
+        (OSError(errno.ESTALE, "x"), "transient"),
+        (aiohttp.ServerDisconnectedError(), "transient"), (aiohttp.ClientPayloadError("400 of 500 bytes"), "transient"),
+        (botocore.EndpointConnectionError(endpoint_url="x"), "transient"), (EOFError(), "transient"),
+    ],
+)  # fmt: skip
+def test_faults_are_told_apart(error, kind):
+    fault = fault_of(error)
+    assert fault.kind == kind
+    assert fault.is_final == (kind not in ("throttled", "transient"))
+
+
+def test_a_cause_that_says_more_counts():
+    payload = aiohttp.ClientPayloadError("Response payload is not completed")
+    payload.__cause__ = aiohttp.http_exceptions.ContentLengthError("Not enough data")  # its code is 400
+    assert fault_of(payload).kind == "transient"
+
+
+def test_no_secret_gets_into_a_text():
+    options = {"key": "AKIAEXAMPLE", "client_kwargs": {"aws_session_token": "t0k3n/xyz", "verify": True}, "n": ["abcd"]}
+    text = redacted(
+        "GET https://user:pass@host/a?X-Amz-Signature=deadbeef failed for AKIAEXAMPLE with t0k3n/xyz, abcd", options
+    )
+    for secret in ("AKIAEXAMPLE", "t0k3n", "pass", "deadbeef", "abcd", "user"):
+        assert secret not in text
+    assert "host/a" in text
+    assert "deadbeef" not in fault_of(http(500)).text
+    assert "deadbeef" not in fault_of(OSError("https://host/a?sig=deadbeef"), options).text
+
+
+@given(st.integers(1, 5000), st.floats(0, 1, exclude_max=True))
+def test_delays_are_jittered_and_capped(failures, draw):
+    policy = RetryPolicy(first_delay_s=0.1, max_delay_s=5.0)
+    delay = policy.delay_s(failures, draw)
+    assert 0 <= delay <= min(5.0, 0.1 * 2.0 ** min(failures - 1, 60))
+    assert policy.delay_s(failures, 0.5) == pytest.approx(0.5 * min(5.0, 0.1 * 2.0 ** min(failures - 1, 60)))
+
+
+class TestCalls:
+    POLICY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.002)
+
+    def test_what_fails_now_and_then_comes_through(self):
+        errors, told = [OSError("a"), TimeoutError("b")], []
+
+        def work() -> int:
+            if errors:
+                raise errors.pop()
+            return 7
+
+        assert call_with_retries(work, self.POLICY, lambda fault, pause: told.append((fault.kind, pause is None))) == 7
+        assert told == [("transient", False), ("transient", False)]
+
+    def test_what_cannot_be_helped_is_told_at_once(self):
+        told: list[Fault] = []
+
+        def work() -> None:
+            raise PermissionError("no")
+
+        with pytest.raises(PermissionError):
+            call_with_retries(work, self.POLICY, lambda fault, pause: told.append(fault))
+        assert [fault.kind for fault in told] == ["refused"]
+
+    def test_the_deadline_ends_it(self):
+        pauses = []
+
+        def work() -> None:
+            raise OSError("down")
+
+        with pytest.raises(OSError, match="down"):
+            call_with_retries(work, self.POLICY, lambda fault, pause: pauses.append(pause))
+        assert len(pauses) > 10
+        assert pauses[-1] is None
+        assert None not in pauses[:-1]
+
+    def test_errors_of_ours_are_not_tried_again(self):
+        calls = []
+
+        def work() -> None:
+            calls.append(1)
+            raise ChecksumError("wrong")
+
+        with pytest.raises(ChecksumError):
+            call_with_retries(work, self.POLICY, lambda fault, pause: None)
+        assert len(calls) == 1

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+import pytest
+import simplejpeg
+
+from fuelrail.__main__ import main
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError
+from fuelrail.sharding.demo import build as build_module
+from fuelrail.sharding.demo.build import MARKER, build
+from fuelrail.sharding.demo.capture import record
+from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = WorldSpec(seed=1, num_clips=1, num_frames=1, width_px=160, height_px=90)
+
+
+def _digests(root: Path) -> dict[str, str]:
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_bytes_do_not_depend_on_the_workers(small_spec: WorldSpec, small_world: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    build(small_spec, tmp_path / "again", 2, lambda done, total: seen.append((done, total)))
+    assert _digests(tmp_path / "again") == _digests(small_world)
+    total = sum(len(captures(small_spec, make_clip(small_spec, index))) for index in range(2))
+    assert seen == [(done, total) for done in range(total + 1)]
+
+
+def test_another_seed_is_another_world(tmp_path: Path) -> None:
+    build(TINY, tmp_path / "a", 1)
+    build(msgspec.structs.replace(TINY, seed=2), tmp_path / "b", 1)
+    ours, theirs = _digests(tmp_path / "a"), _digests(tmp_path / "b")
+    pictures = [name for name in ours if name.endswith(".jpg")]
+    assert len(pictures) == 6
+    assert not set(pictures) & set(theirs)
+
+
+def test_pictures_are_baseline_420_of_the_size_that_was_asked_for(small_spec: WorldSpec, small_world: Path) -> None:
+    pictures = sorted(small_world.glob("s*/CAM_*/*.jpg"))
+    assert len(pictures) == 2 * (2 + 1) * 6
+    for path in pictures:
+        data = path.read_bytes()
+        assert simplejpeg.decode_jpeg_header(data) == (180, 320, "YCbCr", "420")
+        assert b"\xff\xc0" in data
+        assert b"\xff\xc2" not in data
+
+
+def test_files_on_disk_are_those_of_the_tables(small_spec: WorldSpec, small_world: Path) -> None:
+    rows = json.loads((small_world / small_spec.version / "sample_data.json").read_text())
+    found = {path.relative_to(small_world).as_posix() for path in small_world.glob("s*/*/*")}
+    assert found == {row["filename"] for row in rows}
+
+
+def test_the_same_world_is_left_as_it_is(small_spec: WorldSpec, small_world: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in small_world.rglob("*")}
+    again = build(small_spec, small_world, 2)
+    assert again.was_there
+    assert again.num_images == 36
+    assert {path: path.stat().st_mtime_ns for path in small_world.rglob("*")} == before
+
+
+def test_an_empty_folder_will_do(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert not build(TINY, tmp_path / "out", 1).was_there
+    assert (tmp_path / "out" / MARKER).is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_world_is_not_touched(small_spec: WorldSpec, small_world: Path) -> None:
+    with pytest.raises(DatasetExistsError, match=r"another synthetic world \(seed 5, not 6\)"):
+        build(msgspec.structs.replace(small_spec, seed=6), small_world, 1)
+
+
+def test_a_folder_with_other_files_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DatasetExistsError, match="isn't empty and holds no synthetic world"):
+        build(TINY, tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    with pytest.raises(DatasetExistsError, match="is a file"):
+        build(TINY, tmp_path / "notes.txt", 1)
+
+
+def test_a_damaged_world_is_not_called_whole(tmp_path: Path) -> None:
+    build(TINY, tmp_path / "out", 1)
+    next((tmp_path / "out").glob("samples/CAM_FRONT/*.jpg")).unlink()
+    with pytest.raises(DatasetExistsError, match="files were changed or removed"):
+        build(TINY, tmp_path / "out", 1)
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_late(spec: WorldSpec, capture: object, root: Path) -> object:
+        if getattr(capture, "frame", 0) == 1:
+            raise OSError(28, "No space left on device")
+        return record(spec, capture, root)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(build_module, "record", fail_late)
+    with pytest.raises(DatasetError, match="No space left on device"):
+        build(msgspec.structs.replace(TINY, num_frames=2), tmp_path / "out", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_clips", 0, "number of clips: got 0, must be 1 to 999"),
+        ("num_frames", -1, "number of frames: got -1"),
+        ("seed", -5, "seed: got -5"),
+        ("width_px", 8, "image width in pixels: got 8, must be 64"),
+        ("version", "../x", "version '../x'"),
+        ("version", "samples", "version 'samples'"),
+    ],
+)
+def test_worlds_that_cannot_be_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(msgspec.structs.replace(TINY, **{field: value}), tmp_path / "out", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_makes_a_world_and_then_says_that_it_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "world")
+    words = ["synth", out, "--seed", "3", "--clips", "1", "--frames", "2", "--size", "160x90", "--workers", "1"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"wrote: {out}, v1.0-mini, seed 3: 1 clips of 2 keyframes, 12 images, 3 lidar sweeps")
+    assert said.err == ""
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("already there: ")
+    assert main([*words[:3], "4", *words[4:]]) == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("fuelrail: error: ")
+    assert "another synthetic world (seed 3, not 4)" in refusal
+    assert refusal.count("\n") == 1
+
+
+def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuelrail", "synth", str(tmp_path / "world"), "--clips", "1", "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    started = psutil.Process(process.pid)
+    while process.poll() is None and not any("spawn_main" in " ".join(p.cmdline()) for p in started.children()):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the processes
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said == "fuelrail: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", ["1600", "ax9", "1600x900x3", "-4x4"])
+def test_the_command_refuses_a_size_that_is_none(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["synth", str(tmp_path / "w"), f"--size={size}"]) == 2
+    assert f"--size: got '{size}'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in_box
+from fuelrail.sharding.demo.painter import unit2global
+from fuelrail.sharding.demo.poses import inverse
+from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.sharding.demo.solids import Solid, solids_near
+from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
+
+SPEC = WorldSpec(seed=9, num_frames=2)
+
+
+def _sweep(index: int) -> tuple[Clip, list[Solid], int]:
+    clip = make_clip(SPEC, index)
+    capture_us = captures(SPEC, clip)[0].timestamp_us
+    return clip, solids_near(clip, capture_us), capture_us
+
+
+def _global(clip: Clip, capture_us: int, points: np.ndarray) -> np.ndarray:
+    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
+    return points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
+    clip, solids, capture_us = _sweep(index)
+    points = cast(clip, solids, capture_us)
+    assert points.dtype == np.float32
+    assert 15_000 < len(points) <= NUM_RINGS * NUM_COLUMNS
+    assert np.isfinite(points).all()
+    assert set(np.unique(points[:, 4])) <= set(range(NUM_RINGS))
+    assert ((points[:, 3] >= 0) & (points[:, 3] <= 255) & (points[:, 3] == np.rint(points[:, 3]))).all()
+    places = _global(clip, capture_us, points)
+    explained = np.abs(places[:, 2]) < 0.03
+    assert 0.3 < explained.mean() < 0.95
+    for solid in solids:
+        for part in shape_of(solid.kind).bodies:
+            # Inside the body's own bounding box in unit coordinates, up to the range noise.
+            unit = np.c_[places, np.ones(len(places))] @ inverse_affine(unit2global(solid)).T
+            slack = 0.03 / np.array(solid.size_lwh)
+            low, high = part.vertices.min(0) - slack, part.vertices.max(0) + slack
+            explained |= ((unit[:, :3] >= low) & (unit[:, :3] <= high)).all(1)
+    assert explained.all()
+
+
+def inverse_affine(matrix: np.ndarray) -> np.ndarray:
+    return np.linalg.inv(matrix)
+
+
+def test_a_sweep_repeats_and_rings_climb() -> None:
+    clip, solids, capture_us = _sweep(1)
+    points = cast(clip, solids, capture_us)
+    np.testing.assert_array_equal(points, cast(clip, solids, capture_us))
+    elevation = np.arctan2(points[:, 2], np.hypot(points[:, 0], points[:, 1]))
+    means = [elevation[points[:, 4] == ring].mean() for ring in range(NUM_RINGS) if (points[:, 4] == ring).sum() > 10]
+    assert (np.diff(means) > 0).all()
+
+
+def test_casting_agrees_with_a_ray_at_a_time() -> None:
+    clip, solids, capture_us = _sweep(0)
+    points = cast(clip, solids, capture_us)
+    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
+    global2lidar = inverse(lidar2global)
+    bodies = [
+        (part.vertices @ m[:3, :3].T + m[:3, 3], part.faces)
+        for solid in solids
+        for m in [global2lidar @ unit2global(solid)]
+        for part in shape_of(solid.kind).bodies
+    ]
+    ground = (global2lidar[:3, :3] @ [0, 0, 1.0], global2lidar[:3, 3])
+    for point in points[:: len(points) // 25].astype(np.float64):
+        distance = np.linalg.norm(point[:3])
+        ray = point[:3] / distance
+        nearest = ground[0] @ ground[1] / (ground[0] @ ray) if ground[0] @ ray < 0 else np.inf
+        for vertices, faces in bodies:
+            enter, leave = 0.0, np.inf
+            for face in faces:
+                a, b, c = vertices[list(face.vertices[:3])]
+                normal = np.cross(b - a, c - b)
+                gap, speed = normal @ a, normal @ ray
+                enter, leave = (max(enter, gap / speed), leave) if speed < 0 else (enter, min(leave, gap / speed))
+            if enter < leave and enter > 1.0:
+                nearest = min(nearest, enter)
+        assert distance == pytest.approx(nearest, abs=0.02)
+
+
+def test_nobody_near_has_its_points_outside_its_box() -> None:
+    # Taking one car away takes exactly the points in its box away (others may appear behind it).
+    clip, solids, capture_us = _sweep(0)
+    places = _global(clip, capture_us, cast(clip, solids, capture_us))
+    counted = [
+        (points_in_box(places, solid.centre, solid.yaw_rad, solid.size_lwh), solid)
+        for solid in solids
+        if solid.kind == "vehicle.car"
+    ]
+    count, solid = max(counted, key=lambda pair: pair[0])
+    assert count > 100
+    without = _global(clip, capture_us, cast(clip, [one for one in solids if one is not solid], capture_us))
+    assert points_in_box(without, solid.centre, solid.yaw_rad, solid.size_lwh) == 0
+    kept = {tuple(place) for place in without}
+    assert sum(tuple(place) not in kept for place in places) == count
+
+
+def test_points_in_box_counts_its_faces() -> None:
+    points = np.array([[0.0, 0, 0], [2.0, 0, 0], [2.001, 0, 0], [0, 1.0, 0], [0, 0, -0.5], [0, 0, 0.51]])
+    assert points_in_box(points, (0.0, 0.0, 0.0), 0.0, (4.0, 2.0, 1.0)) == 4
+    assert points_in_box(points, (0.0, 0.0, 0.0), np.pi / 2, (4.0, 2.0, 1.0)) == 3

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fuelrail.sharding.demo.shapes import painting_order, shape_of
+from fuelrail.sharding.demo.traffic import KINDS
+
+ALL = [*KINDS, "bicycle", "building", "tree", "crown"]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_shapes_stay_in_the_unit_box_and_reach_its_ends(kind: str) -> None:
+    shape = shape_of(kind)
+    vertices = np.concatenate([part.vertices for part in (*shape.parts, *shape.bodies)])
+    assert (np.abs(vertices[:, :2]) <= 0.5 + 1e-12).all()
+    assert vertices[:, 2].min() >= 0.0
+    assert vertices[:, 2].max() <= 1.0
+    if shape.parts:
+        np.testing.assert_allclose(np.ptp(vertices, axis=0), [1.0, 1.0, 1.0], atol=0.021)
+
+
+@pytest.mark.parametrize("kind", [*ALL, "post"])
+def test_bodies_are_closed_convex_and_face_outwards(kind: str) -> None:
+    for part in shape_of(kind).bodies:
+        middle = part.vertices.mean(0)
+        edges = []
+        for face in part.faces:
+            corners = part.vertices[list(face.vertices)]
+            normal = np.cross(corners[1] - corners[0], corners[2] - corners[1])
+            assert normal @ (corners[0] - middle) > 0
+            beyond = (part.vertices - corners[0]) @ normal / np.linalg.norm(normal)
+            assert beyond.max() < 1e-9, "every vertex lies behind or in every face"
+            edges += list(zip(face.vertices, (*face.vertices[1:], face.vertices[0]), strict=True))
+        assert sorted(edges) == sorted((b, a) for a, b in edges), "each edge is used once each way"
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_textures_cover_their_faces(kind: str) -> None:
+    for part in shape_of(kind).parts:
+        for face in part.faces:
+            right, down, corner = face.frame.T
+            offsets = part.vertices[list(face.vertices)] - corner
+            basis = np.column_stack([right, down])
+            share = np.linalg.lstsq(basis, offsets.T, rcond=None)[0]
+            assert share.min() > -1e-6
+            assert share.max() < 1 + 1e-6
+            np.testing.assert_allclose(basis @ share, offsets.T, atol=1e-9)
+
+
+def test_parts_are_painted_from_far_to_near() -> None:
+    parts = shape_of("vehicle.truck").parts
+    solid = [index for index, part in enumerate(parts) if part.faces[0].texture in ("cargo", "cab_side")]
+    cargo, cab = solid
+    ahead = painting_order(parts, np.array([5.0, 0.0, 0.4]))
+    behind = painting_order(parts, np.array([-5.0, 0.0, 0.4]))
+    assert ahead.index(cargo) < ahead.index(cab)
+    assert behind.index(cab) < behind.index(cargo)
+    assert sorted(ahead) == list(range(len(parts)))

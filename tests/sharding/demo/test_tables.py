@@ -1,0 +1,189 @@
+"""The tables, held against the format's rules and, where it is installed, against nuScenes' own devkit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from fuelrail.sharding.demo.tables import splits
+from fuelrail.sharding.demo.world import WorldSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Tables = dict[str, list[dict[str, Any]]]
+_LINKS = {
+    "sample_data": {
+        "sample_token": "sample", "ego_pose_token": "ego_pose", "calibrated_sensor_token": "calibrated_sensor",
+    },
+    "sample_annotation": {
+        "sample_token": "sample", "instance_token": "instance", "visibility_token": "visibility",
+    },
+    "sample": {"scene_token": "scene"},
+    "scene": {"log_token": "log", "first_sample_token": "sample", "last_sample_token": "sample"},
+    "instance": {
+        "category_token": "category", "first_annotation_token": "sample_annotation",
+        "last_annotation_token": "sample_annotation",
+    },
+    "calibrated_sensor": {"sensor_token": "sensor"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tables(small_spec: WorldSpec, small_world: Path) -> Tables:
+    folder = small_world / small_spec.version
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json") if path.stem != "splits"}
+
+
+def test_all_thirteen_are_there_and_tokens_are_unique(tables: Tables) -> None:
+    assert len(tables) == 13
+    for name, rows in tables.items():
+        assert rows, name
+        assert len({row["token"] for row in rows}) == len(rows), name
+
+
+def test_every_link_leads_somewhere(tables: Tables) -> None:
+    tokens = {name: {row["token"] for row in rows} for name, rows in tables.items()}
+    for name, columns in _LINKS.items():
+        for column, target in columns.items():
+            assert {row[column] for row in tables[name]} <= tokens[target], (name, column)
+    assert {token for row in tables["sample_annotation"] for token in row["attribute_tokens"]} <= tokens["attribute"]
+    assert {token for row in tables["map"] for token in row["log_tokens"]} == tokens["log"]
+
+
+@pytest.mark.parametrize("name", ["sample", "sample_data", "sample_annotation"])
+def test_chains_go_both_ways_in_time(tables: Tables, name: str) -> None:
+    rows = {row["token"]: row for row in tables[name]}
+    times = {row["token"]: row["timestamp"] for row in tables["sample"]}
+    groups = {"sample": "scene_token", "sample_data": "calibrated_sensor_token", "sample_annotation": "instance_token"}
+
+    def time_of(row: dict[str, Any]) -> int:
+        found: int = row["timestamp"] if "timestamp" in row else times[row["sample_token"]]
+        return found
+
+    num_starts = 0
+    for row in rows.values():
+        num_starts += not row["prev"]
+        if row["next"]:
+            following = rows[row["next"]]
+            assert following["prev"] == row["token"]
+            assert following[groups[name]] == row[groups[name]]
+            assert time_of(following) > time_of(row)
+    assert num_starts == len({row[groups[name]] for row in rows.values()})
+
+
+def test_sweeps_point_to_the_keyframe_after_them(tables: Tables) -> None:
+    samples = {row["token"]: row for row in tables["sample"]}
+    num_sweeps = 0
+    for row in tables["sample_data"]:
+        sample = samples[row["sample_token"]]
+        if row["is_key_frame"]:
+            assert abs(row["timestamp"] - sample["timestamp"]) < 50_000
+            assert row["filename"].startswith("samples/")
+        else:
+            num_sweeps += 1
+            assert samples[sample["prev"]]["timestamp"] < row["timestamp"] < sample["timestamp"]
+            assert row["filename"].startswith("sweeps/")
+    assert num_sweeps == 2 * 1 * (6 + 1)
+
+
+def test_instances_count_their_annotations(tables: Tables) -> None:
+    annotations = {row["token"]: row for row in tables["sample_annotation"]}
+    for row in tables["instance"]:
+        token, count = row["first_annotation_token"], 1
+        while annotations[token]["next"]:
+            token, count = annotations[token]["next"], count + 1
+        assert (token, count) == (row["last_annotation_token"], row["nbr_annotations"])
+    assert sum(row["num_lidar_pts"] > 0 for row in annotations.values()) > 0.7 * len(annotations)
+
+
+@pytest.mark.parametrize(("num_clips", "expected"), [(1, ([0], [])), (2, ([0], [1])), (5, ([0, 1, 2, 4], [3]))])
+def test_splits_are_by_clip(num_clips: int, expected: tuple[list[int], list[int]]) -> None:
+    found = splits(WorldSpec(num_clips=num_clips, num_frames=1))
+    assert found == {
+        name: [f"scene-{9001 + index}" for index in indices]
+        for name, indices in zip(("train", "val"), expected, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def devkit(small_spec: WorldSpec, small_world: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its dependencies say about themselves
+        module = pytest.importorskip("nuscenes.nuscenes")
+        return module.NuScenes(small_spec.version, str(small_world), verbose=False)
+
+
+def test_the_devkit_opens_it(devkit: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    devkit.list_scenes()
+    listed = capsys.readouterr().out
+    assert "scene-9001" in listed
+    assert "scene-9002" in listed
+    assert len(devkit.sample) == 4
+    for sample in devkit.sample:
+        assert len(sample["data"]) == 7
+        assert len(sample["anns"]) > 10
+
+
+def test_the_devkit_projects_boxes_as_the_matrices_say(devkit: Any) -> None:
+    from pyquaternion import Quaternion
+
+    def matrix(row: dict[str, Any]) -> np.ndarray:
+        found: np.ndarray = Quaternion(row["rotation"]).transformation_matrix
+        found[:3, 3] = row["translation"]
+        return found
+
+    num_boxes = 0
+    for channel, token in devkit.sample[1]["data"].items():
+        _, boxes, intrinsic = devkit.get_sample_data(token)
+        row = devkit.get("sample_data", token)
+        sensor2ego = matrix(devkit.get("calibrated_sensor", row["calibrated_sensor_token"]))
+        global2sensor = np.linalg.inv(matrix(devkit.get("ego_pose", row["ego_pose_token"])) @ sensor2ego)
+        for box in boxes:
+            annotation = devkit.get("sample_annotation", box.token)
+            w, l, h = annotation["size"]  # noqa: E741
+            signs = np.array(np.meshgrid([-0.5, 0.5], [-0.5, 0.5], [-0.5, 0.5])).reshape(3, 8)
+            corners = matrix(annotation) @ np.vstack([signs * [[l], [w], [h]], np.ones(8)])
+            ours = (global2sensor @ corners)[:3]
+            np.testing.assert_allclose(_sorted(ours), _sorted(box.corners()), atol=1e-5)
+            if channel != "LIDAR_TOP" and ours[2].min() > 1:
+                u, v, _ = intrinsic @ (ours / ours[2])
+                assert u.max() > 0
+                assert u.min() < row["width"]
+                assert v.max() > 0
+                assert v.min() < row["height"]
+                num_boxes += 1
+    assert num_boxes > 10
+
+
+def _sorted(corners: np.ndarray) -> np.ndarray:
+    return np.array(sorted(map(tuple, np.round(corners.T, 4))))
+
+
+def test_lidar_counts_are_the_devkits(devkit: Any) -> None:
+    from nuscenes.utils.data_classes import LidarPointCloud
+    from nuscenes.utils.geometry_utils import points_in_box
+
+    for sample in devkit.sample[::3]:
+        path, boxes, _ = devkit.get_sample_data(sample["data"]["LIDAR_TOP"])
+        cloud = LidarPointCloud.from_file(path)
+        assert cloud.points.shape[1] > 10_000
+        assert len(boxes) == len(sample["anns"])
+        counted = [int(points_in_box(box, cloud.points[:3]).sum()) for box in boxes]
+        assert counted == [devkit.get("sample_annotation", box.token)["num_lidar_pts"] for box in boxes]
+
+
+def test_velocities_from_the_devkit_are_plausible(devkit: Any) -> None:
+    moving = [
+        float(np.linalg.norm(devkit.box_velocity(row["token"])[:2]))
+        for row in devkit.sample_annotation
+        if any(devkit.get("attribute", token)["name"] == "vehicle.moving" for token in row["attribute_tokens"])
+        and (row["prev"] or row["next"])
+    ]
+    assert len(moving) > 3
+    assert min(moving) > 3.0
+    assert max(moving) < 16.0

@@ -1,0 +1,388 @@
+"""The nuScenes adapter against the tables themselves and against the official devkit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tarfile
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta, decode_points
+from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from fuelrail.sharding.sources.source import SourceSpec, make_source, parse_source
+from fuelrail.sharding.verify.dataset import verify
+from support.nuscenes_tables import CAMERAS, build_nuscenes, token
+from support.sharding import shard_nuscenes
+from support.shared_data import shared_data
+
+CLIPS = {"scene-0061": 3, "scene-0103": 2, "scene-0916": 1}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return build_nuscenes(tmp_path_factory.mktemp("nuscenes"), CLIPS)
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A dataroot of its own, for tests that break it."""
+    shutil.copytree(made.root, tmp_path / "copy")
+    return build_copy(made, tmp_path / "copy")
+
+
+def build_copy(made, root):
+    import copy as copying
+
+    fresh = copying.deepcopy(made)
+    fresh.root = root
+    return fresh
+
+
+def scan(root, tmp_path, **options):
+    source = make_source(SourceSpec("nuscenes", str(root), options))
+    path = tmp_path / "scan.arrow"
+    with ScanWriter(path, source.attribute_types) as out:
+        info = source.scan(out)
+    return source, info, ScanTable(path)
+
+
+def opened_by_devkit(root, version):
+    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
+    return module.NuScenes(version=version, dataroot=str(root), verbose=False)
+
+
+def transform(record):
+    from pyquaternion import Quaternion
+
+    matrix = np.eye(4)
+    matrix[:3, :3] = Quaternion(record["rotation"]).rotation_matrix
+    matrix[:3, 3] = record["translation"]
+    return matrix
+
+
+def check_against_devkit(devkit, info, table, source, *, points_of: int):
+    """Every scalar, matrix and file of every sample, as the devkit reads them."""
+    num_points = 0
+    for number in range(len(table)):
+        row = table.row(number)
+        meta, geometry = decode_meta(row.meta), decode_arrays(row.geometry, Geometry)
+        sample = devkit.get("sample", meta.sample_token)
+        scene = devkit.get("scene", sample["scene_token"])
+        log = devkit.get("log", scene["log_token"])
+        assert meta.timestamp_ns == sample["timestamp"] * 1000 == row.timestamp_ns
+        assert (meta.clip_name, meta.vehicle, meta.tags["location"]) == (scene["name"], log["vehicle"], log["location"])
+        assert (meta.prev_key is None, meta.next_key is None) == (sample["prev"] == "", sample["next"] == "")
+        assert meta.num_frames == scene["nbr_samples"]
+        members = {member.name.partition(".")[0]: member for member in row.members}
+        for at, camera in enumerate(info.cameras):
+            data = devkit.get("sample_data", sample["data"][camera.source_name])
+            calibrated = devkit.get("calibrated_sensor", data["calibrated_sensor_token"])
+            assert geometry.cam_valid[at] == 1
+            assert geometry.cam_timestamp_ns[at] == data["timestamp"] * 1000
+            assert meta.cameras[camera.channel].token == data["token"]
+            assert geometry.img_wh[at].tolist() == [data["width"], data["height"]]
+            np.testing.assert_array_equal(geometry.intrinsics[at], calibrated["camera_intrinsic"])
+            np.testing.assert_allclose(geometry.cam2ego[at], transform(calibrated), atol=1e-12)
+            pose = transform(devkit.get("ego_pose", data["ego_pose_token"]))
+            np.testing.assert_allclose(geometry.cam_ego2global[at], pose, atol=1e-9)
+            member = members[camera.channel]
+            assert member.ref == data["filename"]
+            assert (member.width, member.height) == (data["width"], data["height"])
+        assert np.isnan(geometry.dist).all()
+        data = devkit.get("sample_data", sample["data"]["LIDAR_TOP"]) if "LIDAR_TOP" in sample["data"] else None
+        if data is not None:
+            calibrated = devkit.get("calibrated_sensor", data["calibrated_sensor_token"])
+            pose = transform(devkit.get("ego_pose", data["ego_pose_token"]))
+            np.testing.assert_allclose(geometry.lidar2ego[0], transform(calibrated), atol=1e-12)
+            np.testing.assert_allclose(geometry.lidar_ego2global[0], pose, atol=1e-9)
+            np.testing.assert_allclose(geometry.ego2global, pose, atol=1e-9)
+            assert geometry.lidar_timestamp_ns[0] == data["timestamp"] * 1000
+            points = decode_points(source.open(members["lidar_top"].ref))
+            from nuscenes.utils.data_classes import LidarPointCloud
+
+            cloud = LidarPointCloud.from_file(devkit.get_sample_data_path(data["token"]))
+            np.testing.assert_array_equal(points[:, :4].T, cloud.points)
+            num_points += len(points)
+        check_boxes(devkit, sample, geometry, row)
+    assert num_points == points_of
+
+
+def check_boxes(devkit, sample, geometry, row):
+    if not devkit.sample_annotation:
+        assert row.boxes is None
+        return
+    from nuscenes.eval.detection.utils import category_to_detection_name
+    from pyquaternion import Quaternion
+
+    boxes = decode_arrays(row.boxes, Boxes)
+    assert len(boxes.label) == len(sample["anns"])
+    rotation = geometry.ego2global[:3, :3]
+    for at, annotation in enumerate(devkit.get("sample_annotation", t) for t in sample["anns"]):
+        box = devkit.get_box(annotation["token"])
+        box.velocity = devkit.box_velocity(annotation["token"])
+        box.translate(-geometry.ego2global[:3, 3])
+        box.rotate(Quaternion(matrix=rotation, atol=1e-6).inverse)
+        np.testing.assert_allclose(boxes.boxes3d[at, :3], box.center, atol=1e-4)
+        np.testing.assert_allclose(boxes.boxes3d[at, 3:6], box.wlh[[1, 0, 2]], atol=1e-6)
+        turn = boxes.boxes3d[at, 6] - box.orientation.yaw_pitch_roll[0]
+        assert abs((turn + np.pi) % (2 * np.pi) - np.pi) < 1e-5
+        np.testing.assert_allclose(np.abs(boxes.rotation_wxyz[at] @ box.orientation.elements), 1, atol=1e-6)
+        velocity = np.linalg.inv(rotation) @ devkit.box_velocity(annotation["token"])
+        np.testing.assert_allclose(boxes.velocity[at], velocity, atol=1e-4)
+        np.testing.assert_allclose(np.sort(boxes.corners()[at], 0), np.sort(box.corners().T, 0), atol=1e-4)
+        name = category_to_detection_name(annotation["category_name"])
+        assert boxes.label[at] == (-1 if name is None else CLASSES.index(name))
+        assert boxes.num_lidar_pts[at] == annotation["num_lidar_pts"]
+        assert boxes.num_radar_pts[at] == annotation["num_radar_pts"]
+        assert boxes.visibility[at] == int(annotation["visibility_token"] or -1)
+        names = [record["name"] for record in devkit.attribute]
+        own = [devkit.get("attribute", entry)["name"] for entry in annotation["attribute_tokens"]]
+        assert boxes.attribute[at] == (names.index(own[0]) if own else -1)
+        assert boxes.valid[at] == (annotation["num_lidar_pts"] + annotation["num_radar_pts"] > 0)
+
+
+def test_made_tables_against_the_devkit(made, tmp_path):
+    source, info, table = scan(made.root, tmp_path)
+    assert [(clip.clip_id, clip.num_samples) for clip in info.clips] == list(CLIPS.items())
+    assert [camera.source_name for camera in info.cameras] == list(CAMERAS)
+    assert info.names == [
+        "meta.json", "geometry.safetensors", "boxes.safetensors",
+        *(f"{camera.lower()}.jpg" for camera in CAMERAS), "lidar_top.npy",
+    ]  # fmt: skip
+    assert info.splits == {"train": ["scene-0061"], "val": ["scene-0103", "scene-0916"]}
+    check_against_devkit(opened_by_devkit(made.root, made.version), info, table, source, points_of=6 * 60)
+
+
+def test_real_keyframes_against_the_devkit(tmp_path):
+    root = shared_data("nuscenes-mini")
+    source, info, table = scan(root, tmp_path, version="v1.0-derived")
+    assert [row.key for row in map(table.row, range(3))] == [
+        "scene-0061-000000",
+        "scene-0103-000000",
+        "scene-0103-000001",
+    ]
+    check_against_devkit(opened_by_devkit(root, "v1.0-derived"), info, table, source, points_of=34688)
+
+
+def test_tracks_keep_their_ids_over_a_clip(made, tmp_path):
+    _, _, table = scan(made.root, tmp_path)
+    ids = [decode_arrays(table.row(number).boxes, Boxes).instance_id for number in range(6)]
+    assert set(ids[0]) == set(ids[1]) == set(ids[2])
+    assert not set(ids[0]) & set(ids[3])
+    assert min(map(min, ids)) >= 0
+
+
+def test_velocity_is_unknown_over_a_gap(copy, tmp_path):
+    for number, sample in enumerate(copy.tables["sample"][:3]):
+        sample["timestamp"] += number * 2_000_000
+    copy.write("sample")
+    _, _, table = scan(copy.root, tmp_path)
+    velocity = decode_arrays(table.row(0).boxes, Boxes).velocity
+    assert np.isnan(velocity).all()
+
+
+def test_attributes(made, tmp_path):
+    _, _, table = scan(made.root, tmp_path)
+    rows = next(table.attribute_parts()).to_pylist()
+    assert rows[0]["num_boxes"] == 3
+    assert (rows[0]["num_car"], rows[0]["num_pedestrian"], rows[0]["num_barrier"], rows[0]["num_bus"]) == (1, 1, 1, 0)
+    assert [row["night"] for row in rows] == [None, None, None, True, True, None]
+    assert rows[0]["location"] == "testville"
+    assert rows[0]["num_cameras"] == 6
+
+
+def test_a_source_without_annotations_or_lidar(tmp_path):
+    made = build_nuscenes(tmp_path / "root", {"a": 2}, num_points=0, num_tracks=0, cameras=("CAM_BACK", "CAM_FRONT"))
+    _, info, table = scan(made.root, tmp_path)
+    assert [camera.channel for camera in info.cameras] == ["cam_front", "cam_back"]
+    assert info.lidars == []
+    row = table.row(0)
+    assert row.boxes is None
+    geometry = decode_arrays(row.geometry, Geometry)
+    assert geometry.lidar2ego.shape == (0, 4, 4)
+    # Without a lidar the ego pose is that of the sensor row nearest to the sample's time: the camera that fired last.
+    np.testing.assert_array_equal(geometry.ego2global, geometry.cam_ego2global[1])
+
+
+def test_points_may_be_left_out(made, tmp_path):
+    _, info, table = scan(made.root, tmp_path, points=False)
+    assert "lidar_top.npy" not in info.names
+    assert decode_arrays(table.row(0).geometry, Geometry).lidar2ego.shape == (1, 4, 4)
+
+
+def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
+    source, _, _ = scan(made.root, tmp_path)
+    assert source.options["version"] == "v1.0-mini"
+    with pytest.raises(SourceError, match=r"v1\.0-trainval' is not a folder"):
+        scan(made.root, tmp_path, version="v1.0-trainval")
+    for version in ("..", "../x", ""):
+        with pytest.raises(ConfigError, match="--version"):
+            scan(made.root, tmp_path, version=version)
+
+
+def test_several_versions_must_be_told_apart(copy, tmp_path):
+    shutil.copytree(copy.folder, copy.root / "v1.0-other")
+    with pytest.raises(ConfigError, match=r"--version; there are: v1\.0-mini, v1\.0-other"):
+        scan(copy.root, tmp_path)
+    with pytest.raises(SourceError, match="is not a folder"):
+        scan(copy.root / "nowhere", tmp_path)
+
+
+def test_a_missing_camera_file(copy, tmp_path):
+    gone = copy.files("CAM_BACK")[2]
+    gone.unlink()
+    with pytest.raises(SourceError, match=f"{gone.name}.*is not there; --missing-camera mask"):
+        scan(copy.root, tmp_path)
+    _, info, table = scan(copy.root, tmp_path, missing_camera="mask")
+    assert info.facts["num_masked_cameras"] == 1
+    row = table.row(2)
+    assert decode_arrays(row.geometry, Geometry).cam_valid.tolist() == [1, 1, 1, 0, 1, 1]
+    assert "cam_back.jpg" not in [member.name for member in row.members]
+    assert decode_meta(row.meta).sync["dropped"] == ["cam_back"]
+    assert decode_meta(table.row(1).meta).sync["dropped"] == []
+
+
+def test_a_missing_camera_row(copy, tmp_path):
+    data = copy.tables["sample_data"]
+    data.remove(next(row for row in data if row["is_key_frame"] and "CAM_BACK/" in row["filename"]))
+    copy.write("sample_data")
+    with pytest.raises(SourceError, match="has no row for CAM_BACK; --missing-camera mask"):
+        scan(copy.root, tmp_path)
+    _, _, table = scan(copy.root, tmp_path, missing_camera="mask")
+    geometry = decode_arrays(table.row(0).geometry, Geometry)
+    assert geometry.cam_valid.tolist() == [1, 1, 1, 0, 1, 1]
+    assert np.isnan(geometry.cam2ego[3]).all()
+    assert geometry.cam_timestamp_ns[3] == -1
+
+
+def test_a_missing_lidar_file(copy, tmp_path):
+    copy.files("LIDAR_TOP")[0].unlink()
+    with pytest.raises(SourceError, match=r"lidar file .* is not there; --no-points"):
+        scan(copy.root, tmp_path, missing_camera="mask")
+
+
+def test_a_lidar_file_that_was_cut(copy, tmp_path):
+    source, _, table = scan(copy.root, tmp_path)
+    path = copy.files("LIDAR_TOP")[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SourceError, match="does not hold points of 20 bytes"):
+        source.open(table.row(0).members[-1].ref)
+    path.unlink()
+    with pytest.raises(SourceError, match="No such file"):
+        source.open(table.row(0).members[-1].ref)
+
+
+BREAKS = {
+    "a dangling ego pose": ("sample_data", 0, {"ego_pose_token": "nowhere"}, "ego_pose_token 'nowhere'"),
+    "a dangling calibration": ("sample_data", 0, {"calibrated_sensor_token": "x"}, "calibrated_sensor_token 'x'"),
+    "a dangling sample": ("sample_data", 0, {"sample_token": "x"}, "sample_token 'x'"),
+    "a dangling scene": ("sample", 0, {"scene_token": "x"}, "table 'sample'.*scene_token 'x'"),
+    "a dangling log": ("scene", 0, {"log_token": "x"}, "log_token 'x'"),
+    "a dangling instance": ("sample_annotation", 0, {"instance_token": "x"}, "instance_token 'x'"),
+    "a dangling category": ("instance", 0, {"category_token": "x"}, "category_token 'x'"),
+    "a dangling neighbour": ("sample_annotation", 0, {"next": "x"}, "next 'x'"),
+    "a wrong count": ("scene", 0, {"nbr_samples": 4}, "nbr_samples 4, table 'sample' has 3"),
+    "a clock going backwards": ("sample", 1, {"timestamp": 5}, "its next is not the scene's following sample in time"),
+    "a broken chain": ("sample", 0, {"next": ""}, "its next is not the scene's following"),
+    "a token twice": ("sample", 1, {"token": token("sample", "scene-0061", 0)}, "twice"),
+    "a pose of NaN": ("ego_pose", 0, {"translation": [float("nan"), 0, 0]}, "table 'ego_pose'"),
+    "no rotation": ("calibrated_sensor", 0, {"rotation": [0, 0, 0, 0]}, r"rotation \[0.0, 0.0, 0.0, 0.0\]"),
+    "no intrinsics": ("calibrated_sensor", 0, {"camera_intrinsic": []}, "no 3 x 3 intrinsics"),
+    "a file outside": ("sample_data", 0, {"filename": "../secret.jpg"}, "not inside the dataroot"),
+    "an absolute file": ("sample_data", 0, {"filename": "/etc/passwd"}, "not inside the dataroot"),
+    "another kind of file": ("sample_data", 0, {"filename": "v1.0-mini/map.json"}, "a kind this adapter does not read"),
+    "no size": ("sample_data", 0, {"width": 0}, "the size 0 x 32"),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_tables_that_are_wrong(copy, tmp_path, case):
+    table, row, change, says = BREAKS[case]
+    copy.tables[table][row].update(change)
+    copy.write(table)
+    if case == "a pose of NaN":  # JSON has no NaN: a table that holds it is no JSON
+        says = "ego_pose.json' is not JSON"
+    with pytest.raises(SourceError, match=says):
+        scan(copy.root, tmp_path)
+
+
+def rename_channel(copy, old, new):
+    for sensor in copy.tables["sensor"]:
+        if sensor["channel"] == old:
+            sensor["channel"] = new
+    copy.write("sensor")
+
+
+@pytest.mark.parametrize(
+    ("channel", "says"),
+    [
+        ("CAM.BACK", "'CAM.BACK' has other characters"),
+        ("", "'' has other characters"),
+        ("cam_front", "'CAM_FRONT' and 'cam_front' differ in case alone"),
+    ],
+)
+def test_channels_that_are_no_names(copy, tmp_path, channel, says):
+    rename_channel(copy, "CAM_BACK", channel)
+    with pytest.raises(SourceError, match=says):
+        scan(copy.root, tmp_path)
+
+
+def test_names_over_100_bytes(tmp_path):
+    made = build_nuscenes(tmp_path / "root", {"x" * 64: 2}, cameras=("CAM_FRONT", "CAM_" + "Y" * 60))
+    shard_nuscenes(made.root, tmp_path / "out")
+    assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
+    with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
+        names = tar.getnames()
+    assert f"{'x' * 64}-000000.cam_{'y' * 60}.jpg" in names
+    listed = subprocess.run(["tar", "tf", tmp_path / "out" / "train-000000.tar"], check=True, capture_output=True)
+    assert listed.stdout.decode().split() == names
+
+
+def test_a_file_over_the_cap(copy, tmp_path):
+    path = copy.files("CAM_BACK")[0]
+    os.truncate(path, (1 << 30) + 1)  # sparse: it takes no room
+    with pytest.raises(SourceError, match=rf"{path.name}.*cam_back\.jpg of sample scene-0061-000000.*1073741825 bytes"):
+        scan(copy.root, tmp_path)
+
+
+def test_two_keyframes_of_one_camera(copy, tmp_path):
+    row = copy.tables["sample_data"][0]
+    copy.tables["sample_data"].append({**row, "token": "second"})
+    copy.write("sample_data")
+    with pytest.raises(SourceError, match="row 'second' is a second keyframe of CAM_FRONT"):
+        scan(copy.root, tmp_path)
+
+
+def test_a_source_without_samples(tmp_path):
+    made = build_nuscenes(tmp_path / "root", {})
+    with pytest.raises(SourceError, match="no rows: nothing to shard"):
+        scan(made.root, tmp_path)
+
+
+def test_names_that_are_no_keys_become_slugs(tmp_path):
+    clips = {"2021.05.12/Drive Ä": 1, "scene-0001": 1, "x" * 90: 1}
+    made = build_nuscenes(tmp_path / "root", {name.replace("/", "_"): count for name, count in clips.items()})
+    made.tables["scene"][0]["name"] = "2021.05.12/Drive Ä"
+    made.write("scene")
+    _, info, table = scan(made.root, tmp_path)
+    ids = [clip.clip_id for clip in info.clips]
+    assert ids[0].startswith("2021-05-12-drive-")
+    assert ids[1] == "scene-0001"
+    assert len(ids[2]) == 57
+    assert decode_meta(table.row(0).meta).clip_name == "2021.05.12/Drive Ä"
+    assert len(f"{table.row(2).key}.geometry.safetensors.zst") <= 100
+
+
+def test_sources_by_name():
+    assert parse_source("nuscenes:/data", {"a": 1}) == SourceSpec("nuscenes", "/data", {"a": 1})
+    assert parse_source("nuscenes:C:/x", {}).location == "C:/x"
+    for text in ("/data", "nuscenes", "nuscenes:", "kitty:/data", ":x"):
+        with pytest.raises(ConfigError, match="KIND:PATH; known kinds: nuscenes, fuelrail"):
+            parse_source(text, {})
+    with pytest.raises(ConfigError, match=r"colour.*allowed here: version, missing_camera, points"):
+        make_source(SourceSpec("nuscenes", "/data", {"colour": 1}))

@@ -1,0 +1,216 @@
+"""Verification finds every kind of damage, and says where."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
+from fuelrail.sharding.verify.dataset import verify
+from support.edits import replace_index, reseal, rewrite
+from support.nuscenes_tables import build_nuscenes
+from support.sharding import shard_nuscenes
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    base = tmp_path_factory.mktemp("verify")
+    build_nuscenes(base / "source", {"a": 3, "b": 3}, cameras=("CAM_FRONT", "CAM_BACK"))
+    shard_nuscenes(base / "source", base / "out", shard_size_bytes=15_000, splits={"train": 0.5, "val": 0.5})
+    return base / "out"
+
+
+@pytest.fixture
+def out(original, tmp_path):
+    shutil.copytree(original, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def faults(out, *, deep=False):
+    return verify(out, deep=deep, num_threads=2).faults
+
+
+def edit(path, at, value=None):
+    data = bytearray(path.read_bytes())
+    data[at] = data[at] ^ 0x55 if value is None else value
+    path.write_bytes(data)
+
+
+def test_a_good_dataset(original):
+    report = verify(original, deep=True, num_threads=2)
+    assert report.faults == []
+    assert (report.num_samples, report.num_images) == (6, 12)
+    assert report.num_bytes == sum(path.stat().st_size for path in original.glob("*.tar"))
+    assert report.as_text().endswith("12 images decoded: all is well\n")
+
+
+def test_every_flipped_byte_of_a_shard_is_found(out):
+    path = out / "train-000000.tar"
+    whole = path.read_bytes()
+    rows = [open_dataset(out).index.row(at) for at in range(6)]
+    for at in [0, 100, 156, 300, 511, 512, 600, len(whole) // 2, len(whole) - 1025, len(whole) - 1024, len(whole) - 1]:
+        edit(path, at)
+        found = faults(out)
+        assert found[0].file == path.name
+        assert found[0].text == "its SHA-256 is not the manifest's"
+        if at < len(whole) - len(END_OF_ARCHIVE):
+            owner = next(row for row in rows if row.shard == 0 and row.offset <= at < row.offset + row.length)
+            assert ("train-000000.tar", owner.offset, owner.key) in [(f.file, f.offset, f.key) for f in found]
+        path.write_bytes(whole)
+    assert faults(out) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "says"),
+    [
+        ("train-000000.tar", "gone", "cannot be read: No such file"),
+        ("train-000000.tar", "empty", "is empty, the manifest says"),
+        ("val-000000.tar", "cut", "bytes, the manifest says"),
+        ("val-000000.tar", "longer", "bytes, the manifest says"),
+        ("val-000000.idx", "gone", "cannot be read: No such file"),
+        ("val-000000.idx", "flipped", "SHA-256 is not the manifest's"),
+        ("val-000000.idx", "cut", "bytes, the manifest says"),
+        ("attributes.parquet", "flipped", "SHA-256 is not the manifest's"),
+        ("index.arrow", "gone", "cannot be opened"),
+        ("index.arrow", "cut", "cannot be opened"),
+    ],
+)
+def test_damaged_files(out, name, harm, says):
+    path = out / name
+    data = path.read_bytes()
+    if harm == "gone":
+        path.unlink()
+    elif harm == "flipped":
+        edit(path, len(data) // 2)
+    else:
+        path.write_bytes({"empty": b"", "cut": data[: len(data) // 2], "longer": data + bytes(512)}[harm])
+    found = faults(out)
+    assert name in {fault.file for fault in found}
+    assert any(says in fault.text for fault in found if fault.file == name), found
+    assert {fault.file for fault in found} == {name}
+
+
+def test_a_flipped_index_is_found_and_what_it_says_is_not_trusted(out):
+    whole = (out / INDEX_FILE).read_bytes()
+    for at in range(64, len(whole) - 64, max(len(whole) // 40, 1)):
+        edit(out / INDEX_FILE, at)
+        assert INDEX_FILE in {fault.file for fault in faults(out, deep=True)}
+        (out / INDEX_FILE).write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"name": "boxes.safetensors"},
+            "the index says '{key}.boxes.safetensors.zst' of {size} bytes at {at}; ",
+        ),
+        ({"stored_bytes": 99}, "the index says '{key}.geometry.safetensors.zst' of 99 bytes at {at}; the tar has"),
+        ({"codec": "raw"}, "the index says '{key}.geometry.safetensors' of {size} bytes at {at}; the tar has"),
+    ],
+)
+def test_members_that_differ_from_the_index(out, change, says):
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(6)]
+    old = rows[1].members[1]
+    rows[1] = rows[1]._replace(members=(rows[1].members[0], old._replace(**change), *rows[1].members[2:]))
+    replace_index(out, dataset, rows)
+    reseal(out)
+    found = faults(out)
+    assert len(found) == 1
+    assert (found[0].key, found[0].offset) == (rows[1].key, rows[1].offset)
+    said = says.format(key=rows[1].key, size=old.stored_bytes, at=rows[1].offset + old.offset)
+    assert found[0].text.startswith(said), found[0].text
+
+
+def test_a_member_that_the_index_does_not_know(out):
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(6)]
+    rows[1] = rows[1]._replace(members=rows[1].members[:-1])
+    replace_index(out, dataset, rows)
+    reseal(out)
+    assert f"member '{rows[1].key}.lidar_top.npy.p20.zst' is not in the index" in [fault.text for fault in faults(out)]
+
+
+def test_spans_that_do_not_tile_the_shard(out):
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(6)]
+    last = dataset.manifest.splits["train"].num_samples - 1
+    rows[last] = rows[last]._replace(offset=rows[last].offset + 512)
+    replace_index(out, dataset, rows)
+    reseal(out)
+    assert any("the index has it in shard number" in fault.text for fault in faults(out))
+
+
+def test_listings_that_are_of_another_shard(out):
+    shutil.copy(out / "val-000000.idx", out / "train-000000.idx")
+    reseal(out)
+    assert [fault.text for fault in faults(out)] == ["does not list the members of train-000000.tar"]
+
+
+def test_a_key_twice_and_a_clip_in_two_splits(out):
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(6)]
+    rows[5] = rows[5]._replace(clip_id=rows[0].clip_id)
+    replace_index(out, dataset, rows)
+    reseal(out)
+    assert [fault.text for fault in faults(out)] == [
+        f"clip '{rows[0].clip_id}' is in the splits train and val",
+        "row 5 has the clip_id a, the index has b",
+    ]
+
+
+def test_attributes_in_another_order(out):
+    table = pq.read_table(out / "attributes.parquet")
+    pq.write_table(table.take(np.array([1, 0, 2, 3, 4, 5])), out / "attributes.parquet")
+    reseal(out)
+    assert [fault.text for fault in faults(out)] == ["row 0 has the key b-000001, the index has b-000000"]
+    pq.write_table(table.slice(0, 4), out / "attributes.parquet")
+    reseal(out)
+    assert [fault.text.partition("' ")[2] for fault in faults(out)] == ["has 4 rows for 6 samples of the index"]
+
+
+def change_meta(name, value):
+    def change(raw):
+        meta = json.loads(raw["meta.json"])
+        meta[name] = value
+        raw["meta.json"] = json.dumps(meta).encode()
+
+    return change
+
+
+def flip_scan(raw):
+    data = bytearray(raw["cam_back.jpg"])
+    begin = data.index(b"\xff\xda") + 14
+    data[begin : begin + 40] = bytes(40)
+    raw["cam_back.jpg"] = bytes(data[:-60]) + b"\xff\xd9"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (change_meta("timestamp_ns", 5), "meta.json has the timestamp_ns 5, index and manifest have"),
+        (change_meta("split", "val"), "meta.json has the split 'val', index and manifest have 'train'"),
+        (change_meta("dataset", "x"), "meta.json has the dataset 'x'"),
+        (change_meta("schema", "fuelrail/9"), "this version reads 'fuelrail/1'"),
+        (lambda raw: raw.update({"geometry.safetensors": b"x" * 100}), "geometry.safetensors: "),
+        (lambda raw: raw.pop("geometry.safetensors"), "geometry.safetensors: the member is missing"),
+        (lambda raw: raw.pop("cam_back.jpg"), "cam_front, cam_back these have an image: [1, 0]"),
+        (flip_scan, "cam_back.jpg: a damaged JPEG"),
+        (lambda raw: raw.update({"cam_back.jpg": raw["cam_back.jpg"][:-2]}), "cam_back.jpg: a truncated JPEG"),
+        (lambda raw: raw.update({"lidar_top.npy": raw["lidar_top.npy"][:-1]}), "lidar_top.npy: "),
+    ],
+)
+def test_only_deep_verification_sees_what_a_writer_got_wrong(out, change, says):
+    row = rewrite(out, 1, change)
+    assert faults(out) == []
+    found = faults(out, deep=True)
+    assert len(found) == 1
+    assert (found[0].key, found[0].offset) == (row.key, row.offset)
+    assert says in found[0].text

@@ -1,0 +1,70 @@
+"""Source files in memory that is used again: the same bytes in fewer pieces, and what is said of files that changed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.tar import StoredMember, pack_sample
+from fuelrail.sharding.write.blocks import ReadBuffer
+
+SIZES = st.one_of(st.integers(1, 2000), st.sampled_from([511, 512, 513, 16_383, 16_384, 70_000, 2_500_000]))
+MEMBERS = st.lists(st.tuples(st.booleans(), SIZES), min_size=1, max_size=6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("files")
+
+
+def members_in(buffer, folder, sizes, draw):
+    """Members of files that were read and of bytes from elsewhere, and what their data are."""
+    stored, contents = [], []
+    for number, (is_file, size) in enumerate(sizes):
+        content = draw.randbytes(size)
+        path = folder / str(number)
+        path.write_bytes(content)
+        stored.append(StoredMember(f"m{number}.bin", buffer.read(str(path), size) if is_file else content))
+        contents.append(StoredMember(f"m{number}.bin", content))
+    return stored, contents
+
+
+@given(samples=st.lists(MEMBERS, min_size=1, max_size=3), shuffled=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_joined_pieces_are_the_same_bytes(folder, samples, shuffled, seed):
+    draw, buffer = random.Random(seed), ReadBuffer()
+    for sizes in samples:
+        buffer.clear()
+        stored, contents = members_in(buffer, folder, sizes, draw)
+        order = draw.sample(range(len(sizes)), len(sizes)) if shuffled else range(len(sizes))
+        packed = pack_sample("key", [stored[number] for number in order])
+        pieces = buffer.joined(packed.pieces)
+        assert len(pieces) <= len(packed.pieces)
+        assert b"".join(pieces) == b"".join(pack_sample("key", [contents[number] for number in order]).pieces)
+
+
+def test_a_sample_of_files_is_one_piece(folder):
+    buffer = ReadBuffer()
+    sizes = [(False, 1500), (False, 900), *[(True, 200_000 + number) for number in range(6)]]
+    stored, _ = members_in(buffer, folder, sizes, random.Random(0))
+    assert len(buffer.joined(pack_sample("key", stored).pieces)) == 1
+
+
+def test_a_file_that_is_not_stored_as_it_is_leaves_the_others_together(folder):
+    buffer = ReadBuffer()
+    stored, _ = members_in(buffer, folder, [(True, 100_000), (True, 30_000), (True, 300_000)], random.Random(0))
+    stored[2] = stored[2]._replace(data=bytes(stored[2].data[::2]))
+    assert [len(piece) for piece in buffer.joined(pack_sample("key", stored).pieces)] == [
+        512 + 100_352 + 512 + 30_208 + 512, 150_000, 16,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [99, 101])
+def test_a_file_of_another_size_is_named(folder, size):
+    (folder / "changed").write_bytes(bytes(100))
+    with pytest.raises(SourceError, match=rf"changed' had {size} bytes when the run began and has 100 now"):
+        ReadBuffer().read(str(folder / "changed"), size)
