@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.loaders.config import default_num_workers
+from fuelrail.loaders.config import Transforms, default_num_workers
 from fuelrail.loaders.decode.dali_install import installed_dali
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import Command
@@ -37,10 +37,9 @@ def _run_view(args: argparse.Namespace) -> int:
     import msgspec
 
     from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
-    from fuelrail.loaders.loader import DEFAULT_IMAGE
     from fuelrail.loaders.storage.reader import SampleReader
     from fuelrail.pipeline.format.dataset import open_dataset
-    from fuelrail.pipeline.settings import load_yaml
+    from fuelrail.pipeline.settings import as_settings
     from fuelrail.pipeline.text import shown
     from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -54,7 +53,7 @@ def _run_view(args: argparse.Namespace) -> int:
     reader = SampleReader(dataset)
     row = 0 if args.key is None else reader.find(args.key)
     sample = reader.sample(row)
-    image = load_yaml(args.image, ImageAugment) if args.image else DEFAULT_IMAGE
+    image = as_settings(args.image, ImageAugment, "--image") if args.image else Transforms().image
     image = msgspec.structs.replace(image, train=args.train)
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     try:
