@@ -24,7 +24,6 @@ from fuelrail.pipeline.settings import (
     Settings,
     check_types,
     did_you_mean,
-    paths_as_text,
     resolve_fields,
 )
 from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
@@ -192,7 +191,6 @@ class StorageOptions(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
-        paths_as_text(self, "cache_dir")
         resolve_fields(self)
         check_types(self, ConfigError)
 

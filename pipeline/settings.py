@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import yaml
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     PathText = str | os.PathLike[str]
 else:
-    # A field of settings that holds a path: msgspec converts texts, `paths_as_text` makes them of path objects.
+    # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of path objects.
     PathText = str
 
 _MAX_TEXT_BYTES: Final = 16 << 20
@@ -51,34 +51,21 @@ def check_types(settings: msgspec.Struct, error: type[Exception], where: str | N
     """
     where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
-        value = getattr(settings, field.name)
-        try:
-            msgspec.convert(value, type=field.type)
-        except msgspec.ValidationError as failure:
-            words = _allowed(field.type)
-            refusal = f"is not allowed: {failure}" if words is None else f"must be {words}"
-            raise error(f"{where}{field.name}={_short(value)} {refusal}") from failure
+        _check_type(f"{where}{field.name}", getattr(settings, field.name), field.type, error)
 
 
 def resolve_fields(settings: msgspec.Struct, where: str | None = None) -> None:
-    """Replace a dict or a path given for a field that holds settings by the settings; for ``__post_init__``.
+    """Replace a dict or a path, given for a field that holds settings, by the settings; for ``__post_init__``.
 
-    Raises ConfigError for a dict or a file that does not fit; other wrong values are left to `check_types`.
+    A path object given for a text becomes a text. Raises ConfigError for a dict or a file that does not fit; other
+    wrong values are left to `check_types`.
     """
-    where = f"{type(settings).__name__}." if where is None else where
+    where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
         value = getattr(settings, field.name)
-        kind = _settings_kind(field.type, value)
-        if kind is not None:
-            msgspec.structs.force_setattr(settings, field.name, as_settings(value, kind, f"{where}{field.name}"))
-
-
-def paths_as_text(settings: msgspec.Struct, *names: str) -> None:
-    """Make a text of each of these fields that holds a path object; for ``__post_init__``."""
-    for name in names:
-        value = getattr(settings, name)
-        if isinstance(value, os.PathLike):
-            msgspec.structs.force_setattr(settings, name, os.fspath(value))
+        resolved = _resolved(value, field.type, f"{where}{field.name}")
+        if resolved is not value:
+            msgspec.structs.force_setattr(settings, field.name, resolved)
 
 
 def as_settings(value: object, kind: type[S], name: str) -> S:
@@ -90,12 +77,12 @@ def as_settings(value: object, kind: type[S], name: str) -> S:
     if isinstance(value, kind):
         return value
     if isinstance(value, Mapping):
-        types = {field.encode_name: field.type for field in _fields(kind)}
-        inner = {key: _settings_kind(types[key], one) if key in types else None for key, one in value.items()}
-        plain = {
-            key: one if (of := inner[key]) is None else as_settings(one, of, f"{name}.{key}")
-            for key, one in value.items()
-        }
+        plain = dict(value)
+        for field in _fields(kind):
+            key = field.encode_name
+            if key in plain:
+                plain[key] = _resolved(plain[key], field.type, f"{name}.{key}")
+                _check_type(f"{name}.{key}", plain[key], field.type, ConfigError)
         return convert(plain, kind, name)
     if isinstance(value, str | os.PathLike):
         try:
@@ -105,14 +92,27 @@ def as_settings(value: object, kind: type[S], name: str) -> S:
     raise ConfigError(f"{name}={_short(value)} must be {_forms(kind)}")
 
 
-def _settings_kind(annotation: object, value: object) -> type[msgspec.Struct] | None:
-    """The settings type that a dict or a path given for such a field stands for; None for any other value."""
+def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> None:  # noqa: ANN401
+    try:
+        msgspec.convert(value, type=annotation)
+    except msgspec.ValidationError as failure:
+        words = _allowed(annotation)
+        refusal = f"is not allowed: {failure}" if words is None else f"must be {words}"
+        raise error(f"{name}={_short(value)} {refusal}") from failure
+
+
+def _resolved(value: object, annotation: object, name: str) -> object:
+    """The settings that a dict or a path stands for, the text of a path object, or the value itself."""
     if not isinstance(value, Mapping | str | os.PathLike):
-        return None
+        return value
     kinds = list(_variants([inspect.type_info(annotation)]))
+    if any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in kinds):
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, str):
+            return value
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
-    is_text = any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in kinds)
-    return structs[0] if len(structs) == 1 and (isinstance(value, Mapping) or not is_text) else None
+    return as_settings(value, structs[0], name) if len(structs) == 1 else value
 
 
 def _allowed(annotation: object) -> str | None:
@@ -218,7 +218,7 @@ def _hint(text: str, path: str, root: type) -> str:
     if not allowed:
         return ""
     unknown = re.search(r"unknown field `([^`]+)`", text)
-    return f"{did_you_mean(unknown[1], allowed) if unknown else ''}; allowed here: {', '.join(allowed)}"
+    return f"; allowed here: {', '.join(allowed)}{did_you_mean(unknown[1], allowed) if unknown else ''}"
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

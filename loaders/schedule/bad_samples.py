@@ -31,7 +31,7 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.settings import PathText, Settings, check_types, paths_as_text
+from fuelrail.pipeline.settings import PathText, Settings, check_types, resolve_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,7 +62,7 @@ class BadSamplePolicy(Settings, frozen=True):
     file: Annotated[PathText | None, msgspec.Meta(description="a path or None")] = "fuelrail-quarantine.jsonl"
 
     def __post_init__(self) -> None:
-        paths_as_text(self, "file")
+        resolve_fields(self)
         check_types(self, ConfigError)
 
 

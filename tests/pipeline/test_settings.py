@@ -135,7 +135,9 @@ def test_convert_says_the_same_without_a_line(text, line, path, words) -> None:
 
 
 def test_names_in_the_file_are_those_allowed(write) -> None:
-    assert error_of(write("long_name: 1"), Renamed).endswith("unknown field `long_name`; allowed here: long-name")
+    assert error_of(write("long_name: 1"), Renamed).endswith(
+        "unknown field `long_name`; allowed here: long-name; did you mean 'long-name'?"
+    )
 
 
 def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None:
