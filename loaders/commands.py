@@ -204,7 +204,7 @@ def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1")
     ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 + local_rank``. The
     answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it. Metrics and labels:
     :mod:`fuelrail.pipeline.runtime.metrics`; the labels here are ``dataset``, ``rank`` and ``world_size``. The server
-    does not keep the loader alive. Raises ConfigError where the port cannot be had.
+    does not keep the loader alive. Raises ConfigError if the port is not available.
     """
     labels = {
         "dataset": loader.dataset.manifest.name,

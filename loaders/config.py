@@ -255,7 +255,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
                     f"storage={backend!r} must be one of {', '.join(BACKENDS)}, a StorageOptions, a dict of its "
                     "fields, or the path of a .yaml file"
                 )
-            msgspec.structs.force_setattr(self, "storage", StorageOptions(backend=backend))
+            msgspec.structs.force_setattr(self, "storage", {"backend": backend})
         resolve_fields(self, where="")
         check_types(self, ConfigError, where="")
         for name in ("transform", "collate_fn", "trace"):

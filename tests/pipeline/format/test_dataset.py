@@ -307,4 +307,4 @@ class TestSequence:
     def test_it_prints_in_a_line(self, tmp_path):
         build_dataset(tmp_path / "OUT", {"train": (3, 2), "val": (2,)})
         shown = repr(open_dataset(tmp_path / "OUT"))
-        assert shown == f"Dataset(tiny at '{tmp_path / 'OUT'}': 7 samples in 2 shards; train 5, val 2)"
+        assert shown == f"Dataset(tiny at '{tmp_path / 'OUT'}': 7 samples in 3 shards; train 5, val 2)"
