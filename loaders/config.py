@@ -197,8 +197,7 @@ class StorageOptions(Settings, frozen=True):
     def __repr__(self) -> str:
         """All fields, without the values in ``options``, which may be credentials."""
         hidden = None if self.options is None else dict.fromkeys(self.options, "...")
-        fields = {name: getattr(self, name) for name in self.__struct_fields__} | {"options": hidden}
-        return f"StorageOptions({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+        return msgspec.Struct.__repr__(msgspec.structs.replace(self, options=hidden))
 
 
 _BOOL: Final = Meta(description="True or False")

@@ -35,7 +35,26 @@ _MAX_TEXT_BYTES: Final = 16 << 20
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _SettingsMeta(msgspec.StructMeta):
+    if not TYPE_CHECKING:  # type checkers see the fields as parameters
+
+        def __call__(self, *args: Any, **fields: Any) -> Any:  # noqa: ANN401
+            """Make settings; an unknown field is refused with the name that was probably meant."""
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError:
+                names = self.__struct_fields__
+                for name in fields:
+                    if name not in names:
+                        hint = did_you_mean(name, names)
+                        text = f"{self.__name__} has no field {name!r}; it has: {', '.join(names)}{hint}"
+                        raise TypeError(text) from None
+                raise
+
+
+class Settings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True, metaclass=_SettingsMeta
+):
     """Base of all settings types: immutable, unknown keys refused.
 
     A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a subclass's own choice, for

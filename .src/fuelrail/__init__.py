@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.errors import TruncatedShardError as TruncatedShardError
     from fuelrail.pipeline.errors import WorldError as WorldError
     from fuelrail.pipeline.format.dataset import Dataset as Dataset
-    from fuelrail.pipeline.format.dataset import open_dataset as open  # noqa: A004, F401 - fr.open
+    from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
     from fuelrail.pipeline.order.batching import World as World
     from fuelrail.pipeline.order.mix import Mix as Mix
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
     from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
     from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
+
+    open = _open_dataset  # noqa: A001 - fr.open
 
 _PUBLIC: Final = {
     # loaders
