@@ -33,15 +33,18 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Never
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.loaders.autotune import Autotuner
     from fuelrail.loaders.batch.points import Points
+    from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Budget
+    from fuelrail.loaders.records import Source
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Supply
     from fuelrail.pipeline.format.dataset import Dataset
@@ -162,9 +165,11 @@ class DataLoader:
         self.datasets = open_all(
             dataset, options.mix, options.storage.options, options.storage.cache_dir, options.storage.retry
         )
+        self.dataset = next(iter(self.datasets.values()))
+        """The dataset; of a mix the first one, whose rig and classes all others share."""
         self.order = options.order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=options.seed)
         points_of, *_ = [choose_points(one, options.points) for one in self.datasets.values()]
-        self._supply, self._batching = self._choose_samples(options, points_of)
+        self._supply, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
         sources, where = self._supply.sources, self._supply.where
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
@@ -173,73 +178,24 @@ class DataLoader:
         self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
         self._transfer = make_transfer(device, options.transforms.normalize)
-        self._make = self._production(options, points_of)
-        self._set_up_buffers(options)
-        self._share = Share()
-        self._start = self._position = Cursor()
-        self._epoch_is_set = False
-        self._batches = 0
-
-    def _choose_samples(self, options: Arguments, points: Points) -> tuple[Supply, Batching]:
-        """Compile the order and open the storages; split the order into steps."""
-        storage = options.storage
-        global_batch = options.batch_size * self.world.size
-        choice = Choice(
-            self.datasets, options.mix, options.split, self.order, options.window,
-            points=points.lidar is not None, sweeps=points.accumulation is not None,
-        )  # fmt: skip
-        supply = make_supply(
-            choice,
-            partial(
-                open_storage,
-                backend=storage.backend,
-                verify=storage.verify,
-                storage_options=storage.options,
-                cache_dir=storage.cache_dir,
-                cache_size=storage.cache_size,
-                retry=storage.retry,
-            ),
-            global_batch=global_batch,
-            drop_last=options.drop_last,
-        )
-        if options.transforms.box_frame == "lidar":
-            require_lidar(supply.sources)
-        return supply, Batching(supply.where.epoch_length, global_batch, self.world, drop_last=options.drop_last)
-
-    def _production(self, options: Arguments, points: Points) -> Production:
-        """Choose the decoder, and put together what the stages need."""
-        transforms = options.transforms
-        decoder = make_decoder(
-            transforms.decoder, options.device, lambda: image_facts(self._supply.sources), options.num_threads
-        )
-        check_pixels(decoder, transforms.pixels)
-        augments = Augments(
-            transforms.image, transforms.pixels, transforms.ego, self.seed, points.accumulation, transforms.undistort
-        )
-        return Production(
-            self._bad, tuple(camera.channel for camera in self.dataset.manifest.cameras), points.lidar, augments,
-            decoder, self.batch_size, self._window, options.transform, options.collate_fn,
-            transforms.normalize, self._transfer, transforms.box_frame,
-        )  # fmt: skip
-
-    def _set_up_buffers(self, options: Arguments) -> None:
-        """Choose the number of threads, the tuner and the batch buffers that these need."""
-        image, frames, num_cameras = options.transforms.image, self._supply.where.frames, len(self._make.cameras)
-        self._num_images = frames * num_cameras
-        axes = () if self._window is None else (frames,)
+        self._make = _make_production(options, points_of, sources, self._bad, self._transfer)
+        image, num_cameras = options.transforms.image, len(self._make.cameras)
+        self._num_images = where.frames * num_cameras
+        axes = () if self._window is None else (where.frames,)
         shape = (self.batch_size, *axes, num_cameras, 3, image.height, image.width)
-        tuner = None
-        tuning = Tuning(options.num_threads, options.prefetch_factor)
-        if options.budget is not None:
-            tuner = make_tuner(options.budget, self.batch_size, math.prod(shape), options.prefetch_factor)
-            tuning = tuner.tuning
+        tuner = _choose_tuner(options, math.prod(shape))
+        tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
-        pinned = self._transfer is not None if options.pin_memory is None else options.pin_memory
+        pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
         self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
-        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, options.trace)
+        self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
+        self._share = Share()
+        self._start = self._position = Cursor()
+        self._epoch_is_set = False
+        self._batches = 0
 
     def __repr__(self) -> str:
         names = "+".join(self.datasets)
@@ -248,11 +204,6 @@ class DataLoader:
             f"{len(self)} batches of {self.batch_size}, rank {self.world.rank} of {self.world.size}, "
             f"decoder {self.transforms.decoder})"
         )
-
-    @property
-    def dataset(self) -> Dataset:
-        """The dataset; of a mix the first one, whose rig and classes all others share."""
-        return next(iter(self.datasets.values()))
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
@@ -418,6 +369,58 @@ class DataLoader:
         A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
         """
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
+
+
+def _choose_samples(
+    options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
+) -> tuple[Supply, Batching]:
+    """Compile the order and open the storages; split the order into steps."""
+    storage = options.storage
+    global_batch = options.batch_size * world.size
+    choice = Choice(
+        datasets, options.mix, options.split, order, options.window,
+        points=points.lidar is not None, sweeps=points.accumulation is not None,
+    )  # fmt: skip
+    supply = make_supply(
+        choice,
+        partial(
+            open_storage,
+            backend=storage.backend,
+            verify=storage.verify,
+            storage_options=storage.options,
+            cache_dir=storage.cache_dir,
+            cache_size=storage.cache_size,
+            retry=storage.retry,
+        ),
+        global_batch=global_batch,
+        drop_last=options.drop_last,
+    )
+    if options.transforms.box_frame == "lidar":
+        require_lidar(supply.sources)
+    return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
+
+
+def _make_production(
+    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
+) -> Production:
+    """Choose the decoder, and put together what the stages need."""
+    transforms = options.transforms
+    decoder = make_decoder(transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads)
+    check_pixels(decoder, transforms.pixels)
+    augments = Augments(
+        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
+    )
+    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    return Production(
+        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
+    )  # fmt: skip
+
+
+def _choose_tuner(options: Arguments, batch_bytes: int) -> Autotuner | None:
+    if options.budget is None:
+        return None
+    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor)
 
 
 def _unpickle(
