@@ -2,15 +2,17 @@
 
 from fuelrail.loaders.batch.stages import LoaderStats
 from fuelrail.loaders.commands import serve_metrics
-from fuelrail.loaders.config import Budget, Normalize
+from fuelrail.loaders.config import Budget, Normalize, StorageOptions, Transforms
 from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.loaders.distributed import mesh_world
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader
+from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, FileWeights
+from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.runtime.trace import TraceRecorder
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -19,11 +21,13 @@ from fuelrail.pipeline.transforms.points import PointSweeps
 
 __all__ = [
     "AttributeWeights",
+    "BadSamplePolicy",
     "BevAugment",
     "Budget",
     "ClassBalance",
     "DataLoader",
     "FileWeights",
+    "FrameWindow",
     "ImageAugment",
     "IterableView",
     "LoaderStats",
@@ -32,7 +36,9 @@ __all__ = [
     "OrderSpec",
     "PixelAugment",
     "PointSweeps",
+    "StorageOptions",
     "TraceRecorder",
+    "Transforms",
     "Undistort",
     "World",
     "mesh_world",

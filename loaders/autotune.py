@@ -95,9 +95,9 @@ class _Trial(NamedTuple):
 
 
 class Autotuner:
-    """One loader's tuner; told of every batch, it now and then answers with a new tuning.
+    """Tunes one loader: it receives the time of every batch and sometimes returns a new tuning.
 
-    ``start`` is where it begins, ``most`` what it stays within; a decision depends on nothing but what it is told.
+    ``start`` is where it begins, ``most`` what it stays within. A decision depends only on the values given to it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Autotuner:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new window, after a break: another pipeline, or one whose clocks begin anew."""
+        """Start a new window, after a break: another pipeline, or one whose clocks start again."""
         self._begun_s: float | None = None
         self._last_s = 0.0
         self._longest_s = 0.0

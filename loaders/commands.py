@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.loaders.config import default_num_workers
+from fuelrail.loaders.config import Transforms, default_num_workers
 from fuelrail.loaders.decode.dali_install import installed_dali
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import Command
@@ -37,10 +37,9 @@ def _run_view(args: argparse.Namespace) -> int:
     import msgspec
 
     from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
-    from fuelrail.loaders.loader import DEFAULT_IMAGE
     from fuelrail.loaders.storage.reader import SampleReader
     from fuelrail.pipeline.format.dataset import open_dataset
-    from fuelrail.pipeline.settings import load_yaml
+    from fuelrail.pipeline.settings import as_settings
     from fuelrail.pipeline.text import shown
     from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -54,7 +53,7 @@ def _run_view(args: argparse.Namespace) -> int:
     reader = SampleReader(dataset)
     row = 0 if args.key is None else reader.find(args.key)
     sample = reader.sample(row)
-    image = load_yaml(args.image, ImageAugment) if args.image else DEFAULT_IMAGE
+    image = as_settings(args.image, ImageAugment, "--image") if args.image else Transforms().image
     image = msgspec.structs.replace(image, train=args.train)
     cameras = [camera.channel for camera in dataset.manifest.cameras]
     try:
@@ -205,7 +204,7 @@ def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1")
     ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 + local_rank``. The
     answer's ``url`` is what ``fuelrail top`` wants, its ``close()`` ends it. Metrics and labels:
     :mod:`fuelrail.pipeline.runtime.metrics`; the labels here are ``dataset``, ``rank`` and ``world_size``. The server
-    does not keep the loader alive. Raises ConfigError where the port cannot be had.
+    does not keep the loader alive. Raises ConfigError if the port is not available.
     """
     labels = {
         "dataset": loader.dataset.manifest.name,

@@ -1,28 +1,36 @@
-"""What this process may use of its host: CPUs and memory, its share of them among the ranks that run there."""
+"""The loader's settings, and this process's share of the CPUs and the memory of its host."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 
-from fuelrail.loaders.decode.lens import Undistort
-from fuelrail.loaders.schedule.bad_samples import ON_ERROR
-from fuelrail.loaders.storage import BACKENDS
-from fuelrail.pipeline.errors import ConfigError, OrderError
-from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.order.windows import FrameWindow, Padding
-from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.storage.retry import RetryPolicy
+from fuelrail.loaders.decode.lens import Undistort  # noqa: TC001 - msgspec resolves it
+from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
+from fuelrail.loaders.storage import BACKENDS, Backend
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.order.spec import OrderSpec  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.order.windows import FrameWindow
+from fuelrail.pipeline.settings import (
+    PathText,
+    Settings,
+    check_types,
+    did_you_mean,
+    resolve_fields,
+)
+from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
-from fuelrail.pipeline.transforms.points import PointSweeps
+from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
 
 
 def _column(levels: Sequence[float], device: torch.device) -> torch.Tensor:
@@ -85,24 +93,225 @@ _MEMORY_SHARE: Final = 0.25
 
 
 class Budget(Settings, frozen=True):
-    """Bounds for ``num_workers="auto"``: what it picks stays within them, whatever it finds.
+    """Limits for ``num_workers="auto"``; given as ``num_workers`` itself it means "auto" within these limits.
 
-    ``cpus``: decoding threads at most; None: half as many again as this rank's share of the CPUs that the process may
-    use (affinity mask and container quota, over the ranks on this host). ``memory_bytes``: batch buffers at most; None:
-    a quarter of this rank's share of the memory that is free when the loader is made.
+    Attributes:
+        cpus: maximum number of decoding threads; None: 1.5 times this rank's share of the CPUs that the process may
+            use (affinity mask and container quota, divided by the ranks on this host).
+        memory_bytes: maximum size of the batch buffers; None: a quarter of this rank's share of the memory that is
+            free when the loader is made.
+
+    Raises ConfigError for values out of range.
     """
 
-    cpus: int | None = None
-    memory_bytes: int | None = None
+    cpus: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")] = None
+    memory_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="a number of bytes of 1 or more, or None")
+    ] = None
 
     def __post_init__(self) -> None:
-        for name in ("cpus", "memory_bytes"):
+        """Refuse values out of range."""
+        check_types(self, ConfigError)
+
+
+class Transforms(Settings, frozen=True):
+    """How stored samples become tensors: size, augmentation, decoding, frame of reference.
+
+    Fields that hold settings may also be given as a dict, or as the path of a YAML file.
+
+    Attributes:
+        image: size and augmentation of the images. The default is 704 x 256 from the bottom of each image, as BEVDet
+            and its family evaluate.
+        pixels: augmentation of the pixel values.
+        ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
+        undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
+        normalize: convert ``img`` to floating point on the batch's device; None: uint8.
+        decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
+            ``device`` if that is a GPU) or "auto".
+        box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
+            its own time, which pairs with ``lidar2img`` and ``points``.
+
+    Raises ConfigError for values that are not allowed.
+    """
+
+    image: ImageAugment = ImageAugment(height=256, width=704)
+    pixels: PixelAugment = PixelAugment()
+    ego: BevAugment = BevAugment()
+    undistort: Undistort | None = None
+    normalize: Normalize | None = None
+    decoder: Annotated[str, Meta(description="a decoder's name, such as 'auto'")] = "auto"
+    box_frame: Annotated[BoxFrame, Meta(description="one of ego, lidar")] = "ego"
+
+    def __post_init__(self) -> None:
+        """Read dicts and files of settings; refuse values that are not allowed."""
+        resolve_fields(self)
+        check_types(self, ConfigError)
+
+    def content(self) -> dict[str, Any]:
+        """Return what decides the content of a sample, by name; an augmentation that draws nothing is None."""
+        return {
+            "image": self.image,
+            "pixels": self.pixels if self.pixels.train else None,
+            "ego": self.ego if self.ego.train else None,
+            "undistort": self.undistort,
+            "normalize": self.normalize,
+            "box_frame": self.box_frame,
+        }
+
+
+class StorageOptions(Settings, frozen=True):
+    """How shards are read and cached.
+
+    Attributes:
+        backend: "mapped", "pread" (network file systems), "remote" (any fsspec URL, in ranges; "fsspec" and "obstore"
+            also choose the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
+        options: passed to fsspec: credentials, endpoint, profile. Environment variables are the better place.
+        cache_dir: local folder in which samples of slow or remote storage are kept, shared by the ranks of a host. It
+            must belong to this user and must not be a link; its files are readable by this user only.
+        cache_size: limit in bytes, or a text such as "500GB"; None: 80 % of the free space. When the cache is full,
+            the sample whose next use is farthest away is removed.
+        look_ahead_bytes: maximum number of bytes requested in advance; None: 64 MiB locally, 256 MiB remotely.
+        retry: how long to retry when storage fails or does not answer; None: 120 s from the first attempt.
+        verify: check every sample against the checksum in the index (xxh3, about 0.05 ms per sample).
+
+    Raises ConfigError for values that are not allowed.
+    """
+
+    backend: Annotated[Backend, Meta(description=f"one of {', '.join(BACKENDS)}")] = "auto"
+    options: Annotated[dict[str, Any] | None, Meta(description="a dict or None")] = None
+    cache_dir: Annotated[PathText | None, Meta(description="a path or None")] = None
+    cache_size: Annotated[
+        Annotated[int, Meta(ge=1)] | str | None, Meta(description="a number of bytes, a text such as '500GB', or None")
+    ] = None
+    look_ahead_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")
+    ] = None
+    retry: RetryPolicy | None = None
+    verify: Annotated[bool, Meta(description="True or False")] = True
+
+    def __post_init__(self) -> None:
+        """Read dicts and files of settings; refuse values that are not allowed."""
+        resolve_fields(self)
+        check_types(self, ConfigError)
+
+    def __repr__(self) -> str:
+        """All fields, without the values in ``options``, which may be credentials."""
+        hidden = None if self.options is None else dict.fromkeys(self.options, "...")
+        return msgspec.Struct.__repr__(msgspec.structs.replace(self, options=hidden))
+
+
+_BOOL: Final = Meta(description="True or False")
+_COUNT: Final = Meta(ge=1, description="a whole number of 1 or more")
+_WORKERS: Final = Meta(
+    description="a whole number of 1 or more, 'auto', a Budget or None: it is the number of threads that decode in "
+    "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
+)
+_RATIOS: Final = Meta(
+    description="a dict with a whole number of 1 or more for each dataset, by its name, or None; such as "
+    '{"city": 3, "highway": 1}'
+)
+
+
+class Arguments(Settings, frozen=True, kw_only=True):
+    """What a DataLoader was given, checked; dicts and files of settings are settings here.
+
+    ``dataset``, ``device`` and ``world`` are checked where they are used. Raises ConfigError for all others.
+    """
+
+    dataset: Any
+    batch_size: Annotated[int, _COUNT]
+    shuffle: Annotated[bool, _BOOL]
+    seed: Annotated[int, Meta(ge=0, description="a whole number of 0 or more")]
+    drop_last: Annotated[bool, _BOOL]
+    num_workers: Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | Budget | None, _WORKERS]
+    prefetch_factor: Annotated[int, _COUNT]
+    pin_memory: Annotated[bool | None, Meta(description="True, False or None")]
+    collate_fn: Any
+    order: OrderSpec | None
+    split: Annotated[str, Meta(min_length=1, description="a split's name, such as 'train'")]
+    mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | None, _RATIOS]
+    window: FrameWindow | None
+    points: Annotated[
+        bool | PointSweeps, Meta(description="True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
+    ]
+    transforms: Transforms
+    transform: Any
+    storage: StorageOptions
+    bad_samples: BadSamplePolicy
+    device: Any
+    world: Any
+    trace: Any
+    check_ranks: Annotated[bool, _BOOL]
+
+    def __post_init__(self) -> None:
+        """Read dicts and files of settings; refuse values that are not allowed."""
+        for name in ("batch_size", "seed", "num_workers", "prefetch_factor", "mix"):
+            msgspec.structs.force_setattr(self, name, _plain(getattr(self, name)))
+        backend: object = self.storage
+        if isinstance(backend, str) and not backend.endswith((".yaml", ".yml")):
+            if backend not in BACKENDS:
+                raise ConfigError(
+                    f"storage={backend!r} must be one of {', '.join(BACKENDS)}, a StorageOptions, a dict of its "
+                    "fields, or the path of a .yaml file"
+                )
+            msgspec.structs.force_setattr(self, "storage", {"backend": backend})
+        resolve_fields(self, where="")
+        check_types(self, ConfigError, where="")
+        for name in ("transform", "collate_fn", "trace"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"budget: {name}={value} must be 1 or more")
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name}={value!r} must be a function or None")
+
+    @property
+    def budget(self) -> Budget | None:
+        """Limits within which the number of threads is tuned; None: it is not tuned."""
+        if isinstance(self.num_workers, Budget):
+            return self.num_workers
+        return Budget() if self.num_workers == "auto" else None
+
+    @property
+    def num_threads(self) -> int:
+        """Decoding threads at the start."""
+        return self.num_workers if isinstance(self.num_workers, int) else default_num_workers()
 
 
-DEFAULT_BUDGET: Final = Budget()
+def _plain(value: object) -> object:
+    """Return NumPy integers as Python's, which msgspec and JSON know; also those in a dict."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return int(value) if isinstance(value, np.integer) else value
+
+
+_STRUCTS: Final[dict[str, type[Settings]]] = {
+    "transforms": Transforms,
+    "storage": StorageOptions,
+    "bad_samples": BadSamplePolicy,
+    "window": FrameWindow,
+    "num_workers": Budget,
+}
+_TORCH_ONLY: Final = {
+    "sampler": "the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`",
+    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` sets",
+    "worker_init_fn": "there are no worker processes to initialise; decoding runs in threads of this process",
+    "persistent_workers": "there are no worker processes; the decoding threads always live on between epochs",
+    "multiprocessing_context": "there are no worker processes; decoding runs in threads of this process",
+    "timeout": "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))` limits how long storage may take",
+    "generator": "all randomness comes from `seed`, so that any rank can resume it",
+    "pin_memory_device": "with `device='cuda:N'` batches are pinned and copied to that device",
+}
+
+
+def refuse_unknown(given: Mapping[str, object]) -> None:
+    """Raise TypeError for an argument that the loader does not have; say which one to use instead."""
+    for name in given:
+        if name in _TORCH_ONLY:
+            raise TypeError(f"DataLoader has no argument {name!r}, which torch's has: {_TORCH_ONLY[name]}")
+        for argument, kind in _STRUCTS.items():
+            if name in kind.__struct_fields__:
+                fix = f"{argument}={kind.__name__}({name}=...)"
+                raise TypeError(f"DataLoader has no argument {name!r}: it is a field of {kind.__name__}; use {fix}")
+        known = Arguments.__struct_fields__
+        raise TypeError(f"DataLoader has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
 
 
 def available_cpus(cgroup: Path = _CGROUP) -> int:
@@ -155,129 +364,3 @@ def _read(path: Path) -> str | None:
         return path.read_text().strip()
     except OSError:  # not mounted, or not for us to see: then there is no limit that we could keep to
         return None
-
-
-class _Rule(NamedTuple):
-    """What an argument may be: a check, and the same in words."""
-
-    holds: Callable[[Any], bool]
-    words: str
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _whole(least: int, *others: object) -> _Rule:
-    *some, last = (f"a whole number of {least} or more", *map(repr, others))
-    return _Rule(
-        lambda value: any(value is other or value == other for other in others) or (_is_int(value) and value >= least),
-        f"{', '.join(some)} or {last}" if some else last,
-    )
-
-
-def _settings(kind: type, *, optional: bool = False) -> _Rule:
-    none = " or None" if optional else ""
-    name = kind.__name__
-    article = "an" if name[0] in "AEIOU" else "a"
-    return _Rule(
-        lambda value: isinstance(value, kind) or (optional and value is None),
-        f"{article} {name}{none}; `fuelrail.pipeline.settings.load_yaml(file, {name})` reads one from a file",
-    )
-
-
-def _one_of(*names: str) -> _Rule:
-    return _Rule(lambda value: isinstance(value, str) and value in names, f"one of {', '.join(names)}")
-
-
-def _path(value: object) -> bool:
-    return value is None or isinstance(value, (str, os.PathLike))
-
-
-def _numbers(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(_is_int, value))
-
-
-def _ratios(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_is_int(ratio) and ratio >= 1 for ratio in value.values())
-
-
-_BOOL: Final = _Rule(lambda value: isinstance(value, bool), "True or False")
-
-
-_CALLABLE: Final = _Rule(lambda value: value is None or callable(value), "a function or None")
-
-
-_FOLDER: Final = _Rule(_path, "a path or None")
-
-_RULES: Final[dict[str, _Rule]] = {
-    "batch_size": _whole(1),
-    "mix": _Rule(
-        lambda value: value is None or _ratios(value),
-        "a dict of whole numbers of 1 or more, one for each dataset by its name, or None",
-    ),
-    "split": _Rule(lambda value: isinstance(value, str) and value != "", "a split's name, such as 'train'"),
-    "frames": _Rule(
-        lambda value: value is None or _numbers(value), "a list of whole numbers, such as [-2, -1, 0], or None"
-    ),
-    "stride": _whole(1),
-    "padding": _one_of(*get_args(Padding)),
-    "image": _settings(ImageAugment),
-    "pixels": _settings(PixelAugment),
-    "bev": _settings(BevAugment),
-    "undistort": _settings(Undistort, optional=True),
-    "shuffle": _BOOL,
-    "seed": _whole(0),
-    "order": _settings(OrderSpec, optional=True),
-    "drop_last": _BOOL,
-    "num_workers": _whole(1, "auto", None),
-    "budget": _settings(Budget),
-    "prefetch_factor": _whole(1),
-    "pin_memory": _Rule(lambda value: value is None or isinstance(value, bool), "True, False or None"),
-    "points": _Rule(lambda value: isinstance(value, (bool, PointSweeps)), "True, False or a PointSweeps"),
-    "box_frame": _one_of(*get_args(BoxFrame)),
-    "decoder": _Rule(lambda value: isinstance(value, str), "a decoder's name, such as 'auto'"),
-    "normalize": _settings(Normalize, optional=True),
-    "verify": _BOOL,
-    "storage": _one_of(*BACKENDS),
-    "storage_options": _Rule(lambda value: value is None or isinstance(value, Mapping), "a dict or None"),
-    "cache_dir": _FOLDER,
-    "cache_size": _Rule(
-        lambda value: value is None or isinstance(value, str) or (_is_int(value) and value >= 1),
-        "a number of bytes, a text such as '500GB', or None",
-    ),
-    "look_ahead_bytes": _whole(1, None),
-    "retry": _settings(RetryPolicy, optional=True),
-    "on_error": _one_of(*ON_ERROR),
-    "max_bad": _whole(0),
-    "quarantine": _FOLDER,
-    "transform": _CALLABLE,
-    "collate_fn": _CALLABLE,
-    "check_ranks": _BOOL,
-    "trace": _CALLABLE,
-}
-
-
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first argument that is not what it may be: its name, its value, what is allowed."""
-    for name, (holds, words) in _RULES.items():
-        if name in given and not holds(given[name]):
-            raise ConfigError(f"{name}={_shown(given[name])} must be {words}")
-
-
-def choose_window(frames: Sequence[int] | None, stride: int, padding: Padding) -> FrameWindow | None:
-    """The temporal window of the loader's arguments; raises ConfigError for what is none."""
-    if frames is None:
-        if (stride, padding) != (1, "repeat_edge"):
-            given = f"stride={stride!r}" if stride != 1 else f"padding={padding!r}"
-            raise ConfigError(f"{given} means something with frames only, such as frames=[-2, -1, 0]")
-        return None
-    try:
-        return FrameWindow(frames=tuple(map(int, frames)), stride=int(stride), pad=padding)
-    except OrderError as error:
-        raise ConfigError(f"frames={list(frames)}, stride={stride}: {error}") from error
-
-
-def _shown(value: object) -> str:
-    said = repr(value)
-    return said if len(said) <= 200 else f"{said[:200]}..."

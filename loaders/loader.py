@@ -16,11 +16,11 @@ from fuelrail.loaders.batch.points import choose_points
 from fuelrail.loaders.batch.samples import Augments
 from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
-from fuelrail.loaders.config import DEFAULT_BUDGET, Budget, check_arguments, choose_window, default_num_workers
+from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refuse_unknown
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule import tasks
-from fuelrail.loaders.schedule.bad_samples import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
+from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
 from fuelrail.loaders.schedule.prefetch import look_ahead
 from fuelrail.loaders.schedule.schedule import Choice, make_supply
@@ -30,34 +30,35 @@ from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Share
 from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.transforms.ego import BevAugment
-from fuelrail.pipeline.transforms.image import ImageAugment
-from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
+    from typing import Never
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.loaders.config import BoxFrame, Normalize
-    from fuelrail.loaders.decode.lens import Undistort
-    from fuelrail.loaders.schedule.bad_samples import OnError
+    from fuelrail.loaders.autotune import Autotuner
+    from fuelrail.loaders.batch.points import Points
+    from fuelrail.loaders.batch.transfer import CudaTransfer
+    from fuelrail.loaders.config import Budget
+    from fuelrail.loaders.records import Source
     from fuelrail.loaders.schedule.datasets import DatasetLike
+    from fuelrail.loaders.schedule.schedule import Supply
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import World
-    from fuelrail.pipeline.order.windows import Padding
+    from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
-    from fuelrail.pipeline.storage.retry import RetryPolicy
     from fuelrail.pipeline.transforms.points import PointSweeps
 
-DEFAULT_IMAGE = ImageAugment(height=256, width=704)
-"""704 x 256 from the bottom of each image, as BEVDet and its family evaluate."""
+    Fields = Mapping[str, Any] | str | os.PathLike[str]
+    """Settings as a dict of their fields, or as the path of a YAML file."""
 
-NO_PIXEL_AUGMENT = PixelAugment()
-NO_BEV_AUGMENT = BevAugment()
+DEFAULT_TRANSFORMS = Transforms()
+DEFAULT_STORAGE = StorageOptions()
+DEFAULT_POLICY = BadSamplePolicy()
 
 
 class DataLoader:
@@ -65,80 +66,58 @@ class DataLoader:
 
     ::
 
-        loader = DataLoader("OUT", batch_size=8, shuffle=True, seed=7)
+        loader = DataLoader("DATASET", batch_size=8, shuffle=True, seed=7)
         for epoch in range(epochs):
             loader.set_epoch(epoch)
             for batch in loader:
                 loss = model(batch["img"], batch["ego2img"], ...)
 
     A batch is a dict; :mod:`fuelrail.loaders.batch.assemble` lists names, shapes, dtypes and frames of reference.
-    What the
-    batch of a step holds depends on the dataset, ``order`` (or ``shuffle`` and ``seed``), the epoch, the global batch
-    size and the step: not on ranks, threads or timing.
+    The content of a step's batch depends on the dataset, ``order`` (or ``shuffle`` and ``seed``), the epoch, the global
+    batch size and the step. It does not depend on ranks, threads or timing.
+
+    Wherever settings are taken (``order``, ``window``, ``points``, ``transforms``, ``storage``, ``bad_samples``, a
+    `Budget`), a dict of their fields or the path of a YAML file is taken too.
 
     Args:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
         batch_size: samples of this rank in each batch. The global batch is this times the number of ranks.
-        mix: how many samples of each dataset stand in every block of the order, such as ``{"city": 3, "highway": 1}``
-            (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
-        split: name of the split.
-        frames: temporal windows: offsets in frames, 0 among them, such as ``[-2, -1, 0]``. A T axis follows B in what
-            belongs to a frame (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
-        stride: frames between neighbouring offsets.
-        padding: what stands in for frames that the clip has not got: "repeat_edge" its first or last one,
-            "repeat_current" the sample's own, "mask" nothing, "drop" leaves such samples out of the epoch.
-        image: size and augmentation of the images.
-        pixels: augmentation of their pixel values.
-        bev: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
-        shuffle: seeded random order of all samples; False: as stored. ``order`` says it in full and replaces both
-            ``shuffle`` and ``seed`` for the order: which samples (filter, keys), how often (weights), in windows of
-            shards, or in lanes that follow clips.
-        seed: of the order and of the augmentation.
+        shuffle: True gives a seeded random order, False the stored order. ``order`` replaces both.
+        seed: seed of the order and of the augmentation.
         drop_last: leave out the samples at an epoch's end that do not fill a global batch. False: fill it with the
             epoch's first samples, ``valid`` False. Either way all ranks get the same number of batches.
-        num_workers: decoding threads; None: this rank's share of the CPUs it may use; "auto": begin there, and while
-            the trainer waits for data look for a number, and a ``prefetch_factor``, with which it waits less, within
-            ``budget``. Batches are the same under any. No processes are forked.
-        budget: bounds for "auto": decoding threads, memory for batch buffers.
-        prefetch_factor: finished batches that may wait for the trainer.
-        device: where batches go: None or "cpu" leaves them in host memory, a CUDA device gets them over a copy
-            stream of its own, from pinned memory.
+        num_workers: number of decoding threads (no processes are forked); None: this rank's share of the CPUs it may
+            use; "auto": start there, and while the trainer waits for data search for better numbers of threads and
+            ready batches. A `Budget` means "auto" within limits. The batches are the same with any number.
+        prefetch_factor: number of finished batches that may wait for the trainer.
         pin_memory: decode into page-locked memory; None: when a CUDA device is given.
-        world: data-parallel rank and size, or the device mesh that tells them by its axes' names (dp, dp_shard, ...
-            against tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's environment. Ranks of
-            one model-parallel group get the same batches.
-        points: also decode the first lidar's sweep; a `PointSweeps` says to put several together.
-        box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
-            its own time, which pairs with ``lidar2img`` and ``points``.
-        decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on ``device`` if that
-            is a GPU) or "auto".
-        undistort: straighten the images of distorted cameras while they are decoded; None: as stored, with
-            ``dist`` in the batch.
-        normalize: makes ``img`` floating point, where the batch ends up; None: uint8.
-        verify: hold every sample's bytes against the digest in the index (xxh3, about 0.05 ms a sample).
-        storage: where bytes come from: "mapped", "pread" (network file systems), "remote" (any fsspec URL, by ranges;
-            "fsspec" and "obstore" also say the client), or "auto"; see :mod:`fuelrail.loaders.storage`.
-        storage_options: passed to fsspec: credentials, endpoint, profile. Better left to the environment.
-        cache_dir: local folder to keep samples of slow or remote storage in, shared by the ranks of a host. It must
-            belong to this user and be no link; what is made in it is for this user only.
-        cache_size: bytes that it may take, or a text such as "500GB"; None: 80 % of the free space. When full, the
-            sample whose next use is farthest goes.
-        look_ahead_bytes: samples asked for before their turn, at most; None: 64 MiB locally, 256 MiB remotely.
-        retry: how long to try when storage fails or does not answer; None: 120 s from the first attempt on.
-        on_error: "raise" on a bad sample (wrong digest, cut off, does not decode), or "substitute" the next good one of
-            the order, the same on every run.
-        max_bad: so many distinct bad samples may be substituted on this rank; one more is an error.
-        quarantine: file that lists them, a JSON line each; None: they are only logged.
-        transform: called with each sample, a dict like a batch but for the B axis, and its ``seed``; returns what goes
-            into the batch. It runs in threads of this process: keep it to numpy and torch
+        collate_fn: called with the list of a batch's samples instead of stacking them; its result is the batch.
+        order: which samples (filter, keys), how often (weights), shuffled, in windows of shards, or in lanes that
+            follow clips; an `OrderSpec`. It replaces ``shuffle`` and the ``seed`` of the order.
+        split: name of the split.
+        mix: number of samples of each dataset in every block of the order, such as ``{"city": 3, "highway": 1}``
+            (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
+        window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
+            axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
+        points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
+        transforms: image size, augmentation, decoder, normalization, frame of the boxes.
+        transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
+            into the batch. It runs in threads of this process: restrict it to numpy and torch
             (:mod:`fuelrail.loaders.batch.user`).
-        collate_fn: called with the list of a batch's samples instead of stacking them; what it returns is the batch.
-        check_ranks: at each iteration's start compare settings and first batch over all processes, in one small
-            collective that every process must take part in; for debugging.
-        trace: told of every piece of work, such as a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
+        storage: how shards are read and cached: a `StorageOptions`, or just the name of a backend such as "pread".
+        bad_samples: what to do with bad samples; by default they are errors.
+        device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they are copied from
+            pinned memory, on a separate stream.
+        world: data-parallel rank and size, or a device mesh, whose axis names tell data parallelism (dp, dp_shard, ...)
+            from model parallelism (tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's
+            environment. Ranks of one model-parallel group get the same batches.
+        trace: receives timing events, for example a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
+        check_ranks: at the start of each iteration compare settings and first batch over all processes, in one small
+            collective operation that every process must take part in; for debugging.
 
     Raises:
-        ConfigError: an argument out of range; WorldError: ranks and batch do not fit together;
+        ConfigError: an argument out of range; TypeError: an argument that does not exist;
+        WorldError: ranks and batch do not fit together;
         DatasetNotReadyError and other DatasetErrors: the folder is not a finished dataset.
 
     """
@@ -148,116 +127,83 @@ class DataLoader:
         dataset: DatasetLike | Mapping[str, DatasetLike],
         batch_size: int,
         *,
-        mix: Mapping[str, int] | None = None,
-        split: str = "train",
-        frames: Sequence[int] | None = None,
-        stride: int = 1,
-        padding: Padding = "repeat_edge",
-        image: ImageAugment = DEFAULT_IMAGE,
-        pixels: PixelAugment = NO_PIXEL_AUGMENT,
-        bev: BevAugment = NO_BEV_AUGMENT,
         shuffle: bool = True,
         seed: int = 0,
-        order: OrderSpec | None = None,
         drop_last: bool = True,
-        num_workers: int | Literal["auto"] | None = None,
-        budget: Budget = DEFAULT_BUDGET,
+        num_workers: int | Literal["auto"] | Budget | None = None,
         prefetch_factor: int = 2,
-        device: torch.device | str | None = None,
         pin_memory: bool | None = None,
-        world: World | DeviceMesh | None = None,
-        points: bool | PointSweeps = False,
-        box_frame: BoxFrame = "ego",
-        decoder: str = "auto",
-        undistort: Undistort | None = None,
-        normalize: Normalize | None = None,
-        verify: bool = True,
-        storage: str = "auto",
-        storage_options: Mapping[str, Any] | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_size: int | str | None = None,
-        look_ahead_bytes: int | None = None,
-        retry: RetryPolicy | None = None,
-        on_error: OnError = "raise",
-        max_bad: int = MAX_BAD,
-        quarantine: str | os.PathLike[str] | None = QUARANTINE_FILE,
-        transform: Callable[[dict[str, Any]], Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        check_ranks: bool = False,
+        order: OrderSpec | Fields | None = None,
+        split: str = "train",
+        mix: Mapping[str, int] | None = None,
+        window: FrameWindow | Fields | None = None,
+        points: bool | PointSweeps | Fields = False,
+        transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        storage: StorageOptions | Fields = DEFAULT_STORAGE,
+        bad_samples: BadSamplePolicy | Fields = DEFAULT_POLICY,
+        device: torch.device | str | None = None,
+        world: World | DeviceMesh | None = None,
         trace: Observer | None = None,
+        check_ranks: bool = False,
+        **unknown: Never,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        check_arguments(self._arguments)
-        batch_size, seed = int(batch_size), int(seed)  # numpy's are integers too, but no JSON
-        self.batch_size, self.image, self.seed = batch_size, image, seed
+        refuse_unknown(unknown)
+        given: dict[str, Any] = {
+            "dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
+            "num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory,
+            "collate_fn": collate_fn, "order": order, "split": split, "mix": mix, "window": window, "points": points,
+            "transforms": transforms, "transform": transform, "storage": storage, "bad_samples": bad_samples,
+            "device": device, "world": world, "trace": trace, "check_ranks": check_ranks,
+        }  # fmt: skip
+        self._arguments = options = Arguments(**given)
+        self.batch_size, self.seed, self.transforms = options.batch_size, options.seed, options.transforms
         self.world = resolve_world(world)
         self._world_is_detected = world is None
-        global_batch = batch_size * self.world.size
-
-        self.datasets = open_all(dataset, mix, storage_options, cache_dir, retry)
-        self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
-        (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
-        self._window = choose_window(frames, stride, padding)
-        self._supply = make_supply(
-            Choice(self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None),
-            partial(
-                open_storage,
-                backend=storage,
-                verify=verify,
-                storage_options=storage_options,
-                cache_dir=cache_dir,
-                cache_size=cache_size,
-                retry=retry,
-            ),
-            global_batch=global_batch,
-            drop_last=drop_last,
+        self._window, self._check_ranks = options.window, options.check_ranks
+        self.datasets = open_all(
+            dataset, options.mix, options.storage.options, options.storage.cache_dir, options.storage.retry
         )
-        settings = sample_settings(
-            seed, image=image, pixels=pixels if pixels.train else None, bev=bev if bev.train else None,
-            undistort=undistort, normalize=normalize, points=points, box_frame=box_frame,
-        )  # fmt: skip
-        self._identity = msgspec.structs.replace(self._supply.identity, settings=settings)
-        where, sources = self._supply.where, self._supply.sources
-        if box_frame == "lidar":
-            require_lidar(sources)
-        self._batching = Batching(where.epoch_length, global_batch, self.world, drop_last=drop_last)
-        self._look_ahead_bytes = look_ahead_bytes or max(source.storage.look_ahead_bytes for source in sources)
-        self._bad = BadSamples(make_policy(on_error, max_bad, quarantine), sources, where, self.world.rank)
-
-        threads = num_workers if num_workers is not None and num_workers != "auto" else default_num_workers()
-        image_decoder = make_decoder(decoder, device, lambda: image_facts(sources), int(threads))
-        check_pixels(image_decoder, pixels)
-        cameras = tuple(camera.channel for camera in self.dataset.manifest.cameras)
-        self._transfer = make_transfer(device, normalize)
-        self._make = Production(
-            self._bad, cameras, lidar, Augments(image, pixels, bev, seed, accumulation, undistort),
-            image_decoder, batch_size, self._window,
-            transform, collate_fn, normalize, self._transfer, box_frame,
-        )  # fmt: skip
-
-        self._num_images = where.frames * len(cameras)
+        self.dataset = next(iter(self.datasets.values()))
+        """The dataset; of a mix the first one, whose rig and classes all others share."""
+        self.order = options.order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=options.seed)
+        points_of, *_ = [choose_points(one, options.points) for one in self.datasets.values()]
+        self._supply, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
+        sources, where = self._supply.sources, self._supply.where
+        self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
+            source.storage.look_ahead_bytes for source in sources
+        )
+        content = sample_settings(options.seed, **options.transforms.content(), points=options.points)
+        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
+        self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
+        self._transfer = make_transfer(device, options.transforms.normalize)
+        self._make = _make_production(options, points_of, sources, self._bad, self._transfer)
+        image, num_cameras = options.transforms.image, len(self._make.cameras)
+        self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
-        shape = (batch_size, *axes, len(cameras), 3, image.height, image.width)
-        tuner = make_tuner(budget, batch_size, math.prod(shape), prefetch_factor) if num_workers == "auto" else None
-        tuning = Tuning(threads, prefetch_factor) if tuner is None else tuner.tuning
+        shape = (self.batch_size, *axes, num_cameras, 3, image.height, image.width)
+        tuner = _choose_tuner(options, math.prod(shape))
+        tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
-        keep = batches_in_flight(tuning if tuner is None else tuner.most, batch_size)
         pinned = self._transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
+        keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
         self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
-
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
         self._share = Share()
-        self._check_ranks = check_ranks
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         self._batches = 0
 
-    @property
-    def dataset(self) -> Dataset:
-        """The dataset; of a mix the first one, whose rig and classes are everyone's."""
-        return next(iter(self.datasets.values()))
+    def __repr__(self) -> str:
+        names = "+".join(self.datasets)
+        return (
+            f"DataLoader({names}, split {self._arguments.split}, {self._supply.where.epoch_length} samples, "
+            f"{len(self)} batches of {self.batch_size}, rank {self.world.rank} of {self.world.size}, "
+            f"decoder {self.transforms.decoder})"
+        )
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
@@ -315,7 +261,7 @@ class DataLoader:
         """Continue after a saved state, on any number of ranks; the next iteration starts there.
 
         ``strict=False`` accepts a state that was saved with another seed or other settings of the samples' content
-        (image, pixels, bev, undistort, normalize, points). Raises StateMismatchError, with both sides, for these
+        (``transforms``, ``points``). Raises StateMismatchError, with both sides, for these
         otherwise, and always for a state of another dataset, split, order or version.
         """
         decoded = decode_state(state, self._identity, strict=strict)
@@ -356,9 +302,9 @@ class DataLoader:
         self._runner.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""
+        """Pickle, for spawned processes, the arguments, the rank and the position."""
         datasets = {name: (one.url or one.root, one.storage_options) for name, one in self.datasets.items()}
-        arguments = {**self._arguments, "dataset": None, "world": self.world}
+        arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return _unpickle, (arguments, datasets, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
 
     def __enter__(self) -> Self:
@@ -425,20 +371,72 @@ class DataLoader:
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
 
 
+def _choose_samples(
+    options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
+) -> tuple[Supply, Batching]:
+    """Compile the order and open the storages; split the order into steps."""
+    storage = options.storage
+    global_batch = options.batch_size * world.size
+    choice = Choice(
+        datasets, options.mix, options.split, order, options.window,
+        points=points.lidar is not None, sweeps=points.accumulation is not None,
+    )  # fmt: skip
+    supply = make_supply(
+        choice,
+        partial(
+            open_storage,
+            backend=storage.backend,
+            verify=storage.verify,
+            storage_options=storage.options,
+            cache_dir=storage.cache_dir,
+            cache_size=storage.cache_size,
+            retry=storage.retry,
+        ),
+        global_batch=global_batch,
+        drop_last=options.drop_last,
+    )
+    if options.transforms.box_frame == "lidar":
+        require_lidar(supply.sources)
+    return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
+
+
+def _make_production(
+    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
+) -> Production:
+    """Choose the decoder, and put together what the stages need."""
+    transforms = options.transforms
+    decoder = make_decoder(transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads)
+    check_pixels(decoder, transforms.pixels)
+    augments = Augments(
+        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
+    )
+    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    return Production(
+        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
+    )  # fmt: skip
+
+
+def _choose_tuner(options: Arguments, batch_bytes: int) -> Autotuner | None:
+    if options.budget is None:
+        return None
+    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor)
+
+
 def _unpickle(
-    arguments: dict[str, Any],
+    arguments: Arguments,
     datasets: dict[str, tuple[str | os.PathLike[str], Mapping[str, Any] | None]],
     state: dict[str, Any],
     epoch: int | None,
 ) -> DataLoader:
+    storage = arguments.storage
     opened = {
-        name: open_dataset(
-            location, storage_options=options, cache_dir=arguments["cache_dir"], retry=arguments["retry"]
-        )
+        name: open_dataset(location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry)
         for name, (location, options) in datasets.items()
     }
-    dataset = opened if arguments["mix"] is not None else next(iter(opened.values()))
-    loader = DataLoader(**{**arguments, "dataset": dataset})
+    dataset = opened if arguments.mix is not None else next(iter(opened.values()))
+    given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
+    loader = DataLoader(**{**given, "dataset": dataset})
     loader.load_state_dict(state)
     if epoch is not None:
         loader.set_epoch(epoch)

@@ -6,28 +6,55 @@ are :class:`~fuelrail.pipeline.errors.ConfigError`; nothing is coerced and nothi
 
 from __future__ import annotations
 
+import difflib
 import errno
+import os
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import yaml
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.text import MAX_VALUE, shown
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator
 
+    PathText = str | os.PathLike[str]
+else:
+    # A field of settings that holds a path: msgspec converts texts, `resolve_fields` makes them of path objects.
+    PathText = str
 
 _MAX_TEXT_BYTES: Final = 16 << 20
 
+S = TypeVar("S", bound=msgspec.Struct)
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+
+class _SettingsMeta(msgspec.StructMeta):
+    if not TYPE_CHECKING:  # type checkers see the fields as parameters
+
+        def __call__(self, *args: Any, **fields: Any) -> Any:  # noqa: ANN401
+            """Make settings; an unknown field is refused with the name that was probably meant."""
+            try:
+                return super().__call__(*args, **fields)
+            except TypeError:
+                names = self.__struct_fields__
+                for name in fields:
+                    if name not in names:
+                        hint = did_you_mean(name, names)
+                        text = f"{self.__name__} has no field {name!r}; it has: {', '.join(names)}{hint}"
+                        raise TypeError(text) from None
+                raise
+
+
+class Settings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, repr_omit_defaults=True, metaclass=_SettingsMeta
+):
     """Base of all settings types: immutable, unknown keys refused.
 
     A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a subclass's own choice, for
@@ -35,25 +62,104 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
 
-def check_types(settings: msgspec.Struct, error: type[Exception]) -> None:
-    """Raise ``error``, naming the field, where one is not of its type; for ``__post_init__``.
+def check_types(settings: msgspec.Struct, error: type[Exception], where: str | None = None) -> None:
+    """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for ``__post_init__``.
 
-    msgspec checks what it converts, not what a constructor is called with.
+    msgspec checks what it converts, not what a constructor is called with. What is allowed is the description in the
+    field's `msgspec.Meta`, if it has one. ``where`` comes first in the message; None: the name of the settings type.
     """
+    where = f"{type(settings).__name__}: " if where is None else where
+    for field in _fields(type(settings)):
+        _check_type(f"{where}{field.name}", getattr(settings, field.name), field.type, error)
+
+
+def resolve_fields(settings: msgspec.Struct, where: str | None = None) -> None:
+    """Replace a dict or a path, given for a field that holds settings, by the settings; for ``__post_init__``.
+
+    A path object given for a text becomes a text. Raises ConfigError for a dict or a file that does not fit; other
+    wrong values are left to `check_types`.
+    """
+    where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
         value = getattr(settings, field.name)
+        resolved = _resolved(value, field.type, f"{where}{field.name}")
+        if resolved is not value:
+            msgspec.structs.force_setattr(settings, field.name, resolved)
+
+
+def as_settings(value: object, kind: type[S], name: str) -> S:
+    """Return settings of type ``kind``: themselves, made from a dict of their fields, or read from a YAML file.
+
+    In a dict, settings within settings may again be given in any of the three forms. ``name`` says in the error message
+    what the value was given for. Raises ConfigError.
+    """
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, Mapping):
+        plain = dict(value)
+        for field in _fields(kind):
+            key = field.encode_name
+            if key in plain:
+                plain[key] = _resolved(plain[key], field.type, f"{name}.{key}")
+                _check_type(f"{name}.{key}", plain[key], field.type, ConfigError)
+        return convert(plain, kind, name)
+    if isinstance(value, str | os.PathLike):
         try:
-            msgspec.convert(value, type=field.type)
-        except msgspec.ValidationError as failure:
-            raise error(f"{type(settings).__name__}: {field.name}={value!r} is not allowed: {failure}") from failure
+            return load_yaml(value, kind)
+        except ConfigError as error:
+            raise ConfigError(f"{name}={_short(value)}: {error}; {name} may be {_forms(kind)}") from error
+    raise ConfigError(f"{name}={_short(value)} must be {_forms(kind)}")
+
+
+def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> None:  # noqa: ANN401
+    try:
+        msgspec.convert(value, type=annotation)
+    except msgspec.ValidationError as failure:
+        words = _allowed(annotation)
+        refusal = f"is not allowed: {failure}" if words is None else f"must be {words}"
+        raise error(f"{name}={_short(value)} {refusal}") from failure
+
+
+def _resolved(value: object, annotation: object, name: str) -> object:
+    """The settings that a dict or a path stands for, the text of a path object, or the value itself."""
+    if not isinstance(value, Mapping | str | os.PathLike):
+        return value
+    kinds = list(_variants([inspect.type_info(annotation)]))
+    if any(isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in kinds):
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, str):
+            return value
+    structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
+    return as_settings(value, structs[0], name) if len(structs) == 1 else value
+
+
+def _allowed(annotation: object) -> str | None:
+    """What a field may be, in words: its description, or the forms of its settings; None where neither says it."""
+    said = [one.description for one in getattr(annotation, "__metadata__", ()) if isinstance(one, msgspec.Meta)]
+    if said and said[0]:
+        return str(said[0])
+    kinds = list(_variants([inspect.type_info(annotation)]))
+    structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
+    others = {inspect.StructType, inspect.NoneType}
+    if len(structs) != 1 or not {type(kind) for kind in kinds} <= others:
+        return None
+    return _forms(structs[0]) + (", or None" if len(kinds) > 1 else "")
+
+
+def _forms(kind: type) -> str:
+    name = kind.__name__
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}, a dict of its fields, or the path of a YAML file"
+
+
+def _short(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= MAX_VALUE else f"{said[:MAX_VALUE]}..."
 
 
 @cache
 def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
-
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 def convert(value: object, to: type[S], where: str) -> S:
@@ -128,13 +234,27 @@ def _hint(text: str, path: str, root: type) -> str:
     elif "Invalid enum value" in text:
         allowed = [str(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
         allowed += [str(item.value) for kind in kinds if isinstance(kind, inspect.EnumType) for item in kind.cls]
-    return f"; allowed here: {', '.join(allowed)}" if allowed else ""
+    if not allowed:
+        return ""
+    unknown = re.search(r"unknown field `([^`]+)`", text)
+    return f"; allowed here: {', '.join(allowed)}{did_you_mean(unknown[1], allowed) if unknown else ''}"
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """``; did you mean 'flip_prob'?`` with the allowed name that is most like a wrong one; empty where none is."""
+    near = difflib.get_close_matches(name, list(allowed), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
     """The types themselves, with the members of unions in place of the unions."""
     for kind in kinds:
-        yield from kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        if isinstance(kind, inspect.UnionType):
+            yield from _variants(kind.types)
+        elif isinstance(kind, inspect.Metadata):
+            yield from _variants([kind.type])
+        else:
+            yield kind
 
 
 def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:

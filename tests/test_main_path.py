@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.loaders import make_loader
 
 SHARD = ["--version", "v1.0-mini", "--seed", "7", "--shard-size", "100KB"]
 
@@ -77,7 +78,7 @@ def test_the_sources_images_come_out_of_gnu_tar(dataset, world, tmp_path):
 
 def test_two_ranks_share_an_epoch_of_it(dataset):
     image = ImageAugment(height=64, width=176)
-    ranks = [DataLoader(dataset, 2, world=World(rank, 2), image=image, num_workers=1) for rank in range(2)]
+    ranks = [make_loader(dataset, 2, world=World(rank, 2), image=image, num_workers=1) for rank in range(2)]
     seen = [[key for batch in loader for key in batch["sample_key"]] for loader in ranks]
     assert not set(seen[0]) & set(seen[1])
     assert len(set(seen[0]) | set(seen[1])) == 4 * len(ranks[0])

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
 from fuelrail.loaders.records import BatchSlot, DecodedSample
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes
+from support.loaders import make_loader
 from support.restricted_pickle import load_restricted
 from support.shared_data import shared_data
 
@@ -86,7 +87,7 @@ def boxes(dataset, record, info):
 
 
 def test_all_three_keyframes_come_out_of_the_loader(dataset):
-    batches = list(DataLoader(dataset, 1, image=IMAGE, world=World(), points=True))
+    batches = list(make_loader(dataset, 1, image=IMAGE, world=World(), points=True))
     assert len(batches) == 3
     assert len({key for batch in batches for key in batch["sample_key"]}) == 3
     for batch in batches:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.rules import Rig, are_rigid, broken_boxes, broken_calibration, broken_names
@@ -31,6 +31,7 @@ from fuelrail.pipeline.sample.schema import (
 from fuelrail.sharding.verify.dataset import verify
 from support.datasets import make_boxes, make_geometry
 from support.edits import edit_attributes, replace_index, reseal, rewrite
+from support.loaders import make_loader
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 from support.shared_data import shared_data
@@ -197,7 +198,7 @@ def test_verify_deep_reports_it(broken):
 def test_the_loader_refuses_it(broken):
     out, key, says = broken
     with pytest.raises(SchemaError, match=key) as caught:
-        list(DataLoader(out, 1, image=IMAGE, world=World(), points=True, shuffle=False))
+        list(make_loader(out, 1, image=IMAGE, world=World(), points=True, shuffle=False))
     assert says in str(caught.value)
 
 
@@ -205,7 +206,7 @@ def test_the_loader_refuses_it(broken):
 def test_the_loader_substitutes_it(broken, tmp_path):
     out, key, says = broken
     log = tmp_path / "bad.jsonl"
-    loader = DataLoader(out, 1, image=IMAGE, world=World(), shuffle=False, on_error="substitute", quarantine=log)
+    loader = make_loader(out, 1, image=IMAGE, world=World(), shuffle=False, on_error="substitute", file=log)
     seen = [batch["sample_key"][0] for batch in loader]
     assert len(seen) == 6
     assert key not in seen
@@ -361,7 +362,7 @@ def test_m3_cameras_without_an_image_may_be_unknown(tmp_path):
     source.write("sample_data")
     shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0}, missing_camera="mask")
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []
-    batches = list(DataLoader(tmp_path / "out", 1, image=IMAGE, world=World()))
+    batches = list(make_loader(tmp_path / "out", 1, image=IMAGE, world=World()))
     assert sorted(batch["cam_valid"][0].tolist() for batch in batches) == [[True, False], [True, True], [True, True]]
 
 
@@ -369,7 +370,7 @@ def test_m3_real_keyframes_break_no_rule(tmp_path):
     root = shared_data("nuscenes-mini")
     shard_nuscenes(root, tmp_path / "out", version="v1.0-derived", splits={"train": 1.0})
     assert verify(tmp_path / "out", deep=True, num_threads=2).faults == []
-    assert len(list(DataLoader(tmp_path / "out", 1, image=IMAGE, world=World(), points=True))) == 3
+    assert len(list(make_loader(tmp_path / "out", 1, image=IMAGE, world=World(), points=True))) == 3
 
 
 class TestRules:

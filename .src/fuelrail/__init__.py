@@ -1,24 +1,138 @@
 """Fuelrail: deterministic multi-camera shards and a loader that keeps every GPU fed.
 
-Importing this package imports neither torch nor any other heavy library; the public names below are
-resolved on first use.
+::
+
+    import fuelrail as fr
+
+    loader = fr.DataLoader("DATASET", batch_size=8, seed=7)
+
+Importing this package imports neither torch nor any other heavy library; the public names below are resolved on first
+use.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from fuelrail.loaders import DataLoader
+    from fuelrail.loaders.config import Budget as Budget
+    from fuelrail.loaders.config import Normalize as Normalize
+    from fuelrail.loaders.config import StorageOptions as StorageOptions
+    from fuelrail.loaders.config import Transforms as Transforms
+    from fuelrail.loaders.decode.lens import Undistort as Undistort
+    from fuelrail.loaders.loader import DataLoader as DataLoader
+    from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
+    from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
+    from fuelrail.pipeline.errors import ChecksumError as ChecksumError
+    from fuelrail.pipeline.errors import CodecError as CodecError
+    from fuelrail.pipeline.errors import ConfigError as ConfigError
+    from fuelrail.pipeline.errors import DatasetError as DatasetError
+    from fuelrail.pipeline.errors import DatasetExistsError as DatasetExistsError
+    from fuelrail.pipeline.errors import DatasetNotReadyError as DatasetNotReadyError
+    from fuelrail.pipeline.errors import FrameError as FrameError
+    from fuelrail.pipeline.errors import FuelrailError as FuelrailError
+    from fuelrail.pipeline.errors import ImageError as ImageError
+    from fuelrail.pipeline.errors import IndexFileError as IndexFileError
+    from fuelrail.pipeline.errors import ManifestError as ManifestError
+    from fuelrail.pipeline.errors import MemberError as MemberError
+    from fuelrail.pipeline.errors import MemberTooLargeError as MemberTooLargeError
+    from fuelrail.pipeline.errors import OrderError as OrderError
+    from fuelrail.pipeline.errors import SchemaError as SchemaError
+    from fuelrail.pipeline.errors import ShardError as ShardError
+    from fuelrail.pipeline.errors import SourceError as SourceError
+    from fuelrail.pipeline.errors import StageError as StageError
+    from fuelrail.pipeline.errors import StateMismatchError as StateMismatchError
+    from fuelrail.pipeline.errors import StorageError as StorageError
+    from fuelrail.pipeline.errors import TarFormatError as TarFormatError
+    from fuelrail.pipeline.errors import TruncatedShardError as TruncatedShardError
+    from fuelrail.pipeline.errors import WorldError as WorldError
+    from fuelrail.pipeline.format.dataset import Dataset as Dataset
+    from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
+    from fuelrail.pipeline.order.batching import World as World
+    from fuelrail.pipeline.order.mix import Mix as Mix
+    from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
+    from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
+    from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
+    from fuelrail.pipeline.order.weights import FileWeights as FileWeights
+    from fuelrail.pipeline.order.windows import FrameWindow as FrameWindow
+    from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
+    from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
+    from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
+    from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
+    from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
+    from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
 
-__all__ = ["DataLoader", "__version__"]
+    open = _open_dataset  # noqa: A001 - fr.open
+
+_PUBLIC: Final = {
+    # loaders
+    "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
+    "Budget": "fuelrail.loaders.config",
+    "DataLoader": "fuelrail.loaders.loader",
+    "Normalize": "fuelrail.loaders.config",
+    "StorageOptions": "fuelrail.loaders.config",
+    "Transforms": "fuelrail.loaders.config",
+    "Undistort": "fuelrail.loaders.decode.lens",
+    # pipeline
+    "AttributeWeights": "fuelrail.pipeline.order.weights",
+    "BevAugment": "fuelrail.pipeline.transforms.ego",
+    "ClassBalance": "fuelrail.pipeline.order.weights",
+    "Dataset": "fuelrail.pipeline.format.dataset",
+    "FileWeights": "fuelrail.pipeline.order.weights",
+    "FrameWindow": "fuelrail.pipeline.order.windows",
+    "ImageAugment": "fuelrail.pipeline.transforms.image",
+    "Mix": "fuelrail.pipeline.order.mix",
+    "open": "fuelrail.pipeline.format.dataset:open_dataset",
+    "OrderSpec": "fuelrail.pipeline.order.spec",
+    "PixelAugment": "fuelrail.pipeline.transforms.pixels",
+    "PointSweeps": "fuelrail.pipeline.transforms.points",
+    "RetryPolicy": "fuelrail.pipeline.storage.retry",
+    "TraceRecorder": "fuelrail.pipeline.runtime.trace",
+    "World": "fuelrail.pipeline.order.batching",
+    # pipeline: errors
+    "FuelrailError": "fuelrail.pipeline.errors",
+    "ConfigError": "fuelrail.pipeline.errors",
+    "OrderError": "fuelrail.pipeline.errors",
+    "WorldError": "fuelrail.pipeline.errors",
+    "SourceError": "fuelrail.pipeline.errors",
+    "DatasetError": "fuelrail.pipeline.errors",
+    "DatasetNotReadyError": "fuelrail.pipeline.errors",
+    "DatasetExistsError": "fuelrail.pipeline.errors",
+    "ManifestError": "fuelrail.pipeline.errors",
+    "IndexFileError": "fuelrail.pipeline.errors",
+    "ShardError": "fuelrail.pipeline.errors",
+    "TarFormatError": "fuelrail.pipeline.errors",
+    "FrameError": "fuelrail.pipeline.errors",
+    "TruncatedShardError": "fuelrail.pipeline.errors",
+    "ChecksumError": "fuelrail.pipeline.errors",
+    "StorageError": "fuelrail.pipeline.errors",
+    "MemberError": "fuelrail.pipeline.errors",
+    "CodecError": "fuelrail.pipeline.errors",
+    "MemberTooLargeError": "fuelrail.pipeline.errors",
+    "SchemaError": "fuelrail.pipeline.errors",
+    "ImageError": "fuelrail.pipeline.errors",
+    "BadSamplesError": "fuelrail.pipeline.errors",
+    "StateMismatchError": "fuelrail.pipeline.errors",
+    "StageError": "fuelrail.pipeline.errors",
+}
+"""Each public name with the module that defines it, and, after a colon, its name there where that differs."""
+
+_HALLS: Final = ("bench", "loaders", "pipeline", "sharding")
 
 
-def __getattr__(name: str) -> object:
-    if name == "DataLoader":
-        from fuelrail.loaders import DataLoader
-
-        return DataLoader
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name in _PUBLIC:
+        module, _, attribute = _PUBLIC[name].partition(":")
+        value = getattr(import_module(module), attribute or name)
+        globals()[name] = value
+        return value
+    if name in _HALLS:
+        return import_module(f"fuelrail.{name}")
     raise AttributeError(f"module 'fuelrail' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*_PUBLIC, *_HALLS, "__version__"])

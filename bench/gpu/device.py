@@ -11,7 +11,7 @@ from fuelrail.bench.gpu.rates import CheckFailed
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, Accelerator, EmulatedAccelerator, load_profile
 from fuelrail.bench.measure.clock import NS_PER_MS, MonotonicClock
 from fuelrail.bench.measure.cuda import CudaAccelerator
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.transfer import map_tensors
 
 if TYPE_CHECKING:
@@ -144,7 +144,9 @@ def accelerator_times_are_right(bench: Bench) -> dict[str, Any]:
 
 def _loader(bench: Bench, device: torch.device | None) -> DataLoader:
     # The same backend on both sides: others agree in meaning, not bit for bit.
-    return DataLoader(bench.dataset, _BATCH_SIZE, seed=7, device=device, points=True, decoder="turbo")
+    return DataLoader(
+        bench.dataset, _BATCH_SIZE, seed=7, device=device, points=True, transforms=Transforms(decoder="turbo")
+    )
 
 
 def _differing(expected: dict[str, Any], batch: dict[str, Any], device: torch.device) -> list[str]:

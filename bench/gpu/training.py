@@ -23,10 +23,9 @@ from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.studies.loader.stages import LoaderChoice, measure_stages, record_stages
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
 from fuelrail.bench.trainer.settings import MODELS
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.decode.protocol import BatchDecoder
-from fuelrail.loaders.loader import DEFAULT_IMAGE
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.format.dataset import open_dataset
 
@@ -60,7 +59,7 @@ def no_wait_in_a_step(bench: Bench) -> dict[str, Any]:
     optimiser = torch.optim.AdamW(model.parameters())
     device = bench.device if bench.on_gpu else None
     # Torch watches all threads, and the loader's own must wait for their copies: no loader runs beside the steps.
-    with DataLoader(bench.dataset, 2, device=device, decoder=decoder_of(bench)) as loader:
+    with DataLoader(bench.dataset, 2, device=device, transforms=Transforms(decoder=decoder_of(bench))) as loader:
         batches = list(itertools.islice(loader, _NUM_SYNC_STEPS))
     for number, batch in enumerate(batches):
         # The first steps may: kernels are chosen, memory is reserved.
@@ -93,9 +92,9 @@ def decoders_agree(bench: Bench) -> dict[str, Any]:
     maps = [
         image_map
         for sample in range(-(-_NUM_COMPARED // count))
-        for image_map in DEFAULT_IMAGE.draw([SOURCE_WH] * count, seed=7, epoch=0, sample=sample)
+        for image_map in Transforms().image.draw([SOURCE_WH] * count, seed=7, epoch=0, sample=sample)
     ][:_NUM_COMPARED]
-    shape = (_NUM_COMPARED, 3, DEFAULT_IMAGE.height, DEFAULT_IMAGE.width)
+    shape = (_NUM_COMPARED, 3, Transforms().image.height, Transforms().image.width)
     if isinstance(decoder, BatchDecoder):
         out = decoder.new_output(shape)
         errors = [error for error in decoder.decode_batch(images, maps, out) if error is not None]
@@ -133,7 +132,7 @@ def decoding_rate(bench: Bench) -> dict[str, Any]:
         split="train", batch_size=8, num_workers=2, decoder=decoder, verify=True, points=False, seed=0
     )
     device = str(bench.device) if bench.on_gpu else None
-    recorded = record_stages(dataset, DEFAULT_IMAGE, choice, num_batches=2, device=device)
+    recorded = record_stages(dataset, Transforms().image, choice, num_batches=2, device=device)
     seconds = 3.0 if bench.on_gpu else 0.1
     rate = next(
         rate.samples_per_s

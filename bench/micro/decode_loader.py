@@ -17,7 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import NUM_THREADS, OUT_WH, SOURCE_WH, bare, pillow_box
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.format.dataset import open_dataset
 
@@ -110,10 +110,10 @@ def measure(
     images = encoded_images(keep)
 
     def loader(path: Path, decoder: str = "turbo") -> Callable[[], float]:
-        options: dict[str, Any] = {"image": _IMAGE, "num_workers": NUM_THREADS, "decoder": decoder}
+        transforms = Transforms(image=_IMAGE, decoder=decoder)
 
         def run() -> float:
-            with DataLoader(path, _BATCH_SIZE, **options) as made:
+            with DataLoader(path, _BATCH_SIZE, transforms=transforms, num_workers=NUM_THREADS) as made:
                 return rate_of_loader(made)
 
         return run

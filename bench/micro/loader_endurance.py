@@ -21,7 +21,7 @@ import numpy as np
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.distributed import batch_digest
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-IMAGE = ImageAugment(height=64, width=176, train=True, resize_range=(0.1, 0.13), flip_prob=0.5)
+TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176, train=True, resize_range=(0.1, 0.13), flip_prob=0.5))
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class EnduranceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def over_epochs(folder: Path, num_epochs: int) -> Line:
     """Resident memory after each epoch of one loader."""
-    with DataLoader(folder, 8, image=IMAGE, num_workers=2) as loader:
+    with DataLoader(folder, 8, transforms=TRANSFORMS, num_workers=2) as loader:
         resident = []
         for _ in range(num_epochs):
             for batch in loader:
@@ -70,7 +70,7 @@ def over_cycles(folder: Path, num_cycles: int) -> tuple[Line, tuple[int, int], t
     resident = []
     counts: list[tuple[int, int]] = []
     for number in range(num_cycles):
-        loader = DataLoader(folder, 4, image=IMAGE, num_workers=2)
+        loader = DataLoader(folder, 4, transforms=TRANSFORMS, num_workers=2)
         next(iter(loader))
         if number % 2:
             loader.close()
@@ -87,7 +87,7 @@ def same_batches(folder: Path) -> dict[str, bool]:
     """Whether two epochs are the same, bit for bit, with other numbers of threads."""
     digests = {}
     for workers in (1, 2, 5, "auto"):
-        with DataLoader(folder, 8, image=IMAGE, seed=3, num_workers=workers) as loader:
+        with DataLoader(folder, 8, transforms=TRANSFORMS, seed=3, num_workers=workers) as loader:
             digests[str(workers)] = [batch_digest(batch) for _ in range(2) for batch in loader]
     return {name: found == digests["1"] for name, found in digests.items()}
 

@@ -60,7 +60,7 @@ def measure(folder: Path, rounds: int) -> OverheadReport:
     loaders = {
         "whole": make(),
         "without decoding": make(),
-        "without decoding and checksums": make(verify=False),
+        "without decoding and checksums": make(storage={"verify": False}),
         "whole, with a trace": make(trace=TraceRecorder()),
     }
     for name, loader in loaders.items():

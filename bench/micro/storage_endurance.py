@@ -32,7 +32,7 @@ from fuelrail.bench.micro.fault_server import FaultServer, FaultServerProcess
 from fuelrail.bench.micro.loader_data import write_cameras, write_large
 from fuelrail.bench.micro.metadata import CHANNELS
 from fuelrail.bench.report.files import publish_json
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -47,7 +47,7 @@ OUTAGE_S = 30.0
 NUM_SAMPLES = (1_000, 10_000)
 SAMPLE_BYTES = 1_000_000
 BATCH = 4
-IMAGE = ImageAugment(height=64, width=176, resize=0.125)
+TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176, resize=0.125))
 LOOK_AHEAD_BYTES = (64 << 20, 256 << 20)
 
 
@@ -97,11 +97,11 @@ def make_source(folder: Path, num_samples: int) -> Dataset:
 
 def measure_outage(root: Path, index_dir: Path, away_s: float) -> Outage:
     """See the module's docstring."""
-    with DataLoader(root, BATCH, image=IMAGE, num_workers=1) as local:
+    with DataLoader(root, BATCH, transforms=TRANSFORMS, num_workers=1) as local:
         expected = [key for batch in local for key in batch["sample_key"]]
     with FaultServer(root) as server:
         remote = open_dataset(server.url, cache_dir=index_dir)
-        with DataLoader(remote, BATCH, image=IMAGE, num_workers=1, look_ahead_bytes=1) as loader:
+        with DataLoader(remote, BATCH, transforms=TRANSFORMS, num_workers=1, storage={"look_ahead_bytes": 1}) as loader:
             batches = iter(loader)
             found = list(next(batches)["sample_key"])
             server.go_down()
@@ -116,7 +116,9 @@ def measure_outage(root: Path, index_dir: Path, away_s: float) -> Outage:
             back.join()
             retries = loader.stats().storage.retries
         retry = RetryPolicy(deadline_s=away_s)
-        with DataLoader(remote, BATCH, image=IMAGE, num_workers=1, look_ahead_bytes=1, retry=retry) as loader:
+        with DataLoader(
+            remote, BATCH, transforms=TRANSFORMS, num_workers=1, storage={"look_ahead_bytes": 1, "retry": retry}
+        ) as loader:
             batches = iter(loader)
             next(batches)
             server.go_down()
@@ -158,7 +160,9 @@ def _child(url: str, index_dir: str, look_ahead_bytes: int) -> Peak:
     before = _anonymous_bytes()
     peak, started = before, time.perf_counter()
     dataset = open_dataset(url, cache_dir=index_dir)
-    with DataLoader(dataset, BATCH, image=IMAGE, num_workers=1, look_ahead_bytes=look_ahead_bytes) as loader:
+    with DataLoader(
+        dataset, BATCH, transforms=TRANSFORMS, num_workers=1, storage={"look_ahead_bytes": look_ahead_bytes}
+    ) as loader:
         for _ in loader:
             peak = max(peak, _anonymous_bytes())
         stats = loader.stats().storage

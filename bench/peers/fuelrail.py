@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.peers.peer import Batch
-from fuelrail.loaders import DataLoader, World
+from fuelrail.loaders import DataLoader, Transforms, World
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -34,10 +34,12 @@ class Fuelrail:
             dataset,
             work.batch_size,
             split=split,
-            image=ImageAugment(height=work.height, width=work.width),
+            transforms=Transforms(
+                image=ImageAugment(height=work.height, width=work.width),
+                decoder="pillow" if recipe == "pillow" else "turbo",
+            ),
             seed=work.seed,
             num_workers=work.num_workers,
-            decoder="pillow" if recipe == "pillow" else "turbo",
             world=World(rank=0, size=1),
         )
         with loader:

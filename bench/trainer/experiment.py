@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fuelrail.bench.trainer.injection import delayed_stages
-from fuelrail.loaders import DataLoader
+from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.records import Fetched
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -42,11 +42,13 @@ def make_loader(settings: TrainSettings, device: str | None, trace: Observer | N
         order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor,
-        decoder=settings.decoder,
-        storage=settings.storage,
-        cache_dir=settings.cache_dir,
-        look_ahead_bytes=settings.look_ahead_bytes,
-        verify=settings.verify,
+        transforms=Transforms(decoder=settings.decoder),
+        storage={
+            "backend": settings.storage,
+            "cache_dir": settings.cache_dir,
+            "look_ahead_bytes": settings.look_ahead_bytes,
+            "verify": settings.verify,
+        },
         transform=transform,
         device=device,
         trace=trace,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from example import IMAGE, arguments, build_model, forever, inputs, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, report, targets
 from torch.nn.functional import mse_loss
 
 from fuelrail.loaders import DataLoader
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, optimiser = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
     folder = options.checkpoint / "accelerate"
     progress = Progress()
-    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=accelerator.device) as loader:
+    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=accelerator.device) as loader:
         accelerator.register_for_checkpointing(loader, progress)
         if folder.exists():
             accelerator.load_state(str(folder))

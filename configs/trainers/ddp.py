@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import IMAGE, arguments, build_model, forever, inputs, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, own_device, report, targets
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     file = options.checkpoint / "ddp.pt"
     first = 0
-    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device) as loader:
+    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device) as loader:
         if file.exists():
             saved = torch.load(file, weights_only=True)
             model.load_state_dict(saved["model"])

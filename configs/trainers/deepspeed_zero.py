@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
-from example import IMAGE, arguments, build_model, forever, inputs, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, report, targets
 from torch.nn.functional import mse_loss
 
 from fuelrail.loaders import DataLoader
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, zero_stage: int = 1) -> None:
     )
     folder = options.checkpoint / f"zero{zero_stage}"
     first = 0
-    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=engine.device) as loader:
+    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=engine.device) as loader:
         if folder.exists():
             _, client_state = engine.load_checkpoint(str(folder))
             loader.load_state_dict(client_state["loader"])

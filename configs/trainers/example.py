@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fuelrail.loaders import ImageAugment
+from fuelrail.loaders import ImageAugment, Transforms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-IMAGE = ImageAugment(height=64, width=176)
+TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176))
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of every example."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
+    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps in all, those before a resume included")
     parser.add_argument(
         "--checkpoint", type=Path, default=Path(".checkpoint"), metavar="DIR", help="where to save and resume"

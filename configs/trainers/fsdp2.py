@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import IMAGE, arguments, build_model, forever, inputs, latest, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, latest, own_device, report, targets
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     fully_shard(model, mesh=mesh)
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     folder = options.checkpoint / "fsdp2"
-    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, world=mesh) as loader:
+    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh) as loader:
         progress: dict[str, Any] = {"step": 0}
         if saved := latest(folder):
             weights, moments = get_state_dict(model, optimiser)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from example import IMAGE, arguments, build_model, inputs, report, targets
+from example import TRANSFORMS, arguments, build_model, inputs, report, targets
 from torch.nn.functional import mse_loss
 
 from fuelrail.loaders import DataLoader
@@ -29,7 +29,7 @@ class Counter(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         """One rank's loader; Lightning moves its batches to the device."""
-        return DataLoader(self.dataset, batch_size=2, image=IMAGE, seed=7)
+        return DataLoader(self.dataset, batch_size=2, transforms=TRANSFORMS, seed=7)
 
     def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
         """One batch."""

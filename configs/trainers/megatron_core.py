@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import IMAGE, arguments, build_model, forever, inputs, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, own_device, report, targets
 from megatron.core import parallel_state
 from torch.nn.functional import mse_loss
 
@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
     group = parallel_state.get_data_parallel_group()
     file = options.checkpoint / f"megatron-{dist.get_rank()}.pt"
     first = 0
-    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, check_ranks=True) as loader:
+    with DataLoader(
+        options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, check_ranks=True
+    ) as loader:
         if file.exists():
             saved = torch.load(file, weights_only=True)
             model.load_state_dict(saved["model"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import IMAGE, arguments, build_model, forever, inputs, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, own_device, report, targets
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import mse_loss
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.SGD(part.parameters(), 1e-3)
     file = options.checkpoint / f"pipeline_parallel-{rank}.pt"
     first = 0
-    with DataLoader(options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, world=mesh) as loader:
+    with DataLoader(options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh) as loader:
         if file.exists():
             saved = torch.load(file, weights_only=True)
             part.load_state_dict(saved["model"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from example import IMAGE, arguments, build_model, forever, inputs, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, report, targets
 from ray import train
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
@@ -31,7 +31,7 @@ def train_worker(config: dict[str, Any]) -> None:
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     first = 0
     device = train.torch.get_device()
-    with DataLoader(config["dataset"], batch_size=2, image=IMAGE, seed=7, device=device) as loader:
+    with DataLoader(config["dataset"], batch_size=2, transforms=TRANSFORMS, seed=7, device=device) as loader:
         checkpoint = train.get_checkpoint()
         if checkpoint is not None:
             with checkpoint.as_directory() as folder:

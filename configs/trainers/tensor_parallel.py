@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import IMAGE, arguments, build_model, forever, inputs, latest, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, latest, own_device, report, targets
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     optimiser = torch.optim.SGD(model.parameters(), 1e-3)
     folder = options.checkpoint / "tensor_parallel"
     with DataLoader(
-        options.dataset, batch_size=2, image=IMAGE, seed=7, device=device, world=mesh, check_ranks=True
+        options.dataset, batch_size=2, transforms=TRANSFORMS, seed=7, device=device, world=mesh, check_ranks=True
     ) as loader:
         progress: dict[str, Any] = {"step": 0}
         if saved := latest(folder):

@@ -6,7 +6,7 @@ the loader
 augments it (:mod:`fuelrail.pipeline.transforms.ego`): boxes, points and all matrices from and to ego agree with each
 other. ``cam2ego`` and ``lidar2ego`` alone stay as calibrated.
 
-Boxes are in ego and pair with ``ego2img``. With ``DataLoader(box_frame="lidar")`` they are in the first lidar's frame
+Boxes are in ego and pair with ``ego2img``. With ``Transforms(box_frame="lidar")`` they are in the first lidar's frame
 at its own time, beside ``points``, and pair with ``lidar2img``; yaw then counts counter-clockwise from the lidar's +x.
 In both frames x y z is the gravity centre; mmdetection3d's boxes have the centre of the bottom, half a height below.
 
@@ -28,7 +28,7 @@ name                 shape, dtype                 meaning
 ``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
 ``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego, not augmented
 ``ego2global``       [B, 4, 4] float64            ego pose
-``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``bev``
+``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``ego``
 ``timestamp_ns``     [B] int64                    the sample's time
 ``img_timestamp_ns`` [B, N] int64                 each camera's exposure
 ``gt_boxes_3d``      list of [M, 7] float32       x y z l w h yaw; x y z is the gravity centre; in ego, or the lidar's

@@ -214,7 +214,7 @@ class Runner:
             self._past_waited_s += pipeline.waited_s
 
     def rest_at(self, cursor: Cursor) -> None:
-        """The epoch's consumer is done; the threads go on, and the next result is the first one behind ``cursor``."""
+        """The epoch's consumer is done; the threads continue, and the next result is the first one after ``cursor``."""
         self._standing_at = cursor
 
     def rests_at(self, cursor: Cursor) -> bool:

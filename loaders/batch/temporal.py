@@ -1,6 +1,6 @@
 """Temporal windows in a batch: which of its entries get an axis of T frames, and what is added.
 
-With ``DataLoader(frames=[-2, -1, 0])`` the entries that belong to a frame have an axis of T frames behind B, in the
+With ``DataLoader(window=...)`` the entries that belong to a frame have an axis of T frames behind B, in the
 order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
 frame). Each frame's ``ego`` is its own, at its own time; ``ego2key`` leads from it to the key frame's, and
 ``cam2keyego`` always ends in the key frame's. Boxes are those of the key frame, in its ego frame or in its lidar's.

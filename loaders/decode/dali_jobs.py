@@ -35,7 +35,7 @@ class Job(NamedTuple):
 def make_job(at: int, data: Buffer, info: ImageInfo, image_map: ImageMap) -> Job | None:
     """Return the parameters of one image; None if its map sees nothing of it.
 
-    Of a JPEG with restart markers at its rows only those go on that are needed. Raises ImageError.
+    Of a JPEG with restart markers at its rows only the rows that are needed are decoded. Raises ImageError.
     """
     if info.format == "png":
         data = unpack_png(data)

@@ -1,7 +1,7 @@
 """Cuts the rows that a crop needs out of a JPEG, without decoding anything.
 
 A JPEG with one restart marker per row of MCUs (``jpegtran -restart 1`` writes it from any baseline file, losslessly,
-for 0.1 % more bytes) can be cut between rows: decoding starts anew at each marker. Header and wanted rows are a
+for 0.1 % more bytes) can be cut between rows: decoding starts again at each marker. Header and wanted rows are a
 smaller, valid JPEG, which any decoder takes, with the same pixels in the rows kept. A BEV crop that drops the top
 third saves a third of the entropy decoding, which no decoder's own region of interest does.
 

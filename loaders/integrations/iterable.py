@@ -27,8 +27,8 @@ class IterableView(IterableDataset[Any]):
     stay 0, the loader has threads of its own. With worker processes, worker w of n makes the steps w, w + n, ..., so
     that the outer loader, which takes from them in turn, gives the same batches in the same order; each process gets
     its part of the decoding threads. Worker processes are made from the loader as it stands in the main process,
-    before its first iteration there, and do not hear of a later `set_epoch` if they are persistent: those go on to the
-    next epoch by themselves.
+    before its first iteration there, and do not hear of a later `set_epoch` if they are persistent: those
+    continue with the next epoch by themselves.
 
     State is that of the loader in this process: torchdata's StatefulDataLoader keeps each worker's.
     """

@@ -32,13 +32,10 @@ from mmengine.registry import DATASETS, FUNCTIONS, HOOKS, LOOPS
 from mmengine.runner import IterBasedTrainLoop
 
 from fuelrail.loaders.integrations.iterable import IterableView
-from fuelrail.loaders.loader import DEFAULT_IMAGE, DataLoader
-from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.settings import convert
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.loaders.loader import DataLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from mmengine.runner import Runner
 
@@ -72,20 +69,11 @@ torch.serialization.add_safe_globals(
 class FuelrailDataset(IterableView):
     """A loader as the dataset of a config; its items are whole batches.
 
-    ``image`` and ``order`` are dicts of settings, every other option is one of :class:`fuelrail.loaders.DataLoader`.
+    The options are those of :class:`fuelrail.loaders.DataLoader`; settings are given as dicts.
     """
 
-    def __init__(
-        self,
-        dataset: str,
-        batch_size: int,
-        image: Mapping[str, Any] | None = None,
-        order: Mapping[str, Any] | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        augment = DEFAULT_IMAGE if image is None else convert(dict(image), ImageAugment, "image")
-        spec = None if order is None else convert(dict(order), OrderSpec, "order")
-        super().__init__(DataLoader(dataset, batch_size, image=augment, order=spec, **options))
+    def __init__(self, dataset: str, batch_size: int, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(DataLoader(dataset, batch_size, **options))
 
 
 @FUNCTIONS.register_module()  # type: ignore[untyped-decorator, unused-ignore]

@@ -16,8 +16,9 @@ import threading
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import (
@@ -30,9 +31,9 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
+from fuelrail.pipeline.settings import PathText, Settings, check_types, resolve_fields
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from fuelrail.loaders.records import DecodedSample, Source, Task
@@ -40,35 +41,35 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-OnError: TypeAlias = Literal["raise", "substitute"]
-ON_ERROR: Final = ("raise", "substitute")
-MAX_BAD: Final = 100
-QUARANTINE_FILE: Final = "fuelrail-quarantine.jsonl"
 BAD_SAMPLE: Final = (ChecksumError, TruncatedShardError, TarFormatError, FrameError, MemberError)
 """What makes a sample bad."""
 
 
-class Policy(NamedTuple):
-    """What to do with bad samples; ``file`` takes one JSON line for each (None: none is written)."""
+class BadSamplePolicy(Settings, frozen=True):
+    """What to do with bad samples: wrong digest, cut off, not decodable.
 
-    on_error: OnError = "raise"
-    max_bad: int = MAX_BAD
-    file: Path | None = None
+    Attributes:
+        on_error: ``"raise"``, or ``"substitute"``: load the next good sample of the order instead, the same one in
+            every run.
+        max_bad: maximum number of distinct bad samples to substitute on this rank before an error is raised.
+        file: file that lists the bad samples, one JSON line each; None: they are only logged.
 
+    Raises ConfigError for values out of range.
+    """
 
-def make_policy(on_error: str, max_bad: int, file: str | os.PathLike[str] | None) -> Policy:
-    """The policy from a user's arguments; raises ConfigError."""
-    if on_error not in ON_ERROR:
-        raise ConfigError(f"on_error={on_error!r} must be one of {', '.join(ON_ERROR)}")
-    if max_bad < 0:
-        raise ConfigError(f"max_bad={max_bad} must be 0 or more")
-    return Policy("substitute" if on_error == "substitute" else "raise", max_bad, None if file is None else Path(file))
+    on_error: Annotated[Literal["raise", "substitute"], msgspec.Meta(description="one of raise, substitute")] = "raise"
+    max_bad: Annotated[int, msgspec.Meta(ge=0, description="a whole number of 0 or more")] = 100
+    file: Annotated[PathText | None, msgspec.Meta(description="a path or None")] = "fuelrail-quarantine.jsonl"
+
+    def __post_init__(self) -> None:
+        resolve_fields(self)
+        check_types(self, ConfigError)
 
 
 class BadSamples:
     """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
 
-    def __init__(self, policy: Policy, sources: Sequence[Source], where: PlaceMap, rank: int = 0) -> None:
+    def __init__(self, policy: BadSamplePolicy, sources: Sequence[Source], where: PlaceMap, rank: int = 0) -> None:
         self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
         self._bad: set[int] = set()
         self._lock = threading.Lock()
@@ -157,7 +158,7 @@ class BadSamples:
             return
         try:
             # One write in append mode: lines of several ranks do not mix.
-            with self._policy.file.open("ab", buffering=0) as file:
+            with Path(self._policy.file).open("ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError as failure:
             _LOG.warning("quarantine file '%s' cannot be written: %s", self._policy.file, failure)

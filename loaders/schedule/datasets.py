@@ -1,4 +1,4 @@
-"""The datasets that a loader draws from: opened, held against each other, and each with its storage and reader.
+"""The datasets that a loader draws from: opened, checked against each other, each with its storage and reader.
 
 Samples of several datasets stand in one batch, so they must have the same rig and mean the same by their labels.
 """

@@ -13,7 +13,7 @@ remote     any fsspec URL; local paths with a cache    coalesced concurrent rang
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from fuelrail.loaders.storage.guard import is_guarding
 from fuelrail.loaders.storage.mapped import MappedShards, Residency
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
-__all__ = ["BACKENDS", "Session", "Storage", "StorageStats", "open_storage"]
+__all__ = ["BACKENDS", "Backend", "Session", "Storage", "StorageStats", "open_storage"]
 
-BACKENDS: Final = ("auto", "mapped", "pread", "remote", "fsspec", "obstore")
+Backend: TypeAlias = Literal["auto", "mapped", "pread", "remote", "fsspec", "obstore"]
+BACKENDS: Final = get_args(Backend)
 """Names that :func:`open_storage` knows; the last two are ``remote`` with the client said."""
 
 
@@ -53,15 +54,15 @@ def open_storage(
     Raises ConfigError for an unknown backend or one that cannot read the dataset, and for a cache that cannot be used.
     """
     if backend not in BACKENDS:
-        raise ConfigError(f"storage={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+        raise ConfigError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
     if cache_dir is None and cache_size is not None:
-        raise ConfigError(f"cache_size={cache_size!r} means something with cache_dir only; say where the cache lies")
+        raise ConfigError(f"cache_size={cache_size!r} needs cache_dir: give the folder of the cache")
     local = dataset.url is None
     if backend in ("mapped", "pread"):
         if not local:
-            raise ConfigError(f"storage={backend!r} reads local files; the dataset is at '{dataset.location}'")
+            raise ConfigError(f"backend={backend!r} reads local files; the dataset is at '{dataset.location}'")
         if cache_dir is not None:
-            raise ConfigError(f"cache_dir means something with storage='remote' only, got storage={backend!r}")
+            raise ConfigError(f"cache_dir needs backend 'remote' or 'auto', got {backend!r}")
     if backend == "mapped" or (backend == "auto" and local and cache_dir is None):
         from fuelrail.loaders.storage.pread import is_network_file_system
 

@@ -54,7 +54,7 @@ class OpenShards(Generic[T]):
             return shard
 
     def drop(self, number: int) -> None:
-        """Forget one, so that the next use opens it anew."""
+        """Forget one, so that the next use opens it again."""
         with self._lock:
             self._shards.pop(number, None)
 
@@ -94,7 +94,7 @@ class ShardFile:
     def has_in_memory(self, position: int) -> bool | None:
         """Whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
 
-        Where it says no, the kernel may have begun to read that page.
+        Where it says no, the kernel may have started to read that page.
         """
         try:
             return os.preadv(self.fd, self._byte, position, os.RWF_NOWAIT) == 1

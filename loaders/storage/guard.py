@@ -46,7 +46,7 @@ def _library() -> _Library | None:
 
 
 def is_guarding() -> bool:
-    """Whether mappings can be guarded here; takes over SIGBUS, also from whoever took it over since the last call."""
+    """Whether mappings can be guarded here; takes over SIGBUS, again if a library took it over since the last call."""
     library = _library()
     return library is not None and library.install() == 0
 

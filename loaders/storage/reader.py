@@ -28,7 +28,7 @@ class FetchedSpan(NamedTuple):
 class SampleReader:
     """Reads single samples of an open dataset, by row of its index. Thread-safe.
 
-    ``storage`` None: the one that fits the place of the dataset, where every span is held against its xxh3 digest.
+    ``storage`` None: the one that fits the place of the dataset, which checks every span against its xxh3 digest.
     Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
     that nor ``extra`` are user members.
     """

@@ -102,7 +102,7 @@ class Concurrency:
     and a place brings three quarters of the best that one brought so far, it widens: at first to twice as many, and
     once that was too wide it goes half the way back and on by quarters. (Comparing the throughput of one width with
     that of the next takes rounds so long that noise does not decide: it got stuck.) Every hundred rounds it narrows by
-    a third and learns anew. After a round of which over a fifth was told to slow down it narrows by 30 %.
+    a third and learns again. After a round in which over a fifth of the answers asked to slow down it narrows by 30 %.
     """
 
     def __init__(self, start: int = 8, at_most: int = 64) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +23,7 @@ from fuelrail.pipeline.errors import (
     ManifestError,
     MemberError,
     SchemaError,
+    StorageError,
     TruncatedShardError,
 )
 from fuelrail.pipeline.format import codecs
@@ -29,10 +31,13 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTE
 from fuelrail.pipeline.format.fetch import fetch_dataset
 from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
-from fuelrail.pipeline.storage.files import read_file
-from fuelrail.pipeline.storage.filesystem import is_url, shown_url
+from fuelrail.pipeline.sample.schema import decode_sample
+from fuelrail.pipeline.storage.files import open_file, read_file
+from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
+from fuelrail.pipeline.storage.retry import redacted
 
 if TYPE_CHECKING:
     import os
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.format.index_row import IndexRow
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 
@@ -47,9 +53,11 @@ _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
 """Errors at opening a file that say nothing about the file."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Dataset:
     """An open dataset: its manifest and its mapped index.
+
+    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` one of them as stored.
 
     ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to,
     and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
@@ -59,8 +67,53 @@ class Dataset:
     manifest: Manifest
     index: SampleIndex
     url: str | None = None
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    dictionary: Dictionary | None = field(default=None, repr=False)
+    storage_options: Mapping[str, Any] | None = None
+    dictionary: Dictionary | None = None
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, number: int) -> Sample:
+        """Read one sample as stored, with its images still encoded; negative numbers count from the end.
+
+        It is for looking at samples; a loader reads many at a time. Raises IndexError outside the dataset, and
+        ShardError or MemberError for bad bytes, each with the address.
+        """
+        at = operator.index(number)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"sample {number} is not in the dataset: it has samples 0 to {len(self) - 1}")
+        row = self.index.row(at)
+        path = self.shard_path(row)
+        try:
+            span = self._read(path, row)
+        except OSError as error:
+            text = redacted(str(error), self.storage_options)
+            raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
+        check_span(row, span, path.name)
+        sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary))
+        check_arrays(sample, Rig.of(self.manifest))
+        return sample
+
+    def _read(self, path: Path, row: IndexRow) -> bytes:
+        if self.url is None:
+            with open_file(path) as file:
+                file.seek(row.offset)
+                return file.read(row.length)
+        store, folder = filesystem(self.url, self.storage_options)
+        found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
+        return found
+
+    @property
+    def splits(self) -> dict[str, SplitEntry]:
+        """The splits by name: first sample, number of samples, shards."""
+        return dict(self.manifest.splits)
+
+    def __repr__(self) -> str:
+        """Name, place and sizes in a line."""
+        shards = f"{len(self.manifest.shards)} shard{'' if len(self.manifest.shards) == 1 else 's'}"
+        splits = ", ".join(f"{name} {entry.num_samples}" for name, entry in self.manifest.splits.items())
+        return f"Dataset({self.manifest.name} at '{self.location}': {len(self)} samples in {shards}; {splits})"
 
     @property
     def location(self) -> str:

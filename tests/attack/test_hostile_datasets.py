@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.forked import fork, join
 from support.hostile import edited, small_dataset
 from support.hostile_cases import cases
+from support.loaders import make_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,11 +101,11 @@ def preload() -> None:
 
 def load(dataset: str) -> int:
     """Read an epoch as a trainer does."""
-    from fuelrail.loaders import DataLoader, ImageAugment
+    from fuelrail.loaders import ImageAugment
     from fuelrail.pipeline.errors import FuelrailError
 
     try:
-        with contextlib.closing(DataLoader(dataset, 1, image=ImageAugment(height=32, width=64), seed=1)) as loader:
+        with contextlib.closing(make_loader(dataset, 1, image=ImageAugment(height=32, width=64), seed=1)) as loader:
             for _ in loader:
                 pass
     except FuelrailError as error:

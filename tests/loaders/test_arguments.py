@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fuelrail.loaders import DataLoader, ImageAugment, World
-from fuelrail.loaders.config import _RULES, check_arguments
+from fuelrail.loaders import (
+    BadSamplePolicy,
+    BevAugment,
+    Budget,
+    DataLoader,
+    FrameWindow,
+    ImageAugment,
+    OrderSpec,
+    PointSweeps,
+    StorageOptions,
+    Transforms,
+    World,
+)
+from fuelrail.loaders.config import Arguments
 from fuelrail.pipeline.errors import ConfigError
 from support.datasets import build_dataset
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -20,52 +36,36 @@ def root(tmp_path_factory):
     return folder
 
 
+SETTINGS = "a dict of its fields, or the path of a YAML file"
 WRONG = [
     ("batch_size", "4", "a whole number of 1 or more"),
     ("batch_size", 2.5, "a whole number of 1 or more"),
     ("batch_size", True, "a whole number of 1 or more"),
     ("batch_size", 0, "a whole number of 1 or more"),
-    ("mix", 3, "a dict of whole numbers"),
-    ("mix", [3, 1], "a dict of whole numbers"),
+    ("mix", 3, "a dict with a whole number of 1 or more for each dataset"),
+    ("mix", [3, 1], "a dict with a whole number of 1 or more for each dataset"),
+    ("mix", {"city": 0}, "a dict with a whole number of 1 or more for each dataset"),
     ("split", 3, "a split's name"),
+    ("split", "", "a split's name"),
     ("split", None, "a split's name"),
-    ("frames", 3, r"a list of whole numbers, such as \[-2, -1, 0\], or None"),
-    ("frames", "-2,-1,0", "a list of whole numbers"),
-    ("frames", [-0.5, 0], "a list of whole numbers"),
-    ("frames", [], "a list of whole numbers"),
-    ("stride", "2", "a whole number of 1 or more"),
-    ("stride", 0, "a whole number of 1 or more"),
-    ("padding", "zeros", "one of repeat_edge, repeat_current, mask, drop"),
-    ("image", "x.yaml", r"an ImageAugment; `fuelrail.pipeline.settings.load_yaml\(file, ImageAugment\)` reads one"),
-    ("image", None, "an ImageAugment"),
-    ("pixels", {"brightness": 3}, "a PixelAugment"),
-    ("bev", 3, "a BevAugment"),
-    ("undistort", True, "an Undistort or None"),
+    ("window", 3, f"a FrameWindow, {SETTINGS}, or None"),
+    ("window", [-1, 0], f"a FrameWindow, {SETTINGS}, or None"),
     ("shuffle", "no", "True or False"),
     ("seed", "7", "a whole number of 0 or more"),
     ("seed", -1, "a whole number of 0 or more"),
     ("seed", None, "a whole number of 0 or more"),
-    ("order", "lanes", "an OrderSpec or None"),
-    ("order", {"kind": "lanes"}, "an OrderSpec or None"),
+    ("order", 3, f"an OrderSpec, {SETTINGS}, or None"),
     ("drop_last", 1, "True or False"),
-    ("num_workers", "many", "a whole number of 1 or more, 'auto' or None"),
-    ("num_workers", 0, "a whole number of 1 or more, 'auto' or None"),
-    ("budget", 4, "a Budget"),
+    ("num_workers", "many", "a whole number of 1 or more, 'auto', a Budget or None"),
+    ("num_workers", 0, "it is the number of threads that decode in this process, not of worker processes"),
     ("prefetch_factor", None, "a whole number of 1 or more"),
     ("pin_memory", "yes", "True, False or None"),
-    ("points", "lidar_top", "True, False or a PointSweeps"),
-    ("decoder", 3, "a decoder's name"),
-    ("normalize", True, "a Normalize or None"),
-    ("verify", "yes", "True or False"),
-    ("storage", 3, "one of auto, mapped"),
-    ("storage_options", "key=1", "a dict or None"),
-    ("cache_dir", 3, "a path or None"),
-    ("cache_size", 1.5, "a number of bytes, a text such as '500GB', or None"),
-    ("look_ahead_bytes", "1MB", "a whole number of 1 or more or None"),
-    ("retry", 120, "a RetryPolicy or None"),
-    ("on_error", None, "one of raise, substitute"),
-    ("max_bad", "10", "a whole number of 0 or more"),
-    ("quarantine", 3, "a path or None"),
+    ("points", 3, "True, False, a PointSweeps"),
+    ("transforms", None, f"a Transforms, {SETTINGS}"),
+    ("transforms", Budget(cpus=2), f"a Transforms, {SETTINGS}"),
+    ("storage", 3, f"a StorageOptions, {SETTINGS}"),
+    ("storage", "s3", "one of auto, mapped, pread, remote, fsspec, obstore, a StorageOptions"),
+    ("bad_samples", True, f"a BadSamplePolicy, {SETTINGS}"),
     ("transform", 3, "a function or None"),
     ("collate_fn", "stack", "a function or None"),
     ("check_ranks", "yes", "True or False"),
@@ -76,9 +76,96 @@ WRONG = [
 @pytest.mark.parametrize(("name", "value", "allowed"), WRONG)
 def test_a_wrong_argument_is_named_with_its_value_and_what_is_allowed(root, name, value, allowed):
     arguments = {"batch_size": 2, name: value}
-    with pytest.raises(ConfigError, match=allowed) as caught:
+    with pytest.raises(ConfigError) as caught:
         DataLoader(root, world=World(), **arguments)
     assert str(caught.value).startswith(f"{name}={value!r} must be ")
+    assert allowed in str(caught.value)
+
+
+FIELDS = [
+    ("window", "frames", 3, "is not allowed: Expected `array`"),
+    ("window", "frames", [-0.5, 0], "is not allowed: Expected `int`"),
+    ("window", "stride", "2", "is not allowed: Expected `int`"),
+    ("window", "pad", "zeros", "is not allowed: Invalid enum value 'zeros'"),
+    ("transforms", "image", None, f"must be an ImageAugment, {SETTINGS}"),
+    ("transforms", "ego", 3, f"must be a BevAugment, {SETTINGS}"),
+    ("transforms", "undistort", True, f"must be an Undistort, {SETTINGS}, or None"),
+    ("transforms", "normalize", True, f"must be a Normalize, {SETTINGS}, or None"),
+    ("transforms", "decoder", 3, "must be a decoder's name"),
+    ("transforms", "box_frame", "global", "must be one of ego, lidar"),
+    ("num_workers", "cpus", 0, "must be a whole number of 1 or more, or None"),
+    ("num_workers", "memory_bytes", "1GB", "must be a number of bytes"),
+    ("storage", "verify", "yes", "must be True or False"),
+    ("storage", "backend", 3, "must be one of auto, mapped"),
+    ("storage", "options", "key=1", "must be a dict or None"),
+    ("storage", "cache_dir", 3, "must be a path or None"),
+    ("storage", "cache_size", 1.5, "must be a number of bytes, a text such as '500GB', or None"),
+    ("storage", "look_ahead_bytes", "1MB", "must be a whole number of 1 or more, or None"),
+    ("storage", "retry", 120, f"must be a RetryPolicy, {SETTINGS}, or None"),
+    ("bad_samples", "on_error", None, "must be one of raise, substitute"),
+    ("bad_samples", "max_bad", "10", "must be a whole number of 0 or more"),
+    ("bad_samples", "max_bad", -1, "must be a whole number of 0 or more"),
+    ("bad_samples", "file", 3, "must be a path or None"),
+]
+KINDS = {"transforms": Transforms, "num_workers": Budget, "storage": StorageOptions, "bad_samples": BadSamplePolicy}
+
+
+@pytest.mark.parametrize(("name", "field", "value", "allowed"), FIELDS)
+def test_a_wrong_field_is_named_in_a_dict_and_in_the_struct(root, name, field, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        DataLoader(root, 2, world=World(), **{name: {field: value}})
+    assert str(caught.value).startswith(f"{name}.{field}={value!r} {allowed}")
+    if name in KINDS:
+        with pytest.raises(ConfigError) as caught:
+            KINDS[name](**{field: value})
+        assert str(caught.value).startswith(f"{KINDS[name].__name__}: {field}={value!r} {allowed}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"transforms": {"image": {"height": 32, "width": 48, "flip": 0.5}}}, "did you mean 'flip_prob'?"),
+        ({"storage": {"cache": "x"}}, "did you mean 'cache_dir'?"),
+        ({"bad_samples": {"onerror": "raise"}}, "did you mean 'on_error'?"),
+        ({"order": {"kinds": "lanes"}}, "did you mean 'kind'?"),
+        ({"window": {"stride": 2}}, "missing required field `frames`"),
+        ({"window": {"frames": [1, 2]}}, "0 among them"),
+        ({"transforms": "nowhere.yaml"}, "config file 'nowhere.yaml' cannot be read"),
+        ({"transforms": {"image": "nowhere.yaml"}}, "transforms.image may be an ImageAugment, a dict"),
+        ({"order": "lanes"}, "order may be an OrderSpec, a dict of its fields, or the path of a YAML file"),
+        ({"points": {"sweeps": 3}}, "did you mean 'num_sweeps'?"),
+    ],
+)
+def test_wrong_dicts_and_files_say_what_is_meant(root, arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        DataLoader(root, 2, world=World(), **arguments)
+    (name,) = arguments
+    assert str(caught.value).startswith(name)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sampler", "`order=OrderSpec(...)`"),
+        ("batch_sampler", "`batch_size` samples of the order"),
+        ("worker_init_fn", "no worker processes"),
+        ("persistent_workers", "no worker processes"),
+        ("multiprocessing_context", "no worker processes"),
+        ("timeout", "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))`"),
+        ("generator", "`seed`"),
+        ("pin_memory_device", "`device='cuda:N'`"),
+        ("image", "use transforms=Transforms(image=...)"),
+        ("cache_dir", "use storage=StorageOptions(cache_dir=...)"),
+        ("max_bad", "use bad_samples=BadSamplePolicy(max_bad=...)"),
+        ("frames", "use window=FrameWindow(frames=...)"),
+        ("sede", "did you mean 'seed'?"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused_with_the_one_to_use(root, name, words):
+    with pytest.raises(TypeError, match=f"DataLoader has no argument '{name}'") as caught:
+        DataLoader(root, 2, **{name: None})
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("dataset", [None, 3, ["a", "b"], b"OUT", {}, {"a": 3}, {3: "OUT"}])
@@ -95,16 +182,67 @@ def test_device_and_world_are_checked_where_they_are_used(root):
             DataLoader(root, 2, device=device, world=World())
 
 
-def test_every_argument_is_checked():
-    elsewhere = {"dataset", "device", "world"}
-    assert set(inspect.signature(DataLoader).parameters) - elsewhere == set(_RULES)
+def test_there_are_22_arguments_torchs_first_and_all_are_checked():
+    names = [name for name in inspect.signature(DataLoader).parameters if name != "unknown"]
+    assert names == list(Arguments.__struct_fields__)
+    assert len(names) == 22
+    torchs = ["dataset", "batch_size", "shuffle", "seed", "drop_last", "num_workers", "prefetch_factor", "pin_memory"]
+    assert names[: len(torchs) + 1] == [*torchs, "collate_fn"]
 
 
-def test_numpys_integers_are_integers_and_defaults_are_allowed(root):
+def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
+    image = CONFIGS / "images" / "bevdet-704x256.yaml"
+    (tmp_path / "transforms.yaml").write_text("image: {height: 32, width: 48, train: true}\nego: {train: true}\n")
+    (tmp_path / "storage.yaml").write_text("backend: pread\nverify: false\n")
+    (tmp_path / "order.yaml").write_text("kind: sequential\n")
+
+    def made(**arguments):
+        loader = DataLoader(root, 2, world=World(), **arguments)
+        return pickle.loads(pickle.dumps(loader))._arguments
+
+    small = ImageAugment(height=32, width=48, train=True)
+    as_struct = Transforms(image=small, ego=BevAugment(train=True))
+    for transforms in (
+        as_struct,
+        {"image": small, "ego": {"train": True}},
+        {"image": {"height": 32, "width": 48, "train": True}, "ego": BevAugment(train=True)},
+        tmp_path / "transforms.yaml",
+        str(tmp_path / "transforms.yaml"),
+    ):
+        assert made(transforms=transforms).transforms == as_struct
+    for transforms in ({"image": image}, {"image": str(image)}, Transforms(image=image)):
+        assert made(transforms=transforms).transforms.image.resize == "width"
+    pread = StorageOptions(backend="pread")
+    for storage in ("pread", {"backend": "pread"}, pread):
+        assert made(storage=storage).storage == pread
+    assert made(storage=tmp_path / "storage.yaml").storage == StorageOptions(backend="pread", verify=False)
+    assert made(storage=str(tmp_path / "storage.yaml")).storage == StorageOptions(backend="pread", verify=False)
+    for file in (tmp_path / "bad", str(tmp_path / "bad")):
+        policy = BadSamplePolicy(on_error="substitute", file=str(tmp_path / "bad"))
+        assert made(bad_samples={"on_error": "substitute", "file": file}).bad_samples == policy
+        assert BadSamplePolicy(on_error="substitute", file=file) == policy
+    assert made(order=tmp_path / "order.yaml").order == made(order={"kind": "sequential"}).order
+    assert made(order=OrderSpec(kind="sequential")).order == OrderSpec(kind="sequential")
+    assert made(window={"frames": [-1, 0]}).window == FrameWindow(frames=(-1, 0))
+    assert made(points={"num_sweeps": 1}).points == PointSweeps(num_sweeps=1)
+    assert made(num_workers={"cpus": 2}).budget == Budget(cpus=2)
+    assert made(num_workers="auto").budget == Budget()
+    assert made(num_workers=2).budget is None
+
+
+def test_credentials_are_not_printed():
+    assert "hunter2" not in repr(StorageOptions(options={"secret": "hunter2"}))
+
+
+def test_numpys_integers_are_integers(root):
     image = ImageAugment(height=32, width=48)
-    options = {"seed": np.int64(3), "num_workers": np.int32(1), "frames": (np.int64(-1), 0)}
-    with DataLoader(root, np.int64(2), image=image, world=World(), **options) as loader:
+    options = {"seed": np.int64(3), "num_workers": np.int32(1), "window": {"frames": (-1, 0)}}
+    with DataLoader(root, np.int64(2), transforms={"image": image}, world=World(), **options) as loader:
         assert next(iter(loader))["img"].shape == (2, 2, 2, 3, 32, 48)
         loader.state_dict()
-    signature = inspect.signature(DataLoader).parameters.values()
-    check_arguments({p.name: p.default for p in signature if p.default is not p.empty})
+
+
+def test_a_loader_and_its_dataset_print_in_one_line(root):
+    loader = DataLoader(root, 3, world=World(1, 2), drop_last=False)
+    assert repr(loader) == ("DataLoader(tiny, split train, 8 samples, 2 batches of 3, rank 1 of 2, decoder auto)")
+    assert repr(loader.dataset) == f"Dataset(tiny at '{root}': 8 samples in 1 shard; train 8)"

@@ -7,9 +7,10 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, PixelAugment
+from fuelrail.loaders import BevAugment, ImageAugment, PixelAugment
 from fuelrail.loaders.decode.pixels import change_pixels
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 IMAGE = ImageAugment(
     height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0), crop_y="random"
@@ -32,7 +33,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
 
 def batches(dataset, **options) -> list[dict]:
     settings = {"batch_size": 4, "seed": 3, "image": IMAGE, "num_workers": 2, "points": True, **options}
-    with DataLoader(dataset, **settings) as loader:
+    with make_loader(dataset, **settings) as loader:
         return list(loader)
 
 
@@ -41,7 +42,7 @@ def homogeneous(points: torch.Tensor) -> np.ndarray:
 
 
 def test_the_world_moves_and_pixels_do_not(dataset) -> None:
-    for plain, moved in zip(batches(dataset), batches(dataset, bev=BEV), strict=True):
+    for plain, moved in zip(batches(dataset), batches(dataset, ego=BEV), strict=True):
         assert plain["sample_key"] == moved["sample_key"]
         assert torch.equal(plain["img"], moved["img"])
         for same in ("intrinsics", "ida_mat", "cam2ego", "lidar2ego"):
@@ -93,15 +94,15 @@ def test_pixel_values_change_as_drawn_and_nothing_else_does(dataset) -> None:
 
 
 def test_augmentation_does_not_depend_on_threads_or_batches(dataset) -> None:
-    reference = batches(dataset, bev=BEV, pixels=PIXELS)
-    other = batches(dataset, bev=BEV, pixels=PIXELS, batch_size=2, num_workers=5, prefetch_factor=4)
+    reference = batches(dataset, ego=BEV, pixels=PIXELS)
+    other = batches(dataset, ego=BEV, pixels=PIXELS, batch_size=2, num_workers=5, prefetch_factor=4)
     assert [k for b in reference for k in b["sample_key"]] == [k for b in other for k in b["sample_key"]]
     for name in ("img", "ego2img", "bda_mat", "ida_mat", "lidar2img"):
         assert torch.equal(torch.cat([b[name] for b in reference]), torch.cat([b[name] for b in other])), name
 
 
 def test_each_epoch_draws_anew(dataset) -> None:
-    with DataLoader(dataset, 12, image=IMAGE, bev=BEV, shuffle=False, num_workers=1) as loader:
+    with make_loader(dataset, 12, image=IMAGE, ego=BEV, shuffle=False, num_workers=1) as loader:
         first, second = list(loader), list(loader)
     assert first[0]["sample_key"] == second[0]["sample_key"]
     assert not torch.equal(first[0]["bda_mat"], second[0]["bda_mat"])

@@ -14,7 +14,7 @@ from nuscenes.utils.data_classes import Box
 from pyquaternion import Quaternion
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -22,6 +22,7 @@ from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.transforms.ego import BevAugment
 from support.datasets import build_dataset
 from support.edits import reseal
+from support.loaders import make_loader
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
@@ -122,8 +123,8 @@ def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, mo
 @pytest.mark.parametrize("bev", [BevAugment(), BEV])
 def test_lidar_boxes_pair_with_lidar2img(drive, bev, frames):
     loaders = [
-        DataLoader(
-            drive / "OUT", 2, image=IMAGE, world=World(), seed=5, bev=bev, points=True, box_frame=frame, frames=frames
+        make_loader(
+            drive / "OUT", 2, image=IMAGE, world=World(), seed=5, ego=bev, points=True, box_frame=frame, frames=frames
         )
         for frame in ("ego", "lidar")
     ]
@@ -155,7 +156,7 @@ def test_lidar_boxes_pair_with_lidar2img(drive, bev, frames):
 
 
 def test_lidar_boxes_are_those_of_nuscenes_devkit(drive, samples):
-    (batch,) = DataLoader(drive / "OUT", 4, image=IMAGE, world=World(), box_frame="lidar")
+    (batch,) = make_loader(drive / "OUT", 4, image=IMAGE, world=World(), box_frame="lidar")
     for at, key in enumerate(batch["sample_key"]):
         sample = samples[key]
         ego2lidar = invert_rigid(sample.geometry.lidar2keyego())
@@ -182,7 +183,7 @@ def test_lidar_boxes_are_those_of_nuscenes_devkit(drive, samples):
 def test_box_frame_changes_no_order_and_goes_through_a_transform(drive):
     batches = {}
     for frame in ("ego", "lidar"):
-        loader = DataLoader(
+        loader = make_loader(
             drive / "OUT", 1, image=IMAGE, world=World(), seed=5, box_frame=frame, transform=lambda sample: sample
         )
         batches[frame] = list(loader)
@@ -198,16 +199,16 @@ def test_a_sample_without_a_sweep_is_a_bad_one(tmp_path):
     shard_nuscenes(tmp_path / "source", tmp_path / "out", splits={"train": 1.0})
     options = {"image": IMAGE, "world": World(), "box_frame": "lidar"}
     with pytest.raises(SchemaError, match="the first lidar has no sweep"):
-        list(DataLoader(tmp_path / "out", 1, **options))
-    loader = DataLoader(tmp_path / "out", 1, on_error="substitute", quarantine=None, **options)
+        list(make_loader(tmp_path / "out", 1, **options))
+    loader = make_loader(tmp_path / "out", 1, on_error="substitute", file=None, **options)
     assert all(torch.isfinite(batch["gt_boxes_3d"][0]).all() for batch in loader)
     assert loader.stats().bad_samples == 1
 
 
 def test_box_frame_is_checked(drive, tmp_path):
-    with pytest.raises(ConfigError, match="box_frame='global' must be one of ego, lidar"):
-        DataLoader(drive / "OUT", 1, box_frame="global")
+    with pytest.raises(ConfigError, match=r"transforms\.box_frame='global' must be one of ego, lidar"):
+        make_loader(drive / "OUT", 1, box_frame="global")
     build_dataset(tmp_path / "tiny", {"train": (4,)})
     reseal(tmp_path / "tiny", lambda manifest: msgspec.structs.replace(manifest, lidars=()))
     with pytest.raises(ConfigError, match="box_frame='lidar' needs a lidar, and dataset 'tiny' has none"):
-        DataLoader(tmp_path / "tiny", 1, image=IMAGE, world=World(), box_frame="lidar")
+        make_loader(tmp_path / "tiny", 1, image=IMAGE, world=World(), box_frame="lidar")

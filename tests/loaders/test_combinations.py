@@ -12,7 +12,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from fuelrail.bench.micro.decode_fuzz import mutate
-from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Undistort
+from fuelrail.loaders import BevAugment, ImageAugment, Undistort
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ImageError
@@ -20,6 +20,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write.images import with_restart_rows
 from support.backends import BACKENDS
 from support.datasets import CAMERAS, build_dataset
+from support.loaders import make_loader
 from support.pictures import open_with_pillow, psnr_db
 
 WH = (192, 160)
@@ -98,9 +99,9 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("undistort", [None, Undistort()])
 def test_windows_with_lenses_and_augmentations_of_image_and_ego_frame(root, undistort, backend: str) -> None:
     reader = SampleReader(open_dataset(root))
-    options = {"frames": [-1, 0, 1], "undistort": undistort, "bev": BEV, "image": TRAIN, "decoder": backend}
+    options = {"frames": [-1, 0, 1], "undistort": undistort, "ego": BEV, "image": TRAIN, "decoder": backend}
     lowest = []
-    with DataLoader(root, 2, seed=3, num_workers=2, **options) as loader:
+    with make_loader(root, 2, seed=3, num_workers=2, **options) as loader:
         for batch in loader:
             for b, rows in enumerate(batch["frame_global_index"].tolist()):
                 key2global = reader.sample(int(batch["global_index"][b])).geometry.ego2global
@@ -124,9 +125,9 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(tmp_pa
     build_dataset(roots["highway"], {"val": (4,), "train": (8,)}, size=WH, seed=5)
     readers = {name: SampleReader(open_dataset(folder)) for name, folder in roots.items()}
     base = {"city": 0, "highway": 8}
-    options = {"frames": [-2, 0], "bev": BEV, "image": TRAIN, "seed": 7}
+    options = {"frames": [-2, 0], "ego": BEV, "image": TRAIN, "seed": 7}
     seen = set()
-    with DataLoader(roots, 4, mix={"city": 1, "highway": 1}, num_workers=2, **options) as loader:
+    with make_loader(roots, 4, mix={"city": 1, "highway": 1}, num_workers=2, **options) as loader:
         for batch in loader:
             for b, (name, rows) in enumerate(zip(batch["dataset"], batch["frame_global_index"].tolist(), strict=True)):
                 number = base[name] + rows[1]
@@ -154,8 +155,8 @@ def test_shards_with_restart_rows_are_undistorted_as_plain_ones(root, tmp_path, 
     options = {"undistort": Undistort(), "image": TRAIN, "seed": 3, "frames": [-1, 0], "decoder": backend}
     reader = SampleReader(open_dataset(prepared))
     with (
-        DataLoader(root, 2, num_workers=2, **options) as plain,
-        DataLoader(prepared, 2, num_workers=2, **options) as restart,
+        make_loader(root, 2, num_workers=2, **options) as plain,
+        make_loader(prepared, 2, num_workers=2, **options) as restart,
     ):
         for one, other in zip(plain, restart, strict=True):
             assert one["sample_key"] == other["sample_key"]
@@ -187,8 +188,8 @@ def test_each_damaged_image_is_reported_with_its_key(tmp_path, backend: str) -> 
     assert 5 < len(refused) < 40
     assert {int(key[-6:]) % 2 for key in refused} == {1}
     notes = tmp_path / "bad.jsonl"
-    options = {"verify": False, "on_error": "substitute", "max_bad": 80, "quarantine": notes, "decoder": backend}
-    with DataLoader(tmp_path / "d", 4, image=image, shuffle=False, num_workers=2, **options) as loader:
+    options = {"verify": False, "on_error": "substitute", "max_bad": 80, "file": notes, "decoder": backend}
+    with make_loader(tmp_path / "d", 4, image=image, shuffle=False, num_workers=2, **options) as loader:
         keys = [key for batch in loader for key in batch["sample_key"]]
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     assert {line["key"]: line["member"] for line in lines} == {key: channel for key, (channel, _) in refused.items()}

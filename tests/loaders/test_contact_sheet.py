@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.contact_sheet import NEAR_M, contact_sheet, decode_single, project_segment
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset, make_boxes
+from support.loaders import make_loader
 
 K = np.array([[300.0, 0, 159.5], [0, 300.0, 99.5], [0, 0, 1]])
 EGO2CAM = np.array([[0, -1, 0, 0], [0, 0, -1, 1.5], [1, 0, 0, 0], [0, 0, 0, 1.0]])
@@ -76,7 +77,7 @@ def test_the_augmentation_is_the_loaders(root):
     dataset = open_dataset(root)
     reader = SampleReader(dataset)
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    with DataLoader(dataset, 1, image=image, seed=5, world=World()) as loader:
+    with make_loader(dataset, 1, image=image, seed=5, world=World()) as loader:
         loader.set_epoch(2)
         for batch in loader:
             row = reader.find(batch["sample_key"][0])

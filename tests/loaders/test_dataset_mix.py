@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, Mix, OrderSpec, World
+from fuelrail.loaders import AttributeWeights, ImageAugment, Mix, OrderSpec, World
 from fuelrail.loaders.schedule.prefetch import RequestNumbers
 from fuelrail.loaders.storage.cache.future_uses import Foresight
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
@@ -22,6 +22,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
 from fuelrail.pipeline.order.batching import Cursor, Share
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 SMALL = ImageAugment(height=32, width=48, resize=0.5)
 MIX = {"city": 3, "highway": 1}
@@ -37,7 +38,7 @@ def roots(tmp_path_factory):
 
 def make(roots, batch_size, rank=0, size=1, **options):
     options = {"mix": MIX, "num_workers": 1, "image": SMALL, "seed": 2, **options}
-    return DataLoader(roots, batch_size, world=World(rank, size), **options)
+    return make_loader(roots, batch_size, world=World(rank, size), **options)
 
 
 def named(batches):
@@ -75,7 +76,7 @@ def test_every_batch_has_the_shares_and_every_sample_comes_equally_often(roots):
 def test_samples_are_those_of_the_datasets_alone(roots):
     alone = {}
     for name, root in roots.items():
-        with DataLoader(root, 1, image=SMALL, shuffle=False, num_workers=1, points=True) as loader:
+        with make_loader(root, 1, image=SMALL, shuffle=False, num_workers=1, points=True) as loader:
             alone |= {(name, int(batch["global_index"])): batch for batch in loader}
     with make(roots, 4, points=True) as loader:
         assert loader.dataset.root == roots["city"]
@@ -133,7 +134,7 @@ def test_the_state_names_all_datasets_and_refuses_others(roots, tmp_path):
         (make({**roots, "highway": tmp_path / "other"}, 4), "dataset: state has"),
         (make(roots, 4, mix={"city": 2, "highway": 1}), "order: state has .*'city': 3.* loader has .*'city': 2"),
         (make({"highway": roots["highway"], "city": roots["city"]}, 4), "order: state has"),
-        (DataLoader(roots["city"], 4, image=SMALL, num_workers=1), "dataset: state has"),
+        (make_loader(roots["city"], 4, image=SMALL, num_workers=1), "dataset: state has"),
     ]
     for other, text in others:
         with other, pytest.raises(StateMismatchError, match=text):
@@ -151,7 +152,7 @@ def test_pickled_it_goes_on_as_the_same_mix(roots):
 
 
 def test_each_cache_foresees_its_own_rows(roots, tmp_path):
-    options = {"storage": "remote", "cache_dir": tmp_path, "look_ahead_bytes": 30_000}
+    options = {"backend": "remote", "cache_dir": tmp_path, "look_ahead_bytes": 30_000}
     plain = [run(roots, 4, 1, epoch=epoch) for epoch in range(3)]
     with make(roots, 4, **options) as loader:
         supply = loader._supply
@@ -207,10 +208,10 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, tmp_path):
     [
         ({"mix": None}, ConfigError, "mix=None goes with a dict of datasets"),
         ({"mix": {"city": 1}}, OrderError, "names 'city', the datasets are 'city', 'highway'"),
-        ({"mix": {"city": 0, "highway": 1}}, ConfigError, "whole numbers of 1 or more"),
-        ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "whole numbers of 1 or more"),
+        ({"mix": {"city": 0, "highway": 1}}, ConfigError, "a whole number of 1 or more for each"),
+        ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "a whole number of 1 or more for each"),
         ({"mix": {"city": 2000, "highway": 1}}, OrderError, "1024 in sum"),
-        ({"mix": "3:1"}, ConfigError, "mix='3:1' must be a dict of whole numbers"),
+        ({"mix": "3:1"}, ConfigError, "mix='3:1' must be a dict with a whole number"),
         ({"order": OrderSpec(kind="lanes")}, OrderError, "kind 'lanes' is of one dataset"),
         ({"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1}))}, OrderError, "a mix of its own"),
         ({"order": OrderSpec(subset="keys.txt")}, OrderError, "a subset is of one dataset"),

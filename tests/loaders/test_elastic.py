@@ -6,9 +6,10 @@ import json
 import subprocess
 import sys
 
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from support.datasets import build_dataset
 from support.elastic_rank import CHECKPOINT_EVERY
+from support.loaders import make_loader
 from support.ranks import TESTS, environment, run_ranks
 
 GLOBAL_BATCH, NUM_STEPS, KILL_STEP = 12, 11, 7
@@ -51,7 +52,7 @@ def test_a_job_that_lost_a_rank_goes_on_with_three(tmp_path):
     resumed = KILL_STEP // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     assert list(after) == list(range(resumed, NUM_STEPS))
 
-    whole = DataLoader(
+    whole = make_loader(
         root, GLOBAL_BATCH, world=World(), image=ImageAugment(height=64, width=96, resize=1.0), seed=5, num_workers=1
     )
     expected = []

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ChecksumError, FrameError, ShardError
 from fuelrail.pipeline.format.codecs import train_dictionary
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
+from support.loaders import make_loader
 from support.storage_suite import spoil
 
 LENGTHS = {"train": (4, 3, 5)}
@@ -33,7 +34,7 @@ def roots(tmp_path_factory):
 
 
 def epoch(root, **options):
-    loader = DataLoader(
+    loader = make_loader(
         root, 3, world=World(0, 1), image=IMAGE, num_workers=2, seed=4, points=True, drop_last=False, **options
     )
     return [
@@ -55,10 +56,10 @@ def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
     with FaultServer(roots / layout) as server:
         for number, (root, options) in enumerate(
             [
-                (roots / layout, {"storage": "mapped"}),
-                (roots / layout, {"storage": "pread"}),
-                (roots / layout, {"storage": "remote", "cache_dir": tmp_path / "cache"}),
-                (roots / layout, {"storage": "remote", "cache_dir": tmp_path / "cache"}),
+                (roots / layout, {"backend": "mapped"}),
+                (roots / layout, {"backend": "pread"}),
+                (roots / layout, {"backend": "remote", "cache_dir": tmp_path / "cache"}),
+                (roots / layout, {"backend": "remote", "cache_dir": tmp_path / "cache"}),
                 (server.url, {}),
             ]
         ):
@@ -109,8 +110,8 @@ def test_a_frame_that_does_not_decode_is_a_bad_sample(tmp_path):
     build_dataset(root, LENGTHS, layout="frame")
     row = open_dataset(root).index.row(5)
     spoil(root, row)
-    loader = DataLoader(
-        root, 3, world=World(0, 1), image=IMAGE, num_workers=2, verify=False, on_error="substitute", quarantine=None
+    loader = make_loader(
+        root, 3, world=World(0, 1), image=IMAGE, num_workers=2, verify=False, on_error="substitute", file=None
     )
     keys = list(itertools.chain.from_iterable(batch["sample_key"] for batch in loader))
     assert len(keys) == 12

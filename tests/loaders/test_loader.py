@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuelrail.loaders import DataLoader, ImageAugment, IterableView, OrderSpec, World
+from fuelrail.loaders import ImageAugment, IterableView, OrderSpec, World
 from fuelrail.loaders.config import Normalize
 from fuelrail.loaders.decode.lens import Undistort
 from fuelrail.pipeline.errors import (
@@ -31,6 +31,7 @@ from fuelrail.pipeline.sample.schema import decode_sample
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
 from support.datasets import CAMERAS, build_dataset
+from support.loaders import make_loader
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)
 """Output images are the stored ones, pixel for pixel."""
@@ -46,7 +47,7 @@ def tiny(tmp_path_factory):
 
 
 def make(root, batch_size=3, *, rank=0, size=1, image=FULL, num_workers=2, **options):
-    return DataLoader(root, batch_size, world=World(rank, size), image=image, num_workers=num_workers, **options)
+    return make_loader(root, batch_size, world=World(rank, size), image=image, num_workers=num_workers, **options)
 
 
 def keys(batches):
@@ -319,7 +320,7 @@ class TestResume:
         [
             ({"seed": 9}, "seed: state has 0, loader has 9"),
             ({"image": ImageAugment(height=32, width=48)}, "image.height: state has "),
-            ({"bev": BevAugment(train=True, flip_x_prob=0.5)}, "bev.flip_x_prob: state has none, loader has 0.5"),
+            ({"ego": BevAugment(train=True, flip_x_prob=0.5)}, "ego.flip_x_prob: state has none, loader has 0.5"),
             ({"pixels": PixelAugment(train=True, hue_deg=18.0)}, "pixels.hue_deg: state has none, loader has 18.0"),
             ({"normalize": Normalize()}, "normalize.dtype: state has none, loader has 'float32'"),
             ({"undistort": Undistort()}, "undistort.alpha: state has none, loader has None"),
@@ -343,8 +344,8 @@ class TestResume:
 
     def test_n1_what_changes_no_sample_is_no_mismatch(self, tiny):
         state = make(tiny[0]).state_dict()
-        quiet = {"pixels": PixelAugment(hue_deg=18.0), "bev": BevAugment(flip_x_prob=0.5)}  # train is False
-        make(tiny[0], decoder="pillow", storage="pread", verify=False, **quiet).load_state_dict(state)
+        quiet = {"pixels": PixelAugment(hue_deg=18.0), "ego": BevAugment(flip_x_prob=0.5)}  # train is False
+        make(tiny[0], decoder="pillow", backend="pread", verify=False, **quiet).load_state_dict(state)
 
     def test_a_state_of_another_dataset_is_refused(self, tiny, tmp_path):
         build_dataset(tmp_path / "other", {"train": TRAIN}, seed=1)
@@ -381,7 +382,7 @@ class TestErrors:
     @pytest.mark.parametrize("name", ["batch_size", "num_workers", "prefetch_factor"])
     def test_counts_below_one(self, tiny, name):
         with pytest.raises(ConfigError, match=f"{name}=0"):
-            DataLoader(tiny[0], **({"batch_size": 2} | {name: 0}))
+            make_loader(tiny[0], **({"batch_size": 2} | {name: 0}))
 
     def test_unknown_split_and_decoder(self, tiny):
         with pytest.raises(ConfigError, match=r"'test'.*train, val"):

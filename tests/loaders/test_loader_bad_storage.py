@@ -9,10 +9,11 @@ import time
 import pytest
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, FuelrailError, StorageError
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 pytest.importorskip("aiohttp")
 
@@ -28,7 +29,7 @@ def tiny(tmp_path_factory):
 
 def make(root, tmp_path, **options):
     image = ImageAugment(height=32, width=48, resize=0.5)
-    return DataLoader(root, 3, image=image, num_workers=2, cache_dir=tmp_path / "cache", **options)
+    return make_loader(root, 3, image=image, num_workers=2, cache_dir=tmp_path / "cache", **options)
 
 
 def keys(loader):
@@ -108,13 +109,13 @@ def test_a_cache_of_another_dataset_is_told(tiny, tmp_path):
             keys(loader)
 
 
-@pytest.mark.parametrize("options", [{"storage": "mapped"}, {"storage": "pread"}, {"storage": "remote"}])
+@pytest.mark.parametrize("options", [{"backend": "mapped"}, {"backend": "pread"}, {"backend": "remote"}])
 def test_a_dataset_replaced_under_the_loaders_feet_is_named_by_its_fingerprint(tmp_path, options):
     root, other = tmp_path / "own", tmp_path / "other"
     build_dataset(root, {"train": (5, 7, 9)})
     build_dataset(other, {"train": (5, 7, 9)}, seed=8)
     image = ImageAugment(height=32, width=48, resize=0.5)
-    with DataLoader(root, 3, image=image, num_workers=2, **options) as loader:
+    with make_loader(root, 3, image=image, num_workers=2, **options) as loader:
         for file in other.iterdir():
             if file.name != "index.arrow":
                 shutil.copyfile(file, root / file.name)

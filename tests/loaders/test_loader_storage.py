@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.records import Due
 from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, Shelf, look_ahead
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, ConfigError, ImageError, OrderError, StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
+from support.loaders import make_loader
 from support.storage_suite import spoil
 
 pytest.importorskip("aiohttp")
@@ -45,7 +46,7 @@ def own(tiny, tmp_path):
 
 
 def make(root, batch_size=3, *, rank=0, size=1, **options):
-    return DataLoader(root, batch_size, world=World(rank, size), image=IMAGE, num_workers=2, **options)
+    return make_loader(root, batch_size, world=World(rank, size), image=IMAGE, num_workers=2, **options)
 
 
 def epochs(loader, count=2):
@@ -68,12 +69,12 @@ class TestSameBatches:
         assert len(expected) == 42
         with FaultServer(tiny) as server:
             for options in (
-                {"storage": "pread"},
-                {"storage": "remote"},
+                {"backend": "pread"},
+                {"backend": "remote"},
                 {"cache_dir": tmp_path / "a"},
                 {"cache_dir": tmp_path / "b", "cache_size": "150kB"},
                 {"look_ahead_bytes": 1},
-                {"look_ahead_bytes": 40_000, "storage": "remote"},
+                {"look_ahead_bytes": 40_000, "backend": "remote"},
                 {"verify": False},
             ):
                 with make(tiny, seed=4, **options) as loader:
@@ -164,11 +165,11 @@ def _forever(loader):
         """On a real small file system, which takes a user namespace to mount."""
         code = """
 import logging, sys
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import DataLoader
 logging.basicConfig(format="%(levelname)s %(message)s")
-options = {"image": ImageAugment(height=32, width=48, resize=0.5), "num_workers": 2}
+options = {"transforms": {"image": {"height": 32, "width": 48, "resize": 0.5}}, "num_workers": 2}
 alone = [key for batch in DataLoader(sys.argv[1], 3, **options) for key in batch["sample_key"]]
-with DataLoader(sys.argv[1], 3, cache_dir=sys.argv[2], cache_size="1GB", **options) as loader:
+with DataLoader(sys.argv[1], 3, storage={"cache_dir": sys.argv[2], "cache_size": "1GB"}, **options) as loader:
     for epoch in range(3):
         loader.set_epoch(0)
         assert [key for batch in loader for key in batch["sample_key"]] == alone
@@ -296,7 +297,7 @@ class TestBadSamples:
             while good[at % 21] in names:
                 at += 1
             expected.append(good[at % 21])
-        options = {"on_error": "substitute", "quarantine": tmp_path / "bad.jsonl", "drop_last": False, "seed": 2}
+        options = {"on_error": "substitute", "file": tmp_path / "bad.jsonl", "drop_last": False, "seed": 2}
         for batch_size in (3, 7):
             loader = make(own, batch_size, **options)
             assert keys(loader) == expected
@@ -307,7 +308,7 @@ class TestBadSamples:
     def test_the_quarantine_file_lists_each_once_with_its_address(self, own, tmp_path, caplog):
         spoil_rows(own, [8, 3])
         file = tmp_path / "bad.jsonl"
-        loader = make(own, seed=2, drop_last=False, on_error="substitute", quarantine=file)
+        loader = make(own, seed=2, drop_last=False, on_error="substitute", file=file)
         with caplog.at_level(logging.WARNING):
             first, second = keys(loader), keys(loader)
         assert len(first) == len(second) == 21
@@ -324,14 +325,14 @@ class TestBadSamples:
 
     def test_more_than_allowed_is_an_error(self, own):
         spoil_rows(own, [8, 3, 15])
-        assert len(keys(make(own, on_error="substitute", max_bad=3, quarantine=None))) == 21
+        assert len(keys(make(own, on_error="substitute", max_bad=3, file=None))) == 21
         with pytest.raises(BadSamplesError, match="3 bad samples, max_bad=2 are allowed; the last"):
-            keys(make(own, on_error="substitute", max_bad=2, quarantine=None))
+            keys(make(own, on_error="substitute", max_bad=2, file=None))
 
     def test_where_nothing_is_good_it_ends(self, own):
         spoil_rows(own, range(21))
         with pytest.raises(BadSamplesError, match="no sample of the epoch is good"):
-            keys(make(own, on_error="substitute", quarantine=None))
+            keys(make(own, on_error="substitute", file=None))
 
     def test_images_that_do_not_decode_are_replaced_too(self, own, tiny, tmp_path):
         dataset = open_dataset(own)
@@ -343,7 +344,7 @@ class TestBadSamples:
         with pytest.raises(ImageError):
             keys(make(own, verify=False))
         file = tmp_path / "bad.jsonl"
-        found = keys(make(own, verify=False, on_error="substitute", quarantine=file))
+        found = keys(make(own, verify=False, on_error="substitute", file=file))
         assert len(found) == 21
         assert row.key not in found
         assert json.loads(file.read_text())["member"] == "cam_front"
@@ -356,32 +357,32 @@ class TestBadSamples:
         def pixels(loader):
             return {key: batch["img"][at] for batch in loader for at, key in enumerate(batch["sample_key"])}
 
-        good = pixels(DataLoader(tiny, 3, **options))
-        replaced = pixels(DataLoader(own, 3, on_error="substitute", quarantine=None, **options))
+        good = pixels(make_loader(tiny, 3, **options))
+        replaced = pixels(make_loader(own, 3, on_error="substitute", file=None, **options))
         assert len(replaced) == 20
         assert all(torch.equal(good[key], picture) for key, picture in replaced.items())
 
     def test_storage_that_refuses_is_never_replaced(self, own, tmp_path):
         (own / "train-000001.tar").unlink()
         with pytest.raises(StorageError, match=r"train-000001\.tar"):
-            keys(make(own, on_error="substitute", quarantine=tmp_path / "bad.jsonl"))
+            keys(make(own, on_error="substitute", file=tmp_path / "bad.jsonl"))
         assert not (tmp_path / "bad.jsonl").exists()
 
     def test_a_quarantine_file_that_cannot_be_written_stops_nothing(self, own, tmp_path, caplog):
         spoil_rows(own, [8])
-        assert len(keys(make(own, on_error="substitute", quarantine=tmp_path))) == 21
+        assert len(keys(make(own, on_error="substitute", file=tmp_path))) == 21
         assert "quarantine file" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_error": "skip"}, "on_error='skip' must be one of raise, substitute"),
-        ({"max_bad": -1}, "max_bad=-1 must be a whole number of 0 or more"),
-        ({"look_ahead_bytes": 0}, "look_ahead_bytes=0 must be a whole number of 1 or more"),
-        ({"cache_size": "1GB"}, "cache_dir only"),
-        ({"storage": "s3"}, "storage='s3' must be one of auto, mapped"),
-        ({"storage": "mapped", "cache_dir": "x"}, "storage='remote' only"),
+        ({"on_error": "skip"}, "bad_samples.on_error='skip' must be one of raise, substitute"),
+        ({"max_bad": -1}, "bad_samples.max_bad=-1 must be a whole number of 0 or more"),
+        ({"look_ahead_bytes": 0}, "storage.look_ahead_bytes=0 must be a whole number of 1 or more"),
+        ({"cache_size": "1GB"}, "needs cache_dir"),
+        ({"backend": "s3"}, "storage.backend='s3' must be one of auto, mapped"),
+        ({"backend": "mapped", "cache_dir": "x"}, "cache_dir needs backend"),
     ],
 )
 def test_wrong_options_are_named(tiny, options, message):

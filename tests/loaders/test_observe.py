@@ -11,13 +11,14 @@ import urllib.request
 import pytest
 import torch
 
-from fuelrail.loaders import Budget, DataLoader, ImageAugment, TraceRecorder, World, serve_metrics
+from fuelrail.loaders import Budget, ImageAugment, TraceRecorder, World, serve_metrics
 from fuelrail.loaders.autotune import Autotuner, Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch.stages import with_ranges
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import parse
 from fuelrail.pipeline.runtime.stages import Stage
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)
 
@@ -30,7 +31,7 @@ def tiny(tmp_path_factory):
 
 
 def make(root, batch_size=3, *, rank=0, size=1, image=FULL, num_workers=2, **options):
-    return DataLoader(root, batch_size, world=World(rank, size), image=image, num_workers=num_workers, **options)
+    return make_loader(root, batch_size, world=World(rank, size), image=image, num_workers=num_workers, **options)
 
 
 class TestStats:
@@ -148,6 +149,6 @@ class TestAutotune:
 
     def test_a_budget_that_holds_nothing_is_refused_with_what_it_takes(self, tiny):
         with pytest.raises(ConfigError, match=r"memory_bytes=1000 does not hold the \d+ bytes"):
-            make(tiny, num_workers="auto", budget=Budget(memory_bytes=1000))
+            make(tiny, num_workers=Budget(memory_bytes=1000))
         with pytest.raises(ConfigError, match="cpus=0"):
             Budget(cpus=0)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, Mix, OrderSpec, World
+from fuelrail.loaders import AttributeWeights, ImageAugment, Mix, OrderSpec, World
 from fuelrail.pipeline.errors import OrderError, StateMismatchError
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 SMALL = ImageAugment(height=64, width=96, resize=1.0)
 NUM = 26  # clips of four frames, the last of two
@@ -22,7 +23,7 @@ def root(tmp_path_factory):
 
 
 def make(root, batch_size, rank=0, size=1, **options):
-    return DataLoader(root, batch_size, world=World(rank, size), image=SMALL, num_workers=1, **options)
+    return make_loader(root, batch_size, world=World(rank, size), image=SMALL, num_workers=1, **options)
 
 
 def run(root, global_batch, size, *, epoch=0, state=None, **options):
@@ -117,12 +118,12 @@ def test_a_bad_frame_is_replaced_by_the_lanes_next(root, tmp_path):
     build_dataset(own, {"val": (5,), "train": (9, 10, NUM - 19)})
     whole = run(own, 4, 1, order=LANES)
     bad = whole[1]["global_index"][2]
-    row = DataLoader(own, 1, world=World(), image=SMALL).dataset.index.row(bad)
+    row = make_loader(own, 1, world=World(), image=SMALL).dataset.index.row(bad)
     shard = own / f"train-{row.shard - 1:06d}.tar"
     content = bytearray(shard.read_bytes())
     content[row.offset + row.length // 2] ^= 255
     shard.write_bytes(content)
-    batches = run(own, 4, 1, order=LANES, on_error="substitute", quarantine=None)
+    batches = run(own, 4, 1, order=LANES, on_error="substitute", file=None)
     assert batches[1]["global_index"][2] == whole[2]["global_index"][2]
     batches[1]["global_index"][2], batches[1]["frame"][2] = bad, whole[1]["frame"][2]
     batches[1]["clip_id"][2] = whole[1]["clip_id"][2]

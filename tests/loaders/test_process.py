@@ -15,13 +15,14 @@ import pytest
 from fuelrail.loaders import DataLoader, World
 from fuelrail.pipeline.errors import WorldError
 from support.datasets import build_dataset
+from support.loaders import make_loader
 from support.ranks import environment
 
 SETUP = """
 import os, sys
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import StageError
-loader = DataLoader(sys.argv[1], 2, image=ImageAugment(height=64, width=96, resize=1.0), num_workers=2)
+loader = DataLoader(sys.argv[1], 2, transforms={"image": {"height": 64, "width": 96, "resize": 1.0}}, num_workers=2)
 iterator = iter(loader)
 first = next(iterator)
 """
@@ -129,13 +130,13 @@ def test_a_dropped_loader_gives_its_files_back_at_once(tiny, storage):
             sum(str(tiny) in mapped.path for mapped in process.memory_maps()),
         )
 
-    list(DataLoader(tiny, 2, num_workers=1, storage=storage))  # what libraries open on first use stays open
+    list(make_loader(tiny, 2, num_workers=1, backend=storage))  # what libraries open on first use stays open
     gc.collect()
     gc.disable()
     try:
         before = counts()
         for number in range(20):
-            loader = DataLoader(tiny, 2, num_workers=1, storage=storage)
+            loader = make_loader(tiny, 2, num_workers=1, backend=storage)
             next(iter(loader))
             if number % 2:
                 loader.close()

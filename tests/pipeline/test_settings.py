@@ -135,7 +135,9 @@ def test_convert_says_the_same_without_a_line(text, line, path, words) -> None:
 
 
 def test_names_in_the_file_are_those_allowed(write) -> None:
-    assert error_of(write("long_name: 1"), Renamed).endswith("unknown field `long_name`; allowed here: long-name")
+    assert error_of(write("long_name: 1"), Renamed).endswith(
+        "unknown field `long_name`; allowed here: long-name; did you mean 'long-name'?"
+    )
 
 
 def test_no_keys_are_suggested_where_several_structs_are_possible(write) -> None:
@@ -212,3 +214,10 @@ def test_any_plain_data_is_settings_or_a_config_error(value) -> None:
         assert str(error).startswith("argument: at '")
     else:
         assert convert(msgspec.to_builtins(car), Car, "again") == car
+
+
+def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"Wheel has no field 'radius'; it has: .*; did you mean 'radius_m'\?"):
+        Wheel(radius=1)
+    with pytest.raises(TypeError, match="Missing required argument"):
+        Wheel()

@@ -11,6 +11,7 @@ from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE
 from fuelrail.sharding.verify.dataset import verify
 from support.cloud_emulators import emulated
+from support.loaders import make_loader
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import Interrupt, digests, shard_nuscenes
 
@@ -75,7 +76,7 @@ def test_a_whole_run(source, expected, store, tmp_path):
     copy = local_copy(out, tmp_path / "copy")
     assert digests(copy) == digests(expected)
     assert verify(copy, deep=True, num_threads=1).faults == []
-    with DataLoader(out, 2, cache_dir=tmp_path / "loader", seed=1, num_workers=1) as loader:
+    with make_loader(out, 2, cache_dir=tmp_path / "loader", seed=1, num_workers=1) as loader:
         keys = [key for batch in loader for key in batch["sample_key"]]
     with DataLoader(expected, 2, seed=1, num_workers=1) as loader:
         assert keys == [key for batch in loader for key in batch["sample_key"]]

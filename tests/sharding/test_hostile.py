@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -28,6 +28,7 @@ from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from support.hostile import Member, edited, small_dataset
 from support.hostile_cases import cases, zeros
+from support.loaders import make_loader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,7 +175,7 @@ def test_l7_reshard_does_not_pass_on_points_that_are_none(small, tmp_path):
 def test_l1_a_shard_number_that_is_not_there(case):
     place = case("rows/shard=99")
     with pytest.raises(IndexFileError, match="a sample in shard number 99, but the manifest has 2"):
-        list(DataLoader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
+        list(make_loader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
 
 
 @pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import DataLoader
 
 CHECKPOINT_EVERY = 3
 
@@ -25,7 +25,11 @@ def main(root: str, out: str, global_batch: int, num_steps: int, kill_rank: int,
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     loader = DataLoader(
-        root, global_batch // size, image=ImageAugment(height=64, width=96, resize=1.0), seed=5, num_workers=1
+        root,
+        global_batch // size,
+        transforms={"image": {"height": 64, "width": 96, "resize": 1.0}},
+        seed=5,
+        num_workers=1,
     )
     progress = {"steps": torch.zeros(1, dtype=torch.int64)}
     newest = max(Path(out).glob("step-*"), default=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fuelrail.loaders import DataLoader, ImageAugment, World, mesh_world
+from fuelrail.loaders import DataLoader, World, mesh_world
 from fuelrail.pipeline.errors import WorldError
 
 MESHES = {
@@ -23,8 +23,11 @@ MESHES = {
 }
 
 
+TRANSFORMS = {"image": {"height": 64, "width": 96, "resize": 1.0}}
+
+
 def make(root: str, batch_size: int = 2, **options: object) -> DataLoader:
-    return DataLoader(root, batch_size, image=ImageAugment(height=64, width=96, resize=1.0), num_workers=1, **options)
+    return DataLoader(root, batch_size, transforms=TRANSFORMS, num_workers=1, **options)
 
 
 def outcome(loader: DataLoader) -> object:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fuelrail.bench.studies.loader.report import build_loader_report
     from fuelrail.bench.studies.loader.run import measure_rounds
     from fuelrail.bench.studies.loader.stages import LoaderChoice
-    from fuelrail.loaders.loader import DEFAULT_IMAGE
+    from fuelrail.loaders import Transforms
     from fuelrail.pipeline.settings import load_yaml
     from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.batch_size}: use a smaller --batch-size"
         )
     prepare_folder(arguments.out, html=not arguments.no_html)
-    image = load_yaml(arguments.image, ImageAugment) if arguments.image else DEFAULT_IMAGE
+    image = load_yaml(arguments.image, ImageAugment) if arguments.image else Transforms().image
     choice = LoaderChoice(
         split=arguments.split,
         batch_size=arguments.batch_size,

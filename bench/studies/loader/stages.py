@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.bench.measure.rates import Rate, measure_rate
-from fuelrail.loaders import DataLoader, World
+from fuelrail.loaders import DataLoader, StorageOptions, Transforms, World
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
@@ -162,11 +162,10 @@ def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderC
         dataset,
         choice.batch_size,
         split=choice.split,
-        image=image,
+        transforms=Transforms(image=image, decoder=choice.decoder),
         seed=choice.seed,
         num_workers=choice.num_workers,
-        decoder=choice.decoder,
-        verify=choice.verify,
+        storage=StorageOptions(verify=choice.verify),
         points=choice.points,
         device=device,
         world=World(rank=0, size=1),

@@ -16,7 +16,7 @@ from fuelrail.bench.studies.loader.stages import LoaderChoice
 from fuelrail.bench.studies.scale.report import FITTED_RANKS, Measured, Scaling
 from fuelrail.bench.studies.train import command as train_command
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
-from fuelrail.loaders.loader import DEFAULT_IMAGE
+from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 
@@ -114,7 +114,7 @@ class ScalePlan:
             points=False,
             seed=settings.seed,
         )
-        run = run_loader(dataset, DEFAULT_IMAGE, choice, loader_seconds)
+        run = run_loader(dataset, Transforms().image, choice, loader_seconds)
         num_cameras = len(dataset.manifest.cameras)
         per_sample = 1 if self.profile.per == "sample" else num_cameras
         seen = [report for report in reports if report.num_ranks <= FITTED_RANKS and report.figures is not None]

@@ -5,7 +5,7 @@
     CACHE_DIR/spans/FINGERPRINT/
       cache.json     whose cache this is
       lock           held while something is admitted or evicted
-      users.lock     held shared by every user; whoever gets it alone takes stock of the folder first
+      users.lock     held shared by every user; a process that holds it alone takes stock of the folder first
       table          64 bytes of header (bytes in use), then a byte a sample: 1 if it is here; mapped by all
       data/5/14a2    one file a sample: its span, nothing else; names are row numbers in hexadecimal
       tmp/           files being written

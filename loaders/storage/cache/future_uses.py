@@ -185,8 +185,8 @@ def ranks_on_host(world: World) -> range:
 class FarthestFirst:
     """The residents of a cache, the one with the farthest next use first.
 
-    Exact for what it is told: :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each newcomer,
-    and :meth:`advance` as time goes by, for a resident's use moves its next use. ``now`` is the time it was told last.
+    Exact if it is kept up to date: call :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each
+    newcomer, and :meth:`advance` as time passes, since a resident's use moves its next use. ``now`` is the last time.
     """
 
     def __init__(self, foresight: Foresight, is_resident: Callable[[int], bool], lag: int = 0) -> None:

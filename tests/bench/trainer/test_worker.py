@@ -10,9 +10,10 @@ from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
 from fuelrail.bench.trainer.model import BevOccupancy
 from fuelrail.bench.trainer.settings import MODELS
 from fuelrail.bench.trainer.worker import batches, from_memory, parameters_digest, run_rank
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 IMAGE = ImageAugment(height=32, width=64)
 QUICK = msgspec.structs.replace(PROFILE, forward_ms=0.1, backward_ms=0.1, optimiser_ms=0.1)
@@ -26,7 +27,7 @@ def dataset(tmp_path_factory):
 
 
 def loader_of(dataset, batch_size=2):
-    return DataLoader(dataset, batch_size, image=IMAGE, num_workers=1)
+    return make_loader(dataset, batch_size, image=IMAGE, num_workers=1)
 
 
 def test_epochs_follow_each_other(dataset):

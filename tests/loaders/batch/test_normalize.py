@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import DataLoader, ImageAugment, Normalize
+from fuelrail.loaders import ImageAugment, Normalize
 from fuelrail.loaders.batch.transfer import map_tensors
 from fuelrail.pipeline.errors import ConfigError, StageError
 from fuelrail.pipeline.settings import convert
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 IMAGE = ImageAugment(height=32, width=48)
 SHAPE = (2, 6, 3, 8, 10)
@@ -60,7 +61,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
 def test_batches_are_those_of_the_loader_normalised(dataset) -> None:
     settings = Normalize(channel_order="bgr", dtype="bfloat16")
     options = {"batch_size": 4, "image": IMAGE, "seed": 1, "num_workers": 1}
-    with DataLoader(dataset, **options) as plain, DataLoader(dataset, normalize=settings, **options) as loader:
+    with make_loader(dataset, **options) as plain, make_loader(dataset, normalize=settings, **options) as loader:
         for a, b in zip(plain, loader, strict=True):
             assert a["sample_key"] == b["sample_key"]
             assert torch.equal(settings.images(a["img"]), b["img"])
@@ -69,7 +70,7 @@ def test_batches_are_those_of_the_loader_normalised(dataset) -> None:
 
 def test_batches_without_such_images_are_refused(dataset) -> None:
     with (
-        DataLoader(
+        make_loader(
             dataset,
             4,
             image=IMAGE,

@@ -15,6 +15,7 @@ from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.source import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
+from support.loaders import make_loader
 from support.nuscenes_sweeps import WALL, add_sweeps
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
@@ -39,7 +40,7 @@ def dataset(made, tmp_path_factory):
 
 
 def samples(dataset, points, **options) -> dict[str, dict]:
-    with DataLoader(
+    with make_loader(
         dataset, 1, image=IMAGE, shuffle=False, num_workers=2, points=points, **{"seed": 5, **options}
     ) as loader:
         return {batch["sample_key"][0]: batch for batch in loader}
@@ -77,7 +78,7 @@ def test_clouds_are_the_devkits(made, dataset, num_sweeps: int, min_distance_m: 
 
 @pytest.mark.parametrize("bev", [None, BEV])
 def test_what_stands_still_stays_at_its_place(dataset, bev) -> None:
-    options = {} if bev is None else {"bev": bev}
+    options = {} if bev is None else {"ego": bev}
     num_moved = 0
     for batch in samples(dataset, PointSweeps(num_sweeps=6), **options).values():
         points = batch["points"][0].numpy()
@@ -96,7 +97,7 @@ def test_windows_of_accumulated_sweeps_in_an_augmented_ego_frame(dataset, choose
     reader = SampleReader(open_dataset(dataset))
     settings = PointSweeps(num_sweeps=4, choose=choose)
     num_earlier = 0
-    for batch in samples(dataset, settings, frames=[-1, 0, 1], bev=BEV).values():
+    for batch in samples(dataset, settings, frames=[-1, 0, 1], ego=BEV).values():
         bda = batch["bda_mat"][0].double().numpy()
         key2global = reader.sample(int(batch["global_index"])).geometry.ego2global
         for t, row in enumerate(batch["frame_global_index"][0].tolist()):

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders import DataLoader, ImageAugment, PixelAugment
+from fuelrail.loaders import ImageAugment, PixelAugment
 from fuelrail.loaders.batch.stages import check_pixels
 from fuelrail.loaders.decode import BACKENDS, BatchDecoder, make_decoder
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ConfigError, ImageError, StageError
 from support.backends import HAS_DALI, needs_dali
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 IMAGE = ImageAugment(height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5.0, 5.0))
 PIXELS = PixelAugment(train=True, brightness=32, hue_deg=18, prob=0.9)
@@ -71,7 +72,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
 
 def load(dataset, decoder: str, **options) -> list[dict]:
     settings = {"batch_size": 4, "seed": 3, "image": IMAGE, "pixels": PIXELS, "num_workers": 2, **options}
-    with DataLoader(dataset, decoder=decoder, **settings) as loader:
+    with make_loader(dataset, decoder=decoder, **settings) as loader:
         return list(loader)
 
 
@@ -85,7 +86,7 @@ def assert_same(first: list[dict], second: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize("window", [{}, {"frames": [-1, 0, 2], "padding": "mask"}])
+@pytest.mark.parametrize("window", [{}, {"frames": [-1, 0, 2], "pad": "mask"}])
 def test_batches_are_those_of_decoding_one_by_one(dataset, drop_last: bool, window) -> None:
     options = {"batch_size": 5, "drop_last": drop_last, **window}
     assert_same(load(dataset, "turbo", **options), load(dataset, "batched", **options))
@@ -154,7 +155,7 @@ def test_a_bad_image_is_named(broken) -> None:
 def test_a_bad_image_is_replaced_as_with_other_decoders(broken, tmp_path) -> None:
     root, key = broken
     notes = tmp_path / "bad.jsonl"
-    options = {"verify": False, "on_error": "substitute", "quarantine": notes}
+    options = {"verify": False, "on_error": "substitute", "file": notes}
     first = load(root, "turbo", **options)
     Batched.sizes = []
     assert_same(first, load(root, "batched", **options))
@@ -176,7 +177,7 @@ def test_dali_survives_a_bad_image_of_which_it_names_nothing(tmp_path, harm: str
     shard = tmp_path / "dataset" / "train-000000.tar"
     shard.write_bytes(shard.read_bytes().replace(image, bytes(bad)))
     notes = tmp_path / "bad.jsonl"
-    options = {"verify": False, "on_error": "substitute", "quarantine": notes, "pixels": PixelAugment()}
+    options = {"verify": False, "on_error": "substitute", "file": notes, "pixels": PixelAugment()}
     with_dali, with_turbo = (load(tmp_path / "dataset", decoder, **options) for decoder in ("dali", "turbo"))
     for ours, expected in zip(with_dali, with_turbo, strict=True):
         assert ours["sample_key"] == expected["sample_key"]

@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from fuelrail.loaders import DataLoader, ImageAugment, World
+from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.errors import ConfigError, StageError
 from support.datasets import build_dataset
+from support.loaders import make_loader
 
 FULL = ImageAugment(height=64, width=96, resize=1.0)
 
@@ -23,7 +24,7 @@ def tiny(tmp_path_factory):
 
 
 def make(root, batch_size=3, *, num_workers=2, rank=0, size=1, **options):
-    return DataLoader(root, batch_size, world=World(rank, size), image=FULL, num_workers=num_workers, **options)
+    return make_loader(root, batch_size, world=World(rank, size), image=FULL, num_workers=num_workers, **options)
 
 
 def assert_equal(ours, theirs):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from fuelrail.loaders import DataLoader, ImageAugment, Undistort
+from fuelrail.loaders import ImageAugment, Undistort
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
+from support.loaders import make_loader
 from support.pictures import open_with_pillow, psnr_db
 
 DIST = [-0.3, 0.08, 0.001, -0.0005, 0.01]
@@ -19,7 +20,7 @@ IMAGE = ImageAugment(height=64, width=96, resize="stretch")  # the stored size: 
 
 
 def batch_of(root, **options) -> dict:
-    with DataLoader(root, 4, image=IMAGE, shuffle=False, num_workers=2, **options) as loader:
+    with make_loader(root, 4, image=IMAGE, shuffle=False, num_workers=2, **options) as loader:
         return next(iter(loader))
 
 
@@ -57,8 +58,8 @@ def test_pixels_and_matrices_are_those_of_the_rectified_camera(root, alpha) -> N
 def test_augmentation_and_undistortion_draw_the_same(root) -> None:
     image = ImageAugment(height=32, width=64, train=True, resize_range=(0.7, 0.9), flip_prob=0.5, rotate_deg=(-5, 5))
     with (
-        DataLoader(root, 4, image=image, seed=3, num_workers=2) as plain,
-        DataLoader(root, 4, image=image, seed=3, num_workers=2, undistort=Undistort()) as straight,
+        make_loader(root, 4, image=image, seed=3, num_workers=2) as plain,
+        make_loader(root, 4, image=image, seed=3, num_workers=2, undistort=Undistort()) as straight,
     ):
         one, other = next(iter(plain)), next(iter(straight))
     assert one["sample_key"] == other["sample_key"]

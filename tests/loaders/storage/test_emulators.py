@@ -13,6 +13,7 @@ from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, Storage
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.cloud_emulators import emulated
+from support.loaders import make_loader
 from support.storage_suite import own, pristine, rows_of, spans_of
 
 __all__ = ["own", "pristine"]
@@ -44,7 +45,7 @@ def test_spans_are_those_of_the_local_dataset(cloud, pristine, tmp_path):
 def test_an_epoch_through_the_loader_and_its_second_from_the_cache(cloud, pristine, tmp_path):
     url, options, _ = cloud
     expected = [batch["sample_key"] for batch in DataLoader(pristine, 4, seed=3)]
-    with DataLoader(url, 4, seed=3, storage_options=options, cache_dir=tmp_path) as loader:
+    with make_loader(url, 4, seed=3, options=options, cache_dir=tmp_path) as loader:
         assert [batch["sample_key"] for batch in loader] == expected
         fetched = loader.stats().storage.requests
         assert fetched > 0

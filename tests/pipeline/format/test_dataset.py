@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.bench.micro.fault_server import FaultServer
 from fuelrail.pipeline.errors import (
     ChecksumError,
     CodecError,
@@ -20,6 +21,7 @@ from fuelrail.pipeline.errors import (
     FuelrailError,
     IndexFileError,
     MemberTooLargeError,
+    StorageError,
     TruncatedShardError,
 )
 from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
@@ -264,3 +266,45 @@ class TestEntries:
         monkeypatch.setattr("fuelrail.pipeline.format.codecs.MAX_MEMBER_BYTES", 100)
         with pytest.raises(MemberTooLargeError, match="over the cap of 100"):
             read_members(row, span, "S")
+
+
+class TestSequence:
+    """What torch's users try first: ``len(dataset)``, ``dataset[0]``, ``for sample in dataset``."""
+
+    def test_samples_by_number(self, tmp_path):
+        build_dataset(tmp_path / "OUT", {"train": (3, 2), "val": (2,)})
+        dataset = open_dataset(tmp_path / "OUT")
+        assert len(dataset) == 7
+        assert [sample.key for sample in dataset] == [dataset.index.row(number).key for number in range(7)]
+        assert dataset[-1].key == dataset[6].key
+        assert set(dataset[0].images) == {camera.channel for camera in dataset.manifest.cameras}
+        assert {name: entry.num_samples for name, entry in dataset.splits.items()} == {"train": 5, "val": 2}
+        for number in (7, -8):
+            with pytest.raises(IndexError, match=rf"sample {number} is not in the dataset: it has samples 0 to 6"):
+                dataset[number]
+
+    def test_at_a_url(self, tmp_path):
+        build_dataset(tmp_path / "OUT", {"train": (3,)})
+        with FaultServer(tmp_path / "OUT") as server:
+            dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+            assert dataset[1].key == open_dataset(tmp_path / "OUT")[1].key
+
+    def test_damage_has_its_address(self, tmp_path):
+        build_dataset(tmp_path / "OUT", {"train": (3,)})
+        dataset = open_dataset(tmp_path / "OUT")
+        row = dataset.index.row(1)
+        shard = dataset.shard_path(row)
+        with shard.open("r+b") as file:
+            file.seek(row.offset + 600)
+            file.write(b"damage")
+        assert dataset[0].key != dataset[2].key
+        with pytest.raises(ChecksumError, match=rf"shard {shard.name}, offset {row.offset}, sample {row.key}"):
+            dataset[1]
+        shard.unlink()
+        with pytest.raises(StorageError, match=r"cannot be read: .*No such file"):
+            dataset[1]
+
+    def test_it_prints_in_a_line(self, tmp_path):
+        build_dataset(tmp_path / "OUT", {"train": (3, 2), "val": (2,)})
+        shown = repr(open_dataset(tmp_path / "OUT"))
+        assert shown == f"Dataset(tiny at '{tmp_path / 'OUT'}': 7 samples in 3 shards; train 5, val 2)"

@@ -14,7 +14,7 @@ import pytest
 import simplejpeg
 
 from fuelrail.__main__ import main
-from fuelrail.loaders import DataLoader, ImageAugment, Undistort
+from fuelrail.loaders import ImageAugment, Undistort
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.format.manifest import load_manifest
 from fuelrail.pipeline.order.select import Filter
@@ -26,6 +26,7 @@ from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
 from fuelrail.sharding.sources.source import SourceSpec, make_source
 from fuelrail.sharding.verify.dataset import verify
+from support.loaders import make_loader
 from support.nuscenes_sweeps import add_sweeps
 from support.nuscenes_tables import build_nuscenes, token
 from support.pictures import psnr_db
@@ -185,7 +186,7 @@ def test_nuscenes_f3_the_loader_rectifies_what_the_table_states(tmp_path):
     stored = simplejpeg.decode_jpeg(images[0])
     expected = cv2.undistort(stored, camera, np.array(RADTAN)).transpose(2, 0, 1)
     image = ImageAugment(height=64, width=96, resize="stretch")
-    with DataLoader(tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1) as loader:
+    with make_loader(tmp_path / "out", 2, image=image, undistort=Undistort(), num_workers=1) as loader:
         found = next(iter(loader))["img"].numpy()
     where = np.zeros((64, 96), bool)
     where[8:-8, 12:-12] = True

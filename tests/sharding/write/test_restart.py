@@ -10,13 +10,14 @@ import pytest
 import torch
 from PIL import Image
 
-from fuelrail.loaders import DataLoader, ImageAugment
+from fuelrail.loaders import ImageAugment
 from fuelrail.loaders.decode import probe
 from fuelrail.loaders.decode.splice import splice_rows
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, DatasetExistsError, ImageError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.write import images
+from support.loaders import make_loader
 from support.nuscenes_tables import build_nuscenes
 from support.pictures import encode, natural
 from support.sharding import digests, shard_nuscenes
@@ -89,7 +90,7 @@ def test_loaders_give_the_same_batches(datasets) -> None:
     root, _ = datasets
     image = ImageAugment(height=24, width=80, train=True, resize_range=(0.5, 0.9), flip_prob=0.5)
     for split in open_dataset(root / "one").manifest.splits:
-        loaders = [DataLoader(root / n, 1, image=image, split=split, seed=1, num_workers=1) for n in ("plain", "one")]
+        loaders = [make_loader(root / n, 1, image=image, split=split, seed=1, num_workers=1) for n in ("plain", "one")]
         for a, b in zip(*loaders, strict=True):
             assert a["sample_key"] == b["sample_key"]
             assert torch.equal(a["img"], b["img"])
