@@ -28,7 +28,7 @@ from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_s
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share
+from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.transforms.ego import BevAugment
 from fuelrail.pipeline.transforms.image import ImageAugment
@@ -281,14 +281,15 @@ class DataLoader:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
         self._position = self._start
+        walk = Walk(self._start, self._batching, self._share)
         if not (self._runner.is_running and self._runner.rests_at(self._start)):
             self.close()
-            shelves = self._supply.shelves(self._start, self._batching, self._share)
-            coming = tasks.coming(self._supply.where, self._start, self._batching, self._share)
+            shelves = self._supply.shelves(walk)
+            coming = tasks.coming(self._supply.where, walk)
             asked_for = look_ahead(coming, shelves, self._look_ahead_bytes)
             made = buffer_pool.tasks(asked_for, self._supply.sources, self._buffers, self._window)
             self._runner.start(made, self.stages(), shelves)
-        return self._drain(self._runner.take(), self._start)
+        return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs.
@@ -321,7 +322,7 @@ class DataLoader:
         decoded = decode_state(state, self._identity, strict=strict)
         self.close()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
-        restored.rest(self._batching)  # refuses more samples than an epoch has
+        Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._start = self._position = restored
         self._epoch_is_set = False
 
@@ -369,10 +370,9 @@ class DataLoader:
     ) -> None:
         self.close()
 
-    def _drain(self, pipeline: Pipeline, start: Cursor) -> Iterator[dict[str, Any]]:
+    def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
-        rest, share, following = start.rest(self._batching), self._share, Cursor(start.epoch + 1)
-        num_batches, handed_out = len(share.steps(rest)), 0
+        num_batches, handed_out = walk.num_steps, 0
         try:
             for batch in islice(pipeline, num_batches):
                 if self._transfer is not None:
@@ -381,20 +381,20 @@ class DataLoader:
                     check_ranks_agree(self._settings(), self.world, batch)
                 handed_out += 1
                 self._batches += 1
-                self._position = Cursor(start.epoch, rest.consumed(min(handed_out * share.of, rest.num_steps)))
+                self._position = walk.after(handed_out)
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.num_workers, self.prefetch_factor = tuning
                     self._runner.adapt(self.stages())
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Here, not behind the loop: who counts batches by len() never asks for one more.
-                    self._go_on(following)
+                    self._go_on(walk.following)
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
             if self._runner.runs(pipeline):
                 if not num_batches:
-                    self._go_on(following)
-                if self._runner.rests_at(following):  # and no other iteration has begun
-                    self._position = following
+                    self._go_on(walk.following)
+                if self._runner.rests_at(walk.following):  # and no other iteration has begun
+                    self._position = walk.following
             elif handed_out < num_batches and self._runner.is_started:
                 raise FuelrailError(
                     f"another iteration of this loader has begun, which ended this one after {handed_out} of "

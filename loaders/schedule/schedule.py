@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
     from fuelrail.loaders.storage.cache.future_uses import Foresight
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.batching import Batching, Cursor, Share
+    from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
     from fuelrail.pipeline.order.spec import OrderSpec
     from fuelrail.pipeline.order.windows import FrameWindow
@@ -52,22 +52,20 @@ class Supply(NamedTuple):
     where: PlaceMap
     identity: Identity
 
-    def shelves(self, start: Cursor, batching: Batching, share: Share) -> list[Shelf]:
-        """Begin a session with each storage, to be asked for what comes for this share from ``start`` on."""
-        return [self._shelf(source, start, batching, share) for source in self.sources]
+    def shelves(self, walk: Walk) -> list[Shelf]:
+        """Begin a session with each storage, to be asked for the samples of this walk."""
+        return [self._shelf(source, walk) for source in self.sources]
 
-    def _shelf(self, source: Source, start: Cursor, batching: Batching, share: Share) -> Shelf:
+    def _shelf(self, source: Source, walk: Walk) -> Shelf:
         index, storage = source.dataset.index, source.storage
         numbers = RequestNumbers() if len(self.sources) > 1 else None
-        foresight, uses_per_step = self._foresee(source, start, batching, share, numbers)
+        foresight, uses_per_step = self._foresee(source, walk, numbers)
         return Shelf(index, storage.session(foresight, uses_per_step), numbers)
 
-    def _foresee(
-        self, source: Source, start: Cursor, batching: Batching, share: Share, numbers: RequestNumbers | None
-    ) -> tuple[Foresight, int]:
+    def _foresee(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[Foresight, int]:
         """What will be used of one dataset; its requests' ``numbers`` among all are needed where there are several."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
-        return foresee(self.where.numbers, start, batching, self.where.frames, only, share)
+        return foresee(self.where.numbers, walk, self.where.frames, only)
 
 
 def make_supply(

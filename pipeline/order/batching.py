@@ -15,15 +15,18 @@ word between them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from fuelrail.pipeline.errors import WorldError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 
@@ -149,19 +152,92 @@ class Cursor:
         """Itself, or the beginning of the next epoch where its own has no step left."""
         return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
 
-    def advanced(self, whole: Batching, num_steps: int = 1) -> Cursor:
-        """The cursor ``num_steps`` steps on, through as many epochs as that takes, rolled; in constant time.
 
-        Every epoch is taken to have ``whole.epoch_length`` positions. Raises WorldError for a negative number.
+class Share(NamedTuple):
+    """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from ``first`` on."""
+
+    first: int = 0
+    of: int = 1
+
+    def steps(self, batching: Batching) -> range:
+        """The steps of these batches that are its own."""
+        return range(self.first, batching.num_steps, self.of)
+
+
+EVERY_STEP: Final = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The steps of a run from ``start`` on: the rest of that epoch, then whole epochs without end.
+
+    ``batching`` cuts a whole epoch, ``share`` selects the steps that are made here: k counts those. A step of an epoch
+    is numbered within :meth:`batches` of that epoch. Raises WorldError where ``start`` has consumed more samples than
+    an epoch has.
+    """
+
+    start: Cursor
+    batching: Batching
+    share: Share = EVERY_STEP
+    rest: Batching = field(init=False)
+    """The batches of the first epoch that are still to come."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rest", self.start.rest(self.batching))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made here in the first epoch."""
+        return len(self.share.steps(self.rest))
+
+    @property
+    def following(self) -> Cursor:
+        """The beginning of the second epoch."""
+        return Cursor(self.start.epoch + 1)
+
+    def batches(self, epoch: int) -> Batching:
+        """The batches of one epoch of the walk."""
+        return self.rest if epoch == self.start.epoch else self.batching
+
+    def place(self, k: int) -> tuple[int, int]:
+        """Epoch and step of the k-th step made here, in constant time."""
+        first, whole = self.share.steps(self.rest), self.share.steps(self.batching)
+        if k < len(first):
+            return self.start.epoch, first[k]
+        epochs, at = divmod(k - len(first), len(whole))
+        return self.start.epoch + 1 + epochs, whole[at]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the place of each step made here; endless, or empty where the share has no step."""
+        return map(self.place, count()) if self.share.steps(self.batching) else iter(())
+
+    def number(self, k: int) -> int:
+        """Number of the k-th step made here among the steps of all shares."""
+        epoch, step = self.place(k)
+        later = epoch - self.start.epoch
+        return step if not later else self.rest.num_steps + (later - 1) * self.batching.num_steps + step
+
+    def after(self, num_steps: int) -> Cursor:
+        """The cursor after this number of steps made here, in the first epoch; other shares have made as many."""
+        return replace(
+            self.start, samples_consumed=self.rest.consumed(min(num_steps * self.share.of, self.rest.num_steps))
+        )
+
+    def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the ``first`` on.
+
+        Step by step, and rank by rank in each: int64 (steps * ranks * rank_batch,). Padding included.
         """
-        if num_steps < 0:
-            raise WorldError(f"a cursor advances by 0 steps or more, got {num_steps}")
-        rest = self.rest(whole)
-        if num_steps < rest.num_steps:
-            return replace(self, samples_consumed=rest.consumed(num_steps))
-        full = replace(whole, start=0)
-        epochs, steps = divmod(num_steps - rest.num_steps, full.num_steps)
-        return Cursor(self.epoch + 1 + epochs, full.consumed(steps))
+        rank_batch = self.batching.rank_batch
+        in_step = ranks.start * rank_batch + np.arange(len(ranks) * rank_batch)
+        while num_steps > 0:
+            epoch, step = self.place(first)
+            batches = self.batches(epoch)
+            end = min(step + num_steps * self.share.of, batches.num_steps)
+            steps = np.arange(step, end, self.share.of, dtype=np.int64)
+            starts = batches.start + steps * batches.global_batch
+            yield epoch, (starts[:, None] + in_step).reshape(-1) % batches.epoch_length
+            first, num_steps = first + len(steps), num_steps - len(steps)
 
 
 def _integers(record: object, *names: str) -> None:
@@ -186,24 +262,3 @@ def _indivisible(global_batch: int, size: int) -> str:
         f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "
         f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for {global_batch}"
     )
-
-
-class Share(NamedTuple):
-    """Which steps a process makes of its rank's: every ``of``-th from ``first`` on."""
-
-    first: int = 0
-    of: int = 1
-
-    def steps(self, batching: Batching) -> range:
-        """The steps of these batches that are its own."""
-        return range(self.first, batching.num_steps, self.of)
-
-    def step(self, number: int, start: Cursor, whole: Batching) -> int:
-        """Which step, counted from ``start`` on over the ends of epochs, is its own one of this number."""
-        rest = start.rest(whole)
-        own = self.steps(rest)
-        if number < len(own):
-            return own[number]
-        own_in_epoch = self.steps(whole)
-        epochs, at = divmod(number - len(own), len(own_in_epoch))
-        return rest.num_steps + epochs * whole.num_steps + own_in_epoch[at]

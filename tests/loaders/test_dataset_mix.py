@@ -20,7 +20,7 @@ from fuelrail.loaders.storage.cache.future_uses import Foresight
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
-from fuelrail.pipeline.order.batching import Cursor, Share
+from fuelrail.pipeline.order.batching import Cursor, Walk
 from support.datasets import build_dataset
 
 SMALL = ImageAugment(height=32, width=48, resize=0.5)
@@ -162,7 +162,7 @@ def test_each_cache_foresees_its_own_rows(roots, tmp_path):
         assert stats.cache_hits >= 3 * 28 - 25 - 4
     first = [(name, row) for batch in plain[0] for name, row in batch]
     for source in supply.sources:
-        foresight = supply._foresee(source, Cursor(), loader._batching, Share(), RequestNumbers())[0]
+        foresight = supply._foresee(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
         assert isinstance(foresight, Foresight)
         uses = [(time, row) for time, (name, row) in enumerate(first) if name == source.name]
         assert foresight.used(0, len(first)).tolist() == [row for _, row in uses]

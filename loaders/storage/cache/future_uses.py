@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import heapq
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from fuelrail.pipeline.order.batching import Cursor
+from fuelrail.pipeline.order.batching import EVERY_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.batching import Batching, Share, World
+    from fuelrail.pipeline.order.batching import Walk, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)
 """Not used again, as far as one can see."""
@@ -83,45 +84,22 @@ class Foresight:
 
 
 def coming_rows(
-    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
-    start: Cursor,
-    whole: Batching,
-    ranks: range,
-    per_position: int = 1,
+    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]], walk: Walk, ranks: range, per_position: int = 1
 ) -> tuple[Coming, int]:
-    """The rows that ``ranks`` (of the data-parallel world, in step) take from ``start`` on; and how many in each step.
+    """The rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the number in each step.
 
-    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` tells what is read for positions of an
-    epoch, ``per_position`` rows for each, in the order of reading.
+    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` gives the rows that are read for
+    positions of an epoch, ``per_position`` of them for each, in the order of reading.
     """
-    positions_per_step = len(ranks) * whole.rank_batch
-    uses_per_step = positions_per_step * per_position
-    full_steps = Cursor(start.epoch + 1).rest(whole).num_steps
-    first_steps = start.rest(whole).num_steps
+    per_step = len(ranks) * walk.batching.rank_batch * per_position
 
     def coming(first: int, count: int, /) -> NDArray[np.int64]:
-        parts: list[NDArray[np.int64]] = []
-        step, skip = divmod(first, uses_per_step)
-        missing = count + skip
-        while missing > 0:
-            if step < first_steps:
-                cursor, done, steps = start, step, first_steps
-            else:
-                if full_steps == 0:
-                    break
-                epochs, done = divmod(step - first_steps, full_steps)
-                cursor, steps = Cursor(start.epoch + 1 + epochs), full_steps
-            num = min(steps - done, -(-missing // uses_per_step))
-            begin = cursor.samples_consumed + ranks.start * whole.rank_batch
-            starts = begin + np.arange(done, done + num, dtype=np.int64) * whole.global_batch
-            positions = (starts[:, None] + np.arange(positions_per_step)).reshape(-1) % whole.epoch_length
-            parts.append(rows_of(cursor.epoch, positions))
-            step += num
-            missing -= num * uses_per_step
-        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        step, skip = divmod(first, per_step)
+        places = walk.positions(step, -(-(skip + count) // per_step), ranks)
+        rows = np.concatenate([np.empty(0, np.int64), *(rows_of(epoch, positions) for epoch, positions in places)])
         return rows[skip : skip + count]
 
-    return coming, uses_per_step
+    return coming, per_step
 
 
 class Range(NamedTuple):
@@ -137,26 +115,24 @@ class Range(NamedTuple):
 
 def foresee(
     rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
-    start: Cursor,
-    whole: Batching,
+    walk: Walk,
     per_position: int = 1,
     only: Range | None = None,
-    share: Share | None = None,
 ) -> tuple[Foresight, int]:
-    """What this host's ranks will use from ``start`` on, and how much in each step; see :func:`coming_rows`.
+    """Return the uses of this host's ranks on a walk, and the number in each step; see :func:`coming_rows`.
 
-    With ``only`` it sees one dataset's rows among those of several, by its own numbers, at the times that they come.
-    ``share`` is this process's among those that take turns at the rank's steps: it sees what all of them use.
+    The uses of all processes that take turns at the rank's steps are included; ``walk.share`` is this one's.
+    ``only`` restricts them to one dataset's rows among those of several, by its own numbers, at unchanged times.
     """
-    ranks = ranks_on_host(whole.world)
-    coming, uses_per_step = coming_rows(rows_of, start, whole, ranks, per_position)
-    begin = (whole.world.rank - ranks.start) * whole.rank_batch * per_position
-    own_per_step = whole.rank_batch * per_position
+    batching = walk.batching
+    ranks = ranks_on_host(batching.world)
+    coming, uses_per_step = coming_rows(rows_of, replace(walk, share=EVERY_STEP), ranks, per_position)
+    begin = (batching.world.rank - ranks.start) * batching.rank_batch * per_position
+    own_per_step = batching.rank_batch * per_position
 
     def time_of(k: int) -> int:
         own_step, at = divmod(k if only is None else only.number_of(k), own_per_step)
-        step = own_step if share is None else share.step(own_step, start, whole)
-        return step * uses_per_step + begin + at
+        return walk.number(own_step) * uses_per_step + begin + at
 
     def own_rows(first: int, count: int, /) -> NDArray[np.int64]:
         assert only is not None
@@ -164,7 +140,7 @@ def foresee(
         rows[(rows < 0) | (rows >= only.size)] = FOREIGN
         return rows
 
-    horizon = 2 * whole.epoch_length * per_position
+    horizon = 2 * batching.epoch_length * per_position
     return Foresight(coming if only is None else own_rows, horizon, time_of), uses_per_step
 
 

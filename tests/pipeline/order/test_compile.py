@@ -15,7 +15,7 @@ from fuelrail.bench.micro.synthetic_index import write_synthetic_index
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.compile import CompiledOrder, LaneOrder, MixOrder, compile_order, read_keys
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -235,7 +235,8 @@ def test_any_composition_resumes_anywhere_in_any_world(by_frame, spec, size, oth
     order = compile_order(spec, by_frame)
     global_batch = size * other * factor
     plan = Batching(order.epoch_length, global_batch, World(), drop_last=False)
-    cursor = Cursor().advanced(plan, num_steps)
+    number, step = Walk(Cursor(), plan).place(num_steps)
+    cursor = Cursor(number, plan.consumed(step))
 
     def batch(size):
         epoch = order.epoch(cursor.epoch)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fuelrail.pipeline.order.spec as order_module
 from fuelrail.pipeline.errors import ConfigError, OrderError
-from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.permutation import MAX_LENGTH
 from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
@@ -156,7 +156,7 @@ def test_the_global_sequence_is_the_same_for_every_world_and_resumed_anywhere(
     layout = Layout((n // 3, n - n // 3)) if n > 3 else Layout((n,))
     one = Batching(n, global_batch, World(0, 1), drop_last=drop_last)
     step = data.draw(st.integers(0, one.num_steps))
-    cursor = Cursor(3, 0).advanced(one, step)
+    cursor = Walk(Cursor(3), one).after(step).rolled(one)
 
     def batch_at(cursor, size):
         """The next global batch of a run that stands at ``cursor``, put together from all ranks."""

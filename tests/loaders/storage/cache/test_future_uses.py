@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuelrail.bench.micro.storage_cache import lru_hits
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, Foresight, coming_rows, foresee
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk, World
 from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
 
 
@@ -139,7 +139,7 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
     def rows_of(epoch, positions):
         return (Order(spec, layout, epoch)(positions)[:, None] * 10 + np.arange(frames)).reshape(-1)
 
-    coming, per_step = coming_rows(rows_of, start, whole[0], ranks, frames)
+    coming, per_step = coming_rows(rows_of, Walk(start, whole[0]), ranks, frames)
     expected = []
     for cursor in (start, Cursor(3), Cursor(4)):
         order = Order(spec, layout, cursor.epoch)
@@ -159,7 +159,7 @@ def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
     whole, start = Batching(26, 4, World(0, 1), drop_last=True), Cursor(3, consumed)
     order = Order(OrderSpec(kind="shuffled", seed=1), Layout((26,)), 0)
     share = Share(first, of)
-    foresight, uses = foresee(lambda epoch, positions: order(positions) + 100 * epoch, start, whole, share=share)
+    foresight, uses = foresee(lambda epoch, positions: order(positions) + 100 * epoch, Walk(start, whole, share))
     assert uses == 4
     own = []  # as `tasks.coming` walks
     for epoch in range(3, 7):
