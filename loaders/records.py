@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fuelrail.pipeline.order.epoch import NO_FLAGS
 from fuelrail.pipeline.transforms.ego import IDENTITY
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ class Source(NamedTuple):
     base: int
     storage: Storage
     reader: SampleReader
-
-
-NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
-"""Of batches whose order has nothing to say of its samples."""
 
 
 class Due(NamedTuple):

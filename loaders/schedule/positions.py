@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fuelrail.loaders.records import NO_FLAGS
-from fuelrail.pipeline.order.lanes import LaneEpoch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
-    from fuelrail.pipeline.order.mix import MixedEntries
+    from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
 
     Rows: TypeAlias = NDArray[np.int64]
@@ -56,7 +52,7 @@ class Places(NamedTuple):
 class PlaceMap:
     """Maps the positions of any epoch to their places. Pure; safe to call from any number of threads."""
 
-    def __init__(self, order: AnyOrder | DatasetMixOrder, parts: Sequence[Part]) -> None:
+    def __init__(self, order: EndlessOrder, parts: Sequence[Part]) -> None:
         """``parts``: one, or those that the order mixes."""
         self.epoch_length = order.epoch_length
         self._parts = tuple(parts)
@@ -67,17 +63,7 @@ class PlaceMap:
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
         """The places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
-        order = self._epoch(epoch)
-        valid, flags = np.ones(len(positions), dtype=bool), NO_FLAGS
-        parts = np.zeros(len(positions), dtype=np.int64)
-        if isinstance(order, LaneEpoch):
-            samples, valid, prev_exists = order.entries(positions)
-            flags = {"lane": positions % order.num_lanes, "prev_exists": prev_exists}
-        elif len(self._parts) > 1:
-            mixed: MixedEntries = order.entries(positions)  # type: ignore[attr-defined]
-            parts, samples = mixed
-        else:
-            samples = order(positions)
+        parts, samples, valid, flags = self._epoch(epoch).entries(positions)
         rows = np.empty((len(positions), self.frames), dtype=np.int64)
         present = np.ones(rows.shape, dtype=bool)
         for number, part in enumerate(self._parts):
@@ -98,7 +84,5 @@ class PlaceMap:
 
     def next_position(self, epoch: int, position: int) -> int:
         """The position whose sample takes a bad one's place: the next one; in lanes that of the lane's next frame."""
-        order = self._epoch(epoch)
         # Another lane's would be of another clip.
-        stride = order.num_lanes if isinstance(order, LaneEpoch) else 1
-        return (position + stride) % self.epoch_length
+        return (position + self._epoch(epoch).num_lanes) % self.epoch_length

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import Foresight
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
-    from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
+    from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.spec import OrderSpec
     from fuelrail.pipeline.order.windows import FrameWindow
 
@@ -80,7 +80,7 @@ def make_supply(
     for dataset in datasets.values():
         dataset.split(split)  # a split that is not there is told before anything is computed
     clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}
-    order: AnyOrder | DatasetMixOrder
+    order: EndlessOrder
     if mix is None:
         ((name, dataset),) = datasets.items()
         order = compile_order(spec, dataset, split, global_batch=global_batch, window=window, clips=clips[name])

@@ -16,27 +16,18 @@ that ends early repeats its first piece, flagged as not valid: every lane has a 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.epoch import Entries
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from fuelrail.pipeline.format.attributes import ClipTable
-
-
-class LaneEntries(NamedTuple):
-    """What lanes see at some positions; all of the positions' shape."""
-
-    samples: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    """False: the lane's first piece again, because the others aren't done."""
-    prev_exists: NDArray[np.bool_]
-    """The lane showed the frame before this one in its previous step; False: its memory is to be reset."""
 
 
 class Lanes:
@@ -110,7 +101,7 @@ def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
 
 
 class LaneEpoch:
-    """One epoch: a call maps positions to samples, :meth:`entries` tells the rest of each place."""
+    """One epoch of lanes."""
 
     __slots__ = (
         "_clips",
@@ -148,8 +139,12 @@ class LaneEpoch:
         """Samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
         return self.entries(positions).samples
 
-    def entries(self, positions: ArrayLike) -> LaneEntries:
-        """Samples and flags at ``positions``; raises OrderError as a call does."""
+    def entries(self, positions: ArrayLike, /) -> Entries:
+        """Entries at ``positions``, with two flags; raises OrderError for positions outside.
+
+        Not valid: the lane has ended, and shows its first piece again. ``lane``: which lane of the global batch.
+        ``prev_exists``: the lane showed the frame before this one in its previous step; False: reset its memory.
+        """
         step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
         valid = step < self._lane_ends[lane]
         first = self._first_piece[lane]
@@ -158,4 +153,4 @@ class LaneEpoch:
         piece = np.where(valid, running, first)
         offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
         samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
-        return LaneEntries(samples, valid, offset > 0)
+        return Entries(np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0})
