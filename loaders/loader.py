@@ -22,8 +22,8 @@ from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolv
 from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
 from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
-from fuelrail.loaders.schedule.prefetch import look_ahead
-from fuelrail.loaders.schedule.schedule import Choice, make_supply
+from fuelrail.loaders.schedule.prefetch import prefetch
+from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import FuelrailError, WorldError
@@ -198,8 +198,10 @@ class DataLoader:
         self.order = order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=seed)
         (lidar, accumulation), *_ = [choose_points(one, points) for one in self.datasets.values()]
         self._window = choose_window(frames, stride, padding)
-        self._supply = make_supply(
-            Choice(self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None),
+        self._supply = make_schedule(
+            ScheduleRequest(
+                self.datasets, mix, split, self.order, self._window, lidar is not None, accumulation is not None
+            ),
             partial(
                 open_storage,
                 backend=storage,
@@ -282,13 +284,13 @@ class DataLoader:
             self._start = self._start.rolled(self._batching)
         self._position = self._start
         walk = Walk(self._start, self._batching, self._share)
-        if not (self._runner.is_running and self._runner.rests_at(self._start)):
+        if not (self._runner.is_running and self._runner.idle_at(self._start)):
             self.close()
-            shelves = self._supply.shelves(walk)
+            streams = self._supply.streams(walk)
             coming = tasks.coming(self._supply.where, walk)
-            asked_for = look_ahead(coming, shelves, self._look_ahead_bytes)
-            made = buffer_pool.tasks(asked_for, self._supply.sources, self._buffers, self._window)
-            self._runner.start(made, self.stages(), shelves)
+            requested = prefetch(coming, streams, self._look_ahead_bytes)
+            made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window)
+            self._runner.start(made, self.stages(), streams)
         return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
@@ -393,7 +395,7 @@ class DataLoader:
             if self._runner.runs(pipeline):
                 if not num_batches:
                     self._go_on(walk.following)
-                if self._runner.rests_at(walk.following):  # and no other iteration has begun
+                if self._runner.idle_at(walk.following):  # and no other iteration has begun
                     self._position = walk.following
             elif handed_out < num_batches and self._runner.is_started:
                 raise FuelrailError(
@@ -408,7 +410,7 @@ class DataLoader:
     def _go_on(self, following: Cursor) -> None:
         """The epoch is over: the next iteration is the following one, where the pipeline stands already."""
         self._start = following
-        self._runner.rest_at(following)
+        self._runner.park_at(following)
         self._epoch_is_set = False
 
     def _settings(self) -> dict[str, Any]:

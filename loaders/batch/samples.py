@@ -51,9 +51,9 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
     """The sample's bytes from storage, checked; or those of the sample that takes its place."""
     while True:
         stored = []
-        for number, (_, _, entry, take) in enumerate(task.frames):
+        for number, (_, _, entry, pending_read) in enumerate(task.frames):
             try:
-                span = take()
+                span = pending_read()
             except BAD_SAMPLE as error:
                 task = bad.replace(task, number, error)
                 break

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.loaders.records import DecodedSample, Source, Task
-    from fuelrail.loaders.schedule.positions import PlaceMap
+    from fuelrail.loaders.schedule.positions import PositionIndex
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def make_policy(on_error: str, max_bad: int, file: str | os.PathLike[str] | None
 class BadSamples:
     """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
 
-    def __init__(self, policy: Policy, sources: Sequence[Source], where: PlaceMap, rank: int = 0) -> None:
+    def __init__(self, policy: Policy, sources: Sequence[Source], where: PositionIndex, rank: int = 0) -> None:
         self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
         self._bad: set[int] = set()
         self._lock = threading.Lock()

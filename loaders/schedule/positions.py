@@ -1,6 +1,6 @@
 """Which rows of which dataset stand at a position: the order, its lanes, windows and mixes, as the loader sees them.
 
-Loading, the cache's foresight and the replacement of bad samples all ask here, so they cannot disagree.
+Loading, the cache's future uses and the replacement of bad samples all ask here, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Places(NamedTuple):
     """(B,) each: what the order says of these samples, under the names of a batch."""
 
 
-class PlaceMap:
+class PositionIndex:
     """Maps the positions of any epoch to their places. Pure; safe to call from any number of threads."""
 
     def __init__(self, order: EndlessOrder, parts: Sequence[Part]) -> None:

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from fuelrail.loaders.schedule.datasets import check_compatible, make_sources
-from fuelrail.loaders.schedule.positions import Part, PlaceMap
-from fuelrail.loaders.schedule.prefetch import RequestNumbers, Shelf
+from fuelrail.loaders.schedule.positions import Part, PositionIndex
+from fuelrail.loaders.schedule.prefetch import RequestNumbers, RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import Range, foresee
+from fuelrail.loaders.storage.cache.future_uses import Range, build_future_uses
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SEARCHED_AT_A_TIME = 1 << 16
 
 
-class Choice(NamedTuple):
+class ScheduleRequest(NamedTuple):
     """What is to be loaded: one dataset, or several and their ratios; a split; an order; temporal windows."""
 
     datasets: Mapping[str, Dataset]
@@ -45,32 +45,32 @@ class Choice(NamedTuple):
     """Earlier sweeps of the lidar too."""
 
 
-class Supply(NamedTuple):
+class Schedule(NamedTuple):
     """The samples to load, by position."""
 
     sources: tuple[Source, ...]
-    where: PlaceMap
+    where: PositionIndex
     identity: Identity
 
-    def shelves(self, walk: Walk) -> list[Shelf]:
+    def streams(self, walk: Walk) -> list[RequestStream]:
         """Begin a session with each storage, to be asked for the samples of this walk."""
-        return [self._shelf(source, walk) for source in self.sources]
+        return [self._stream(source, walk) for source in self.sources]
 
-    def _shelf(self, source: Source, walk: Walk) -> Shelf:
+    def _stream(self, source: Source, walk: Walk) -> RequestStream:
         index, storage = source.dataset.index, source.storage
         numbers = RequestNumbers() if len(self.sources) > 1 else None
-        foresight, uses_per_step = self._foresee(source, walk, numbers)
-        return Shelf(index, storage.session(foresight, uses_per_step), numbers)
+        future_uses, uses_per_step = self._future_uses(source, walk, numbers)
+        return RequestStream(index, storage.session(future_uses, uses_per_step), numbers)
 
-    def _foresee(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[Foresight, int]:
+    def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """What will be used of one dataset; its requests' ``numbers`` among all are needed where there are several."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
-        return foresee(self.where.numbers, walk, self.where.frames, only)
+        return build_future_uses(self.where.numbers, walk, self.where.frames, only)
 
 
-def make_supply(
-    choice: Choice, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
-) -> Supply:
+def make_schedule(
+    choice: ScheduleRequest, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
+) -> Schedule:
     """Compile the order and open the datasets' storages.
 
     Raises ConfigError and OrderError for what cannot be loaded so, and what `compile_order` raises.
@@ -96,7 +96,7 @@ def make_supply(
     # Through JSON and back, so that a state that was saved as JSON has the same types.
     said: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
     identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=said)
-    return Supply(sources, PlaceMap(order, parts), identity)
+    return Schedule(sources, PositionIndex(order, parts), identity)
 
 
 def _lookup(window: FrameWindow | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:

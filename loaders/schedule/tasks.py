@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fuelrail.loaders.records import Due
+from fuelrail.loaders.records import Scheduled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fuelrail.loaders.schedule.positions import PlaceMap
+    from fuelrail.loaders.schedule.positions import PositionIndex
     from fuelrail.pipeline.order.batching import Walk
 
 
-def coming(where: PlaceMap, walk: Walk) -> Iterator[Due]:
+def coming(where: PositionIndex, walk: Walk) -> Iterator[Scheduled]:
     """Yield the samples of this rank and share, step by step, epoch after epoch."""
     for epoch, step in walk:
         batches = walk.batches(epoch)
@@ -27,4 +27,4 @@ def coming(where: PlaceMap, walk: Walk) -> Iterator[Due]:
         places = (positions, rows, valid, parts, present)
         for at, place in enumerate(zip(*[column.tolist() for column in places], strict=True)):
             position, row, is_valid, part, exists = place
-            yield Due(epoch, step, at, position, row, is_valid, part, exists, flags)
+            yield Scheduled(epoch, step, at, position, row, is_valid, part, exists, flags)

@@ -45,7 +45,7 @@ from fuelrail.pipeline.format.dataset import check_span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index_row import IndexRow
@@ -195,7 +195,7 @@ class MappedShards:
         if self._faults.has_hit(row.shard, row.offset, row.offset + row.length):
             raise _cut(file, row)
 
-    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
         """A stream of requests, which read ahead."""
         is_guarding()
         return _MappedSession(self, self._files)

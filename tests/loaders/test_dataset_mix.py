@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders import AttributeWeights, DataLoader, ImageAugment, Mix, OrderSpec, World
 from fuelrail.loaders.schedule.prefetch import RequestNumbers
-from fuelrail.loaders.storage.cache.future_uses import Foresight
+from fuelrail.loaders.storage.cache.future_uses import FutureUses
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
@@ -150,7 +150,7 @@ def test_pickled_it_goes_on_as_the_same_mix(roots):
         assert named(copy) == rest
 
 
-def test_each_cache_foresees_its_own_rows(roots, tmp_path):
+def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     options = {"storage": "remote", "cache_dir": tmp_path, "look_ahead_bytes": 30_000}
     plain = [run(roots, 4, 1, epoch=epoch) for epoch in range(3)]
     with make(roots, 4, **options) as loader:
@@ -162,12 +162,12 @@ def test_each_cache_foresees_its_own_rows(roots, tmp_path):
         assert stats.cache_hits >= 3 * 28 - 25 - 4
     first = [(name, row) for batch in plain[0] for name, row in batch]
     for source in supply.sources:
-        foresight = supply._foresee(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
-        assert isinstance(foresight, Foresight)
+        future_uses = supply._future_uses(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
+        assert isinstance(future_uses, FutureUses)
         uses = [(time, row) for time, (name, row) in enumerate(first) if name == source.name]
-        assert foresight.used(0, len(first)).tolist() == [row for _, row in uses]
+        assert future_uses.used(0, len(first)).tolist() == [row for _, row in uses]
         time, row = uses[1]
-        assert foresight.next_use(torch.tensor([row]).numpy(), time - 1).tolist() == [time]
+        assert future_uses.next_use(torch.tensor([row]).numpy(), time - 1).tolist() == [time]
 
 
 def test_request_numbers_are_found_in_order():

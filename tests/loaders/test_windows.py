@@ -228,7 +228,7 @@ def test_a_state_of_another_window_is_refused_showing_both(root, other):
             another.load_state_dict(loader.state_dict())
 
 
-def test_foresight_and_requests_know_all_frames(root, tmp_path, monkeypatch):
+def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
     options = {"storage": "remote", "cache_dir": tmp_path / "cache", "look_ahead_bytes": 30_000}
     with make(root, 4, frames=[-1, 0], seed=2, **options) as loader:
         where, storage = loader._supply.where, loader._supply.sources[0].storage

@@ -42,7 +42,7 @@ class Coming(Protocol):
         """Rows, int64; FOREIGN where one of another dataset is used."""
 
 
-class Foresight:
+class FutureUses:
     """Next uses over a sliding horizon of the coming rows.
 
     ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are looked up. Where it
@@ -113,12 +113,12 @@ class Range(NamedTuple):
     number_of: Callable[[int], int]
 
 
-def foresee(
+def build_future_uses(
     rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
     walk: Walk,
     per_position: int = 1,
     only: Range | None = None,
-) -> tuple[Foresight, int]:
+) -> tuple[FutureUses, int]:
     """Return the uses of this host's ranks on a walk, and the number in each step; see :func:`coming_rows`.
 
     The uses of all processes that take turns at the rank's steps are included; ``walk.share`` is this one's.
@@ -141,7 +141,7 @@ def foresee(
         return rows
 
     horizon = 2 * batching.epoch_length * per_position
-    return Foresight(coming if only is None else own_rows, horizon, time_of), uses_per_step
+    return FutureUses(coming if only is None else own_rows, horizon, time_of), uses_per_step
 
 
 def ranks_on_host(world: World) -> range:
@@ -165,8 +165,8 @@ class FarthestFirst:
     and :meth:`advance` as time goes by, for a resident's use moves its next use. ``now`` is the time it was told last.
     """
 
-    def __init__(self, foresight: Foresight, is_resident: Callable[[int], bool], lag: int = 0) -> None:
-        self._foresight, self._is_resident, self._lag = foresight, is_resident, lag
+    def __init__(self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0) -> None:
+        self._future_uses, self._is_resident, self._lag = future_uses, is_resident, lag
         self.now = 0
         self._walked = 0
         self._stock_base = -1
@@ -178,16 +178,16 @@ class FarthestFirst:
     @property
     def wants_stock(self) -> bool:
         """Whether :meth:`rebuild` is due: at first, and when the horizon has moved."""
-        return self._stock_base != self._foresight.base
+        return self._stock_base != self._future_uses.base
 
     def rebuild(self, rows: NDArray[np.int64], now: int) -> None:
         """Take stock of all residents at time ``now``."""
         self.now = self._walked = now
-        times = self._foresight.next_use(rows, self.now)
+        times = self._future_uses.next_use(rows, self.now)
         nearest_first = np.argsort(times, kind="stable")
         self._rows, self._times, self._left = rows[nearest_first], times[nearest_first], len(rows)
         self._heap.clear()
-        self._stock_base = self._foresight.base
+        self._stock_base = self._future_uses.base
 
     def add(self, row: int, next_use: int) -> None:
         """A newcomer, or a resident whose next use moved."""
@@ -200,14 +200,14 @@ class FarthestFirst:
         self.now = now
         end = now + 1 - self._lag
         if end > self._walked:
-            for row in self._foresight.used(self._walked, end).tolist():
+            for row in self._future_uses.used(self._walked, end).tolist():
                 if self._is_resident(row):
                     self.add(row, self.next_use(row))
             self._walked = end
 
     def next_use(self, row: int) -> int:
         """When a row is used next after now."""
-        return int(self._foresight.next_use(np.array([row]), self.now)[0])
+        return int(self._future_uses.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:
         """Take out the resident with the farthest next use: (row, next use); None where no resident is known.
