@@ -271,7 +271,7 @@ class DataLoader:
         That one raises FuelrailError if it is continued: never is an epoch short in silence.
 
         Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
-        go on over the epoch's end, until :meth:`close` or garbage collection.
+        continue over the epoch's end, until :meth:`close` or garbage collection.
         """
         if self._world_is_detected and (world := detect_world()) != self.world:
             raise WorldError(
@@ -399,7 +399,7 @@ class DataLoader:
                     self._position = walk.following
             elif handed_out < num_batches and self._runner.is_started:
                 raise FuelrailError(
-                    f"another iteration of this loader has begun, which ended this one after {handed_out} of "
+                    f"another iteration of this loader was started, which ended this one after {handed_out} of "
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:

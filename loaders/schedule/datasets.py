@@ -1,6 +1,6 @@
-"""The datasets that a loader draws from: opened, held against each other, and each with its storage and reader.
+"""Open the datasets of a loader, check that they fit together, and give each a storage and a reader.
 
-Samples of several datasets stand in one batch, so they must have the same rig and mean the same by their labels.
+A batch may hold samples of several datasets, so they must have the same rig and the same meaning of labels.
 """
 
 from __future__ import annotations

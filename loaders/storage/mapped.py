@@ -57,8 +57,8 @@ _SURE_AFTER: Final = 32
 
 
 _PROBE_EVERY: Final = 8
-"""After so many spans in a row that were in memory only each eighth is looked up ahead, until one is not. Looking up
-costs a twentieth of checking a span, and is done again when it is taken.
+"""After this number of spans in a row that were in memory only each eighth is looked up ahead, until one is not.
+Looking up costs a twentieth of checking a span, and is done again when it is taken.
 """
 
 
@@ -283,7 +283,7 @@ class _MappedSession:
         self._readers.shutdown(cancel_futures=True)
 
     def _starts_reading(self, row: IndexRow) -> bool:
-        """Have a span read, unless it is in memory. Advice only; whoever takes it meets the error with its address."""
+        """Start to read a span, unless it is in memory. Advice only: errors are raised when the span is taken."""
         try:
             file = self._files[row.shard]
             end = row.offset + row.length

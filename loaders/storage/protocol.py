@@ -54,7 +54,7 @@ class Session(Protocol):
         """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
 
     def close(self) -> None:
-        """Give up what was asked for; whoever waits gets a StorageError. May be called twice, from any thread."""
+        """Cancel what was requested; a thread that waits gets a StorageError. May be called twice, from any thread."""
 
 
 class Storage(Protocol):

@@ -94,7 +94,7 @@ class RemoteShards:
         self.requester = Requester(self._retry, self._hedge, concurrency, self._options, self._on_fault)
 
     def _ensure_process(self) -> None:
-        """Begin anew in a forked process: event loops, connections and locks do not survive a fork."""
+        """Start again in a forked process: event loops, connections and locks do not survive a fork."""
         if os.getpid() != self._pid:
             self._begin()
 

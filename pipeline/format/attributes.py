@@ -52,7 +52,7 @@ _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 
 
 class AttributesFile:
-    """The file itself, of whoever made it: its sizes are checked before memory is taken for them."""
+    """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

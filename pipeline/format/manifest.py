@@ -225,7 +225,7 @@ def _why_not_ready(root: Path) -> str:
     if not root.is_dir():
         return f"is not a folder; {make}"
     if (root / WORK_FOLDER).is_dir():
-        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to go on"
+        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
         return f"has shards, but its dataset.json is gone; {_BRING_BACK}"
     return f"has no dataset.json: sharding has not finished there; {make}"

@@ -1,4 +1,4 @@
-"""Data-parallel ranks, and the arithmetic from (epoch length, global batch, rank, step) to positions.
+"""Which positions a rank takes in which step and epoch: arithmetic on a few integers.
 
 An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R consecutive ones::
 
@@ -6,10 +6,12 @@ An epoch is cut into global batches of G consecutive positions; each of the R ra
     | rank 0 | .. | rank R-1 | rank 0 | .. | rank R-1 | ...
     start                      start + G                  start + 2 G
 
-``start`` is the number of samples consumed before: 0 at the epoch's beginning. What a global batch holds depends on
-(start, G) alone, so another number of ranks goes on with the same batches; with another G the rest of the epoch is cut
-anew, and each of the samples left comes once. All of it is integer arithmetic on a few numbers: ranks agree without a
-word between them.
+``start`` is the number of samples consumed before: 0 at the epoch's beginning. A global batch depends on (start, G)
+alone, so another number of ranks continues with the same batches. With another G the rest of the epoch is cut again,
+and each of the samples left comes once. Ranks agree without communication.
+
+`Batching` is one epoch or its rest, `Cursor` the position of a run, `Share` the steps of one of several processes that
+take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class Batching:
     """The global batches of one epoch, or of its rest, and one rank's part in each.
 
     ``epoch_length``: positions in the epoch, at least 1. ``global_batch``: samples a step over all ranks, a multiple of
-    ``world.size``. ``start``: samples of this epoch consumed already; step 0 begins there. The samples left behind the
-    last full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
-    beginning on that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
+    ``world.size``. ``start``: samples of this epoch consumed already; step 0 begins there. The samples after the last
+    full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
+    beginning that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
 
     Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave every epoch empty,
     and for numbers out of range.
@@ -98,7 +100,7 @@ class Batching:
     def positions(self, step: int) -> NDArray[np.int64]:
         """This rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
-        Beyond the epoch's end, in the last step only, they begin again at position 0. Raises WorldError for a step
+        Beyond the epoch's end, in the last step only, they start again at position 0. Raises WorldError for a step
         outside 0 .. num_steps - 1.
         """
         return self._running(step) % self.epoch_length
@@ -108,7 +110,7 @@ class Batching:
         return self._running(step) < self.epoch_length
 
     def _running(self, step: int) -> NDArray[np.int64]:
-        """This rank's positions in one step, counted on beyond the epoch's end."""
+        """This rank's positions in one step, continued beyond the epoch's end."""
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
         first = self.start + step * self.global_batch + self.world.rank * self.rank_batch
@@ -127,9 +129,10 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a run stands: the epoch, and how many of its samples all ranks together have consumed, padding not counted.
+    """Position of a run: the epoch, and the number of its samples that all ranks together have consumed.
 
-    With the order and the dataset, that is all there is to save. Raises WorldError for negative numbers.
+    Padding is not counted. With the order and the dataset, this is all that a checkpoint needs. Raises WorldError for
+    negative numbers.
     """
 
     epoch: int = 0
@@ -141,10 +144,10 @@ class Cursor:
             raise WorldError(f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}")
 
     def rest(self, whole: Batching) -> Batching:
-        """The batches of this cursor's epoch that are still to come, cut as ``whole`` says from where the run stands.
+        """The remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
-        The first begins behind the last consumed sample, whatever batch size that was consumed with. Where it has no
-        step the epoch is over (:meth:`rolled`). Raises WorldError where more was consumed than there is.
+        The first begins after the last consumed sample, whatever batch size that was consumed with. Without a step the
+        epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
         """
         return replace(whole, start=self.samples_consumed)
 
@@ -241,17 +244,17 @@ class Walk:
 
 
 def _integers(record: object, *names: str) -> None:
-    """Turn integer-like fields (numpy scalars too) into int; WorldError for anything else."""
+    """Convert integer-like fields (numpy scalars too) to int; raise WorldError for anything else."""
     for name in names:
         value = getattr(record, name)
         try:
             object.__setattr__(record, name, index(value))
         except TypeError as error:
-            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be a whole number") from error
+            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be an integer") from error
 
 
 def _indivisible(global_batch: int, size: int) -> str:
-    """What is wrong, and the nearest global batches and world sizes that fit."""
+    """Message with the nearest global batches and world sizes that fit."""
     below = global_batch - global_batch % size
     batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
     small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]

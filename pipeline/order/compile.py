@@ -1,4 +1,4 @@
-"""An order specification applied to one split of a dataset: compiled once, arithmetic from then on.
+"""Apply an order specification to a split of a dataset: compiled once, arithmetic afterwards.
 
 ::
 
@@ -74,7 +74,7 @@ def compile_order(
     ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
     if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-        raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
+        raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
     num_samples = dataset.split(split).num_samples
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
@@ -242,8 +242,8 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
     if len(samples) < len(wanted):
         missing = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known.combine_chunks())))
         raise OrderError(
-            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that the split hasn't got, "
-            f"the first one {missing[0].as_py()!r}"
+            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that are not in the split, "
+            f"such as {missing[0].as_py()!r}"
         )
     return samples
 
@@ -256,7 +256,7 @@ def _as_said(spec: OrderSpec) -> dict[str, Any]:
 
 
 def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:
-    """What is in both, ascending; raises OrderError, naming ``what``, where nothing is left."""
+    """Intersect two selections, ascending; raise OrderError, naming ``what``, where nothing is left."""
     both = among if selected is None else np.intersect1d(selected, among, assume_unique=True)
     if not both.size:
         rest = "" if selected is None or not among.size else f" out of the {len(selected)} selected before"

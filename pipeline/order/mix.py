@@ -1,9 +1,9 @@
-"""Mixing datasets, or parts of one, by ratio: exact in every block, each in its own order and through its own epochs.
+"""Mix datasets, or parts of one, by ratio: exact in every block, each in its own order and through its own epochs.
 
 With ratios 4:2:1 each block of 7 consecutive positions holds 4, 2 and 1 samples of the three, in an arrangement that
-is shuffled anew for each block; a global batch that is a multiple of 7 always holds the same shares. A dataset's
-samples come in the order that it would have alone. When its epoch ends its next one begins, in the middle of the
-mix's, and the mix's next epoch goes on where the last one left it: over time every sample of a dataset comes equally
+is shuffled for each block; a global batch that is a multiple of 7 always holds the same shares. A dataset's
+samples come in the order that it would have alone. When its epoch ends, its next one begins in the middle of the
+mix's, and the mix's next epoch continues it: over time every sample of a dataset comes equally
 often, whatever the sizes. All of it is arithmetic, so any position is known without the ones before.
 """
 
@@ -34,7 +34,7 @@ _CHUNK: Final = 16384  # positions at a time, as in `fuelrail.pipeline.order.spe
 
 
 class Mix(Settings, frozen=True):
-    """Parts of a dataset, told apart by an attribute's values, mixed by ratio: ``{"true": 1, "false": 3}``.
+    """Parts of a dataset, one for each value of an attribute, mixed by ratio: ``{"true": 1, "false": 3}``.
 
     Values are written as text; samples with others, or with none, are left out.
     """
@@ -67,11 +67,11 @@ class MixedOrder:
         if not orders or len(orders) != len(ratios):
             raise OrderError(f"a mix needs a ratio for each of its datasets, got {len(orders)} and {len(ratios)}")
         if min(ratios) < 1 or sum(ratios) > MAX_BLOCK:
-            raise OrderError(f"ratios must be whole numbers of 1 or more, {MAX_BLOCK} in sum, got {list(ratios)}")
+            raise OrderError(f"ratios must be integers >= 1, at most {MAX_BLOCK} in sum, got {list(ratios)}")
         if not 0 <= seed < 2**63:
             raise OrderError(f"mix seed must be in 0 .. 2**63 - 1, got {seed}")
         if epoch_length is not None and epoch_length < 1:
-            raise OrderError(f"a mixed epoch has 1 position or more, got {epoch_length}")
+            raise OrderError(f"a mixed epoch must have at least 1 position, got {epoch_length}")
         self.orders, self.ratios, self.seed = tuple(orders), tuple(map(int, ratios)), seed
         self.block, self.is_one_split = sum(self.ratios), is_one_split
         wanted = (

@@ -61,8 +61,8 @@ _TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]]
 class Filter:
     """A parsed expression: ``columns`` are those that it needs.
 
-    ``known`` are the names there are. Raises OrderError, with the place in the text, for anything that the language
-    hasn't got and for unknown columns.
+    ``known`` are the names that exist. Raises OrderError, with the place in the text, for unknown columns and for
+    anything that is not part of the language.
     """
 
     def __init__(self, text: str, known: Collection[str]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.permutation import PositionMap
 
 ORDER_VERSION: Final = 1
-"""Goes up when any order changes for the same arguments. A saved position means nothing under another version."""
+"""Increases when any order changes for the same arguments; a saved position is valid for one version only."""
 
 
 _CHUNK: Final = 16384  # positions at a time: what they need stays in a core's second-level cache
@@ -83,11 +83,11 @@ class OrderSpec(Settings, frozen=True):
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
-            raise OrderError(f"window={self.window} means something with order kind 'windowed' only, got {self.kind!r}")
+            raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
         if self.kind == "lanes" and (self.weights or self.mix):
             raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
-            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} goes with order kind 'lanes', got {self.kind!r}")
+            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
             raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
         if self.epoch_length is not None and self.epoch_length < 1:
@@ -139,7 +139,7 @@ class Order:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-            raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
+            raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
         if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
             raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)

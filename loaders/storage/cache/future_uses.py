@@ -1,11 +1,11 @@
-"""What will be used when, and so what a full cache should part with: the sample whose next use is farthest away.
+"""Compute when each sample is used next, so that a full cache evicts the one whose next use is farthest away.
 
-Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any policy. Others have to
-guess; a loader knows its order for all epochs to come. Time here counts uses: time t is the t-th sample that any rank
-of this host takes from the start of an iteration on.
+Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any policy. A loader can
+do so because it knows its order for all epochs. Time here counts uses: time t is the t-th sample that any rank
+of this host takes from the start of an iteration.
 
-A newcomer that will be needed later than everything in the cache is not admitted at all: that, too, is the optimum when
-storage may be read past the cache.
+A sample that is needed later than everything in the cache is not admitted: that is the optimum, too, when storage may
+be read past the cache.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.batching import Walk, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)
-"""Not used again, as far as one can see."""
+"""Not used again within the horizon."""
 MAX_HORIZON: Final = 1 << 22
-"""Uses looked ahead at most: 8 bytes each."""
+"""Number of future uses held at most: 8 bytes each."""
 FOREIGN: Final = -1
-"""Stands for a use of another dataset."""
+"""Row of a use of another dataset."""
 _TIME_BITS: Final = 32
 
 
 class Coming(Protocol):
-    """The samples to come: rows used at times ``first`` to ``first + count - 1``; fewer where all ends."""
+    """The coming samples: rows used at times ``first`` to ``first + count - 1``; fewer at the end of a sequence."""
 
     def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
-        """Rows, int64; FOREIGN where one of another dataset is used."""
+        """Rows, int64; FOREIGN for a use of another dataset."""
 
 
 class FutureUses:
@@ -47,7 +47,7 @@ class FutureUses:
 
     ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are looked up. Where it
     is twice an epoch (and up to 4 million uses it is) every sample's next use is always known.
-    ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the time from which on it sees.
+    ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the first time of the horizon.
     """
 
     def __init__(self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k) -> None:
@@ -58,7 +58,7 @@ class FutureUses:
         self._keys: NDArray[np.int64] = np.empty(0, np.int64)
 
     def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:
-        """When each row is used next, later than time ``after``; NEVER where not within the horizon."""
+        """Time of each row's next use after time ``after``; NEVER where not within the horizon."""
         self._see(after)
         # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is the answer.
         at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
@@ -68,7 +68,7 @@ class FutureUses:
         return times
 
     def used(self, first: int, end: int) -> NDArray[np.int64]:
-        """The rows used at times ``first`` to ``end - 1``; without those that the horizon has left behind."""
+        """The rows used at times ``first`` to ``end - 1``, without times before the horizon."""
         self._see(first)
         assert self._rows is not None
         rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
@@ -103,9 +103,9 @@ def coming_rows(
 
 
 class Range(NamedTuple):
-    """The rows of one dataset among the numbers that tell the rows of several apart: ``base`` .. ``base + size - 1``.
+    """The rows of one dataset among the rows of several, numbered together: ``base`` .. ``base + size - 1``.
 
-    ``number_of(k)`` says which request of all this dataset's k-th one on this rank is.
+    ``number_of(k)`` is the number, among all requests, of this dataset's k-th one on this rank.
     """
 
     base: int
@@ -145,9 +145,9 @@ def build_future_uses(
 
 
 def ranks_on_host(world: World) -> range:
-    """The data-parallel ranks that share this host, as launchers tell by LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """The data-parallel ranks that share this host, from the launcher's LOCAL_RANK and LOCAL_WORLD_SIZE.
 
-    All ranks where that does not fit the world (model parallelism, no launcher): too many cost hits, never correctness.
+    All ranks where these do not fit the world (model parallelism, no launcher): too many cost hits, not correctness.
     """
     try:
         size, rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -161,8 +161,8 @@ def ranks_on_host(world: World) -> range:
 class FarthestFirst:
     """The residents of a cache, the one with the farthest next use first.
 
-    Exact for what it is told: :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each newcomer,
-    and :meth:`advance` as time goes by, for a resident's use moves its next use. ``now`` is the time it was told last.
+    The caller calls :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each sample admitted, and
+    :meth:`advance` with time, because a resident's use moves its next use. ``now`` is the latest time given.
     """
 
     def __init__(self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0) -> None:
@@ -181,7 +181,7 @@ class FarthestFirst:
         return self._stock_base != self._future_uses.base
 
     def rebuild(self, rows: NDArray[np.int64], now: int) -> None:
-        """Take stock of all residents at time ``now``."""
+        """Sort all residents by their next use after time ``now``."""
         self.now = self._walked = now
         times = self._future_uses.next_use(rows, self.now)
         nearest_first = np.argsort(times, kind="stable")
@@ -190,11 +190,11 @@ class FarthestFirst:
         self._stock_base = self._future_uses.base
 
     def add(self, row: int, next_use: int) -> None:
-        """A newcomer, or a resident whose next use moved."""
+        """Add a sample admitted, or a resident whose next use moved."""
         heapq.heappush(self._heap, (-next_use, row))
 
     def advance(self, now: int) -> None:
-        """Time is ``now``: what was used until ``lag`` uses before has another next use."""
+        """Set the time: what was used until ``lag`` uses before has another next use."""
         if now <= self.now:
             return
         self.now = now
@@ -228,5 +228,5 @@ class FarthestFirst:
                 return row, actual
             if actual < stated:  # it came into sight
                 self.add(row, actual)
-            # Else it was used since, and stands in the heap with its new time.
+            # Else it was used since, and is in the heap with its new time.
         return None

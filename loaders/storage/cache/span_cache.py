@@ -160,7 +160,7 @@ class SpanCache:
     def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
         """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
 
-        A disk that is full or fails ends admission, with one warning; what is here goes on being used.
+        A disk that is full or fails ends admission, with one warning; what is here continues to be used.
         """
         if not self._writes or len(span) > self.folder.max_bytes:
             return False

@@ -159,7 +159,7 @@ def test_a_share_without_steps_makes_an_empty_walk():
     assert list(Walk(Cursor(), Batching(8, 4, World()), Share(2, 3))) == []
 
 
-def test_a_cursor_goes_on_with_the_rest_of_its_epoch():
+def test_a_cursor_resumes_with_the_rest_of_its_epoch():
     whole = Batching(100, 8, World(), drop_last=False)
     assert Cursor(4, 36).rest(whole).num_steps == 8
     assert Cursor(4, 36).rest(whole).positions(0)[0] == 36
@@ -174,7 +174,7 @@ def test_numpy_numbers_are_taken_and_made_plain():
     batching = Batching(np.int64(10), np.int64(4), world, start=np.int64(2))
     assert batching == Batching(10, 4, World(1, 2), start=2)
     assert type(batching.start) is type(world.rank) is type(Cursor(np.int64(3)).epoch) is int
-    with pytest.raises(WorldError, match="must be a whole number"):
+    with pytest.raises(WorldError, match="must be an integer"):
         World(0.0, 1)
 
 

@@ -207,10 +207,10 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
         ({"seed": 1.5}, "got 1.5"),
         ({"kind": "windowed"}, "needs window >= 1"),
         ({"kind": "windowed", "window": 0}, "got 0"),
-        ({"window": 4}, "window=4 means something with order kind 'windowed' only, got 'shuffled'"),
+        ({"window": 4}, "window=4 requires order kind 'windowed', got 'shuffled'"),
         ({"kind": "lanes", "weights": (AttributeWeights(attribute="a"),)}, "take no weights"),
         ({"kind": "lanes", "mix": Mix(attribute="a", ratios={"b": 1})}, "no mix"),
-        ({"pieces_per_clip": 2}, "pieces_per_clip=2 goes with order kind 'lanes', got 'shuffled'"),
+        ({"pieces_per_clip": 2}, "pieces_per_clip=2 requires order kind 'lanes', got 'shuffled'"),
         ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
         ({"epoch_length": 0}, "epoch_length must be 1 or more, got 0"),
         ({"seed": True}, "OrderSpec: seed=True is not allowed: Expected `int`, got `bool`"),
@@ -239,7 +239,7 @@ def test_bad_layouts_are_refused(shards, text):
 
 
 def test_an_epoch_length_without_weights_or_a_mix_is_refused():
-    with pytest.raises(OrderError, match="epoch_length=5 means something with weights or a mix"):
+    with pytest.raises(OrderError, match="epoch_length=5 requires weights or a mix"):
         Order(OrderSpec(epoch_length=5), Layout((10,)), 0)
 
 
