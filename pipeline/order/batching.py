@@ -212,7 +212,10 @@ class Walk:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the place of each step made here; endless, or empty where the share has no step."""
-        return map(self.place, count()) if self.share.steps(self.batching) else iter(())
+        if self.share.steps(self.batching):
+            for epoch in count(self.start.epoch):
+                for step in self.share.steps(self.batches(epoch)):
+                    yield epoch, step
 
     def number(self, k: int) -> int:
         """Number of the k-th step made here among the steps of all shares."""
