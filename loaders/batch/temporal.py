@@ -1,4 +1,4 @@
-"""Temporal windows in a batch: which of its entries get an axis of T frames, and what is added.
+"""Temporal windows in a batch: which entries have an axis of T frames, and which entries are added.
 
 With ``DataLoader(frames=[-2, -1, 0])`` the entries that belong to a frame have an axis of T frames behind B, in the
 order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def hidden(sample: Sample) -> Sample:
-    """The sample with nothing to see: no images, no points, every camera marked as missing."""
+    """Return the sample without images and points, every camera marked as missing."""
     geometry = dataclasses.replace(sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid))
     return dataclasses.replace(sample, geometry=geometry, images={}, points={})
 

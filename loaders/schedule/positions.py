@@ -1,6 +1,6 @@
-"""Which rows of which dataset stand at a position: the order, its lanes, windows and mixes, as the loader sees them.
+"""Map positions of an order to rows of datasets, through lanes, windows and mixes.
 
-Loading, the cache's future uses and the replacement of bad samples all ask here, so they cannot disagree.
+Loading, the cache's future uses and the replacement of bad samples all use this map, so they agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EPOCHS_KEPT: Final = 4
 class Part(NamedTuple):
     """One dataset's part of the sequence: where its split begins in its index, and its windows.
 
-    ``base`` rows belong to the datasets before it: ``base + row`` tells rows of all datasets apart.
+    ``base`` rows belong to the datasets before it: ``base + row`` numbers rows over all datasets.
     """
 
     first_row: int
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What stands at B positions: samples of T frames (T is 1 without windows)."""
+    """The samples at B positions, of T frames each (T is 1 without windows)."""
 
     parts: Rows
     """(B,): which dataset."""
@@ -46,7 +46,7 @@ class Places(NamedTuple):
     valid: NDArray[np.bool_]
     """(B,): False: padding of a lane that has ended."""
     flags: Mapping[str, NDArray[Any]]
-    """(B,) each: what the order says of these samples, under the names of a batch."""
+    """(B,) each: what the order knows of these samples, under their names in a batch."""
 
 
 class PositionIndex:
@@ -58,7 +58,7 @@ class PositionIndex:
         self._parts = tuple(parts)
         window = self._parts[0].window
         self.frames = 1 if window is None else len(window.window.frames)
-        # Epochs cost time to set up, and all who ask look at one or two neighbouring ones.
+        # Epochs cost time to set up, and callers use one or two neighbouring ones.
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
@@ -83,6 +83,6 @@ class PositionIndex:
         return numbers
 
     def next_position(self, epoch: int, position: int) -> int:
-        """The position whose sample takes a bad one's place: the next one; in lanes that of the lane's next frame."""
+        """The position whose sample replaces a bad one: the next position; in lanes that of the lane's next frame."""
         # Another lane's would be of another clip.
         return (position + self._epoch(epoch).num_lanes) % self.epoch_length

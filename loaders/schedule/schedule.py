@@ -1,4 +1,4 @@
-"""What a loader loads, and in which order: datasets, splits, windows and the compiled order, without a word on how."""
+"""Resolve datasets, splits, windows and the order into a schedule of samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEARCHED_AT_A_TIME = 1 << 16
 
 
 class ScheduleRequest(NamedTuple):
-    """What is to be loaded: one dataset, or several and their ratios; a split; an order; temporal windows."""
+    """Arguments of a schedule: one dataset, or several and their ratios; a split; an order; temporal windows."""
 
     datasets: Mapping[str, Dataset]
     mix: Mapping[str, int] | None
@@ -46,14 +46,14 @@ class ScheduleRequest(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The samples to load, by position."""
+    """Datasets and the samples to load from them, by position."""
 
     sources: tuple[Source, ...]
     where: PositionIndex
     identity: Identity
 
     def streams(self, walk: Walk) -> list[RequestStream]:
-        """Begin a session with each storage, to be asked for the samples of this walk."""
+        """Open a request stream for the samples of this walk with each storage."""
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
@@ -63,22 +63,22 @@ class Schedule(NamedTuple):
         return RequestStream(index, storage.session(future_uses, uses_per_step), numbers)
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
-        """What will be used of one dataset; its requests' ``numbers`` among all are needed where there are several."""
+        """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
         return build_future_uses(self.where.numbers, walk, self.where.frames, only)
 
 
 def make_schedule(
-    choice: ScheduleRequest, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
+    request: ScheduleRequest, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
 ) -> Schedule:
     """Compile the order and open the datasets' storages.
 
-    Raises ConfigError and OrderError for what cannot be loaded so, and what `compile_order` raises.
+    Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps = choice
+    datasets, mix, split, spec, window, points, sweeps = request
     check_compatible(datasets, points=points)
     for dataset in datasets.values():
-        dataset.split(split)  # a split that is not there is told before anything is computed
+        dataset.split(split)  # an unknown split is an error before anything is computed
     clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}
     order: EndlessOrder
     if mix is None:
@@ -94,8 +94,8 @@ def make_schedule(
         for source, table in zip(sources, clips.values(), strict=True)
     ]
     # Through JSON and back, so that a state that was saved as JSON has the same types.
-    said: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
-    identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=said)
+    plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
+    identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain)
     return Schedule(sources, PositionIndex(order, parts), identity)
 
 

@@ -1,6 +1,6 @@
-"""The samples that a loader makes, in their order, each with its place in a batch.
+"""The samples that a loader makes, in order, each with its place in a batch.
 
-An endless sequence from where the run stands: over the ends of epochs, for one rank's share of the steps.
+The sequence is endless: it starts at the run's position and crosses the ends of epochs.
 """
 
 from __future__ import annotations

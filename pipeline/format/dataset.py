@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
-"""Errors at opening a file that say nothing about the file."""
+"""Errors at opening a file that are not about the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def _outside(row: IndexRow, name: str, offset: int, end: int, view: memoryview, 
 
 
 def _address(row: IndexRow, offset: int, shard: str) -> str:
-    """Where a member lies: in the shard, or in the sample that one of its frames holds."""
+    """The place of a member: in the shard, or in the sample that one of its frames holds."""
     if is_framed(shard):
         return f"shard {shard}, frame at offset {row.offset}, {offset} bytes into it"
     return f"shard {shard}, offset {row.offset + offset}"

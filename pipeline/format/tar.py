@@ -156,9 +156,9 @@ def _pax_record(keyword: bytes, value: bytes) -> bytes:
 
 
 def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
-    """Lay the members of one sample out as they stand in the shard; data buffers are referenced, not copied.
+    """Lay the members of one sample out as they are in the shard; data buffers are referenced, not copied.
 
-    Raises ConfigError for a bad key or field and for a field that stands twice.
+    Raises ConfigError for a bad key or field and for a field that occurs twice.
     """
     check_key(key)
     pieces: list[Buffer] = []

@@ -1,6 +1,6 @@
 """Lanes: each row of the global batch follows one clip through time, then the next; for models with a memory.
 
-The clips (or pieces of them) are dealt out to L lanes, L being the global batch, so that all lanes end about together;
+The clips (or pieces of them) are assigned to L lanes, L being the global batch, so that all lanes end about together;
 position step * L + lane is what a lane sees at a step::
 
     lane 0 | clip 3 frame 0 | clip 3 frame 1 | ... | clip 8 frame 0 | ...
@@ -9,7 +9,7 @@ position step * L + lane is what a lane sees at a step::
 
 Which lane gets pieces of which lengths is fixed (longest piece first, to the lane with the least: Graham, "Bounds on
 Multiprocessing Timing Anomalies", 1969, ends within 4/3 of the best), so every epoch has the same number of steps.
-Each epoch shuffles which piece of a length stands where, the order of the pieces in a lane, and the lanes. A lane
+Each epoch shuffles the places of the pieces of one length, the order of the pieces in a lane, and the lanes. A lane
 that ends early repeats its first piece, flagged as not valid: every lane has a frame at each step.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Lanes:
-    """The pieces of a split's clips, dealt out to ``num_lanes`` lanes; :meth:`epoch` gives their order.
+    """The pieces of a split's clips, assigned to ``num_lanes`` lanes; :meth:`epoch` gives their order.
 
     ``selected`` restricts it to some samples (numbers, each once); a piece ends where a stored frame between two
     selected ones is left out. ``pieces_per_clip`` cuts longer runs into that many pieces of about equal length

@@ -150,7 +150,7 @@ class MixedEpoch:
         return Entries(parts.reshape(wanted.shape), samples.reshape(wanted.shape), valid)
 
     def _fill(self, positions: NDArray[np.int64], parts: NDArray[np.int64], samples: NDArray[np.int64]) -> None:
-        """Write what stands at ``positions`` (n,) into the other two (n,)."""
+        """Write the entries at ``positions`` (n,) into the other two (n,)."""
         mix = self._mix
         block, place = np.divmod(positions, mix.block)
         blocks, which = _distinct(block + self._first_block)

@@ -1,8 +1,8 @@
-"""Position to sample: the order of an epoch as a pure function, in constant memory.
+"""Map positions to samples: the order of an epoch as a pure function, in constant memory.
 
 ``Order(spec, layout, epoch)`` maps positions 0 .. len - 1 of the epoch to sample indices. It depends on the order
 specification, the layout and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
-which positions is `fuelrail.pipeline.order.batching`'s matter.
+which positions is decided in `fuelrail.pipeline.order.batching`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OrderSpec(Settings, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What an order needs to know of the data: how many samples each shard holds, in stored order, each 1 or more.
+    """The shards that an order is over: the number of samples in each, in stored order, each 1 or more.
 
     Only ``windowed`` looks at the shards; for the others ``Layout((num_samples,))`` will do. Raises OrderError for no
     shards, for empty ones, and for more than 2**62 samples.
@@ -238,8 +238,8 @@ class _Windowed:
 class _Window:
     """The samples of one window at positions inside it.
 
-    A table tells for each run of 2**shift values the slot that its first value lies in. No slot is shorter than a run,
-    so a value lies in that slot or in the next: cheaper than bisection, whose branches nobody can predict here.
+    A table gives for each run of 2**shift values the slot of its first value. No slot is shorter than a run,
+    so a value is in that slot or in the next: cheaper than bisection, whose branches cannot be predicted here.
     """
 
     __slots__ = ("_guide", "_next_starts", "_offsets", "_permutation", "_shift", "_start", "_starts")

@@ -62,7 +62,7 @@ class FrameWindow(Settings, frozen=True):
 
 
 class WindowSamples(NamedTuple):
-    """The samples of some windows: numbers int64 (B, T), and which of them are the frames asked for: bool (B, T).
+    """The samples of some windows: numbers int64 (B, T), and which of them are the requested frames: bool (B, T).
 
     Where ``present`` is False the number is that of the stand-in; with ``pad="mask"`` the sample's own, to be left out.
     """

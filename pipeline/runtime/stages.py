@@ -56,7 +56,7 @@ class Stage:
 class StageClock(NamedTuple):
     """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this moment.
 
-    ``items`` counts finished work calls, ``waiting`` the results that stand behind the stage at this moment.
+    ``items`` counts finished work calls, ``waiting`` the results that wait after the stage at this moment.
     """
 
     name: str
@@ -316,7 +316,7 @@ def _run(crew: _Crew, number: int) -> None:
 def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
     """Take up to ``size`` items; the group's number counts groups. The first failure stands for the whole group.
 
-    The rest of that group is left where it is: each may take as long to fail, and nobody asks for what is behind it.
+    The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
     """
     items: list[Any] = []
     for _ in range(size):

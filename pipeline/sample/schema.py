@@ -333,7 +333,7 @@ def decode_sweeps(data: Buffer) -> Sweeps:
 def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 
-    Raises SchemaError, naming key and member, where a member is not what the schema says, a needed one is absent, or
+    Raises SchemaError, naming key and member, where a member does not match the schema, a needed one is absent, or
     ``meta.json`` is that of another sample.
     """
     images: dict[str, Buffer] = {}
@@ -368,5 +368,5 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
         if known[needed] is None:
             raise SchemaError("the member is missing", key=key, member=needed)
     if known[META].key != key:
-        raise SchemaError(f"it says that the sample is {known[META].key!r}", key=key, member=META)
+        raise SchemaError(f"key {known[META].key!r} is not the sample's key", key=key, member=META)
     return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra, sweeps)

@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
-    """Tell what kind of fault an exception of any storage library stands for."""
+    """Classify an exception of any storage library."""
     return Fault(_kind(error), redacted(_text(error), storage_options))
 
 

@@ -205,7 +205,7 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"mix": None}, ConfigError, "mix=None goes with a dict of datasets"),
+        ({"mix": None}, ConfigError, "mix=None requires a dict of datasets"),
         ({"mix": {"city": 1}}, OrderError, "names 'city', the datasets are 'city', 'highway'"),
         ({"mix": {"city": 0, "highway": 1}}, ConfigError, "whole numbers of 1 or more"),
         ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "whole numbers of 1 or more"),
@@ -224,7 +224,7 @@ def test_mixes_that_cannot_be_are_refused(roots, options, kind, text):
 
 
 def test_datasets_that_are_none_are_refused(roots, tmp_path):
-    with pytest.raises(ConfigError, match=r"mix=.* goes with a dict of datasets, got dataset="):
+    with pytest.raises(ConfigError, match=r"mix=.* requires a dict of datasets, got dataset="):
         make(roots["city"], 4)
     with pytest.raises(ConfigError, match="a mix needs at least one dataset"):
         make({}, 4, mix={})

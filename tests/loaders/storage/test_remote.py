@@ -282,7 +282,7 @@ class TestOpening:
 
     def test_a_place_that_cannot_be_written_is_named(self, serve, pristine, tmp_path):
         (tmp_path / "file").write_bytes(b"")
-        with pytest.raises(DatasetError, match="say another place with cache_dir"):
+        with pytest.raises(DatasetError, match="choose another folder with cache_dir"):
             open_dataset(serve(pristine).url, cache_dir=tmp_path / "file")
 
     def test_h2_a_folder_for_the_index_that_others_made_is_refused(self, serve, pristine, tmp_path):

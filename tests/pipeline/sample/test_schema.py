@@ -233,7 +233,7 @@ class TestSample:
         assert str(caught.value).startswith(f"{meta().key}.{name}: ")
 
     def test_the_metadata_of_another_sample_is_refused(self) -> None:
-        with pytest.raises(SchemaError, match=r"clip-9\.meta\.json: it says that the sample is 'clip-0-000001'"):
+        with pytest.raises(SchemaError, match=r"clip-9\.meta\.json: key 'clip-0-000001' is not the sample's key"):
             decode_sample("clip-9", members())
 
 
