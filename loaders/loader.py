@@ -22,13 +22,13 @@ from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolv
 from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
-from fuelrail.loaders.schedule.prefetch import look_ahead
-from fuelrail.loaders.schedule.schedule import Choice, make_supply
+from fuelrail.loaders.schedule.prefetch import prefetch
+from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share
+from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import Budget
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.schedule.datasets import DatasetLike
-    from fuelrail.loaders.schedule.schedule import Supply
+    from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.windows import FrameWindow
@@ -215,7 +215,7 @@ class DataLoader:
         That one raises FuelrailError if it is continued: never is an epoch short in silence.
 
         Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
-        go on over the epoch's end, until :meth:`close` or garbage collection.
+        continue over the epoch's end, until :meth:`close` or garbage collection.
         """
         if self._world_is_detected and (world := detect_world()) != self.world:
             raise WorldError(
@@ -227,14 +227,15 @@ class DataLoader:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
         self._position = self._start
-        if not (self._runner.is_running and self._runner.rests_at(self._start)):
+        walk = Walk(self._start, self._batching, self._share)
+        if not (self._runner.is_running and self._runner.idle_at(self._start)):
             self.close()
-            shelves = self._supply.shelves(self._start, self._batching, self._share)
-            coming = tasks.coming(self._supply.where, self._start, self._batching, self._share)
-            asked_for = look_ahead(coming, shelves, self._look_ahead_bytes)
-            made = buffer_pool.tasks(asked_for, self._supply.sources, self._buffers, self._window)
-            self._runner.start(made, self.stages(), shelves)
-        return self._drain(self._runner.take(), self._start)
+            streams = self._supply.streams(walk)
+            coming = tasks.coming(self._supply.where, walk)
+            requested = prefetch(coming, streams, self._look_ahead_bytes)
+            made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window)
+            self._runner.start(made, self.stages(), streams)
+        return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs.
@@ -267,7 +268,7 @@ class DataLoader:
         decoded = decode_state(state, self._identity, strict=strict)
         self.close()
         restored = Cursor(decoded.epoch, decoded.samples_consumed)
-        restored.rest(self._batching)  # refuses more samples than an epoch has
+        Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._start = self._position = restored
         self._epoch_is_set = False
 
@@ -315,10 +316,9 @@ class DataLoader:
     ) -> None:
         self.close()
 
-    def _drain(self, pipeline: Pipeline, start: Cursor) -> Iterator[dict[str, Any]]:
+    def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
-        rest, share, following = start.rest(self._batching), self._share, Cursor(start.epoch + 1)
-        num_batches, handed_out = len(share.steps(rest)), 0
+        num_batches, handed_out = walk.num_steps, 0
         try:
             for batch in islice(pipeline, num_batches):
                 if self._transfer is not None:
@@ -327,23 +327,23 @@ class DataLoader:
                     check_ranks_agree(self._settings(), self.world, batch)
                 handed_out += 1
                 self._batches += 1
-                self._position = Cursor(start.epoch, rest.consumed(min(handed_out * share.of, rest.num_steps)))
+                self._position = walk.after(handed_out)
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.num_workers, self.prefetch_factor = tuning
                     self._runner.adapt(self.stages())
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Here, not behind the loop: who counts batches by len() never asks for one more.
-                    self._go_on(following)
+                    self._go_on(walk.following)
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
             if self._runner.runs(pipeline):
                 if not num_batches:
-                    self._go_on(following)
-                if self._runner.rests_at(following):  # and no other iteration has begun
-                    self._position = following
+                    self._go_on(walk.following)
+                if self._runner.idle_at(walk.following):  # and no other iteration has begun
+                    self._position = walk.following
             elif handed_out < num_batches and self._runner.is_started:
                 raise FuelrailError(
-                    f"another iteration of this loader has begun, which ended this one after {handed_out} of "
+                    f"another iteration of this loader was started, which ended this one after {handed_out} of "
                     f"{num_batches} batches: a loader has one position; make one for each"
                 )
         finally:
@@ -354,7 +354,7 @@ class DataLoader:
     def _go_on(self, following: Cursor) -> None:
         """The epoch is over: the next iteration is the following one, where the pipeline stands already."""
         self._start = following
-        self._runner.rest_at(following)
+        self._runner.park_at(following)
         self._epoch_is_set = False
 
     def _settings(self) -> dict[str, Any]:
@@ -373,15 +373,15 @@ class DataLoader:
 
 def _choose_samples(
     options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
-) -> tuple[Supply, Batching]:
+) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
     storage = options.storage
     global_batch = options.batch_size * world.size
-    choice = Choice(
+    choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
     )  # fmt: skip
-    supply = make_supply(
+    supply = make_schedule(
         choice,
         partial(
             open_storage,

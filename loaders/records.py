@@ -1,12 +1,28 @@
-"""The records of a sample's way through the loader, one per stage, in order."""
+"""The records of a sample's way through the loader, in order: each stage takes one and makes the next.
+
+========= ====================== ======================= ==========================================================
+stage     takes                  makes                   adds
+========= ====================== ======================= ==========================================================
+schedule  positions              `Scheduled`             epoch, step, row in the batch, dataset, rows of its frames
+prefetch  `Scheduled`            `Requested`             rows of the index, pending reads
+slot      `Requested`            `Task`                  its place in a batch buffer, its dataset's storage and reader
+fetch     `Task`                 `Fetched`               checked bytes of every frame
+parse     `Fetched`              `Parsed`                samples with images still encoded; the augmentation drawn
+decode    `Parsed`               `DecodedSample`         pixels in the slot; `DecodedWindow` with all frames
+collate   list of DecodedSample  batch                   tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
+transfer  batch                  batch                   on the device, normalised (`fuelrail.loaders.batch.transfer`)
+========= ====================== ======================= ==========================================================
+
+The ``str`` of a record is what an error message names. A substituted bad sample begins again as another `Task`.
+"""
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fuelrail.pipeline.order.epoch import NO_FLAGS
 from fuelrail.pipeline.transforms.ego import IDENTITY
 
 if TYPE_CHECKING:
@@ -27,56 +43,60 @@ if TYPE_CHECKING:
 
 
 class Source(NamedTuple):
-    """One dataset: where its split begins in its index, how many rows those before it have, and how it is read."""
+    """One dataset to read from. It is no stage's record: all samples of the dataset share it."""
 
     name: str | None
     """In a mix; None for a dataset alone."""
     dataset: Dataset
     first_row: int
+    """Where its split begins in its index."""
     base: int
+    """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     storage: Storage
     reader: SampleReader
 
 
-NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
-"""Of batches whose order has nothing to say of its samples."""
-
-
-class Due(NamedTuple):
-    """One sample in the order of loading: its place in the batches, its position in the epoch, its frames' rows.
-
-    ``part`` says which dataset these are rows of, ``present`` which are the frames asked for (None: all).
-    ``flags`` are the whole batch's (`fuelrail.loaders.records.BatchSlot`), the same for all of its samples.
-    """
+class Scheduled(NamedTuple):
+    """One sample in the order of loading. Made by `fuelrail.loaders.schedule.tasks`."""
 
     epoch: int
     step: int
     at: int
+    """Row in the rank's batch."""
     position: int
+    """In the epoch, over all ranks."""
     rows: Sequence[int]
+    """Rows of the dataset's index, one for each frame."""
     valid: bool
+    """False: padding."""
     part: int = 0
+    """Which dataset of a mix."""
     present: Sequence[bool] | None = None
+    """False: the clip has no such frame, the row is that of its stand-in; None: all frames exist."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
+    """Of the whole batch (`BatchSlot`), the same for all of its samples."""
 
 
-class Ahead(NamedTuple):
-    """A sample that was asked for; ``takes`` wait for its frames' bytes. No ``entries``: the index could not tell."""
+class Requested(NamedTuple):
+    """A sample that was requested from storage. Made by `fuelrail.loaders.schedule.prefetch`."""
 
-    due: Due
+    scheduled: Scheduled
     entries: tuple[IndexRow, ...]
-    takes: tuple[PendingSpan, ...]
+    """Each frame's row of the index; empty where the index is damaged there."""
+    pending_reads: tuple[PendingSpan, ...]
+    """Each waits for one frame's bytes; without entries, the only one raises the index's error."""
 
 
 class BatchSlot(NamedTuple):
-    """One batch in the making: which it is, and the buffer its images are decoded into.
-
-    ``flags`` are what the order says of the batch's samples, (B,) each, under their names in the batch.
-    """
+    """One batch that is being made, and the buffer that its images are decoded into."""
 
     epoch: int
     step: int
     images: NDArray[np.uint8] | torch.Tensor
+    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]."""
+    flags: Mapping[str, NDArray[Any]] = NO_FLAGS
+    """What the order knows of the batch's samples, (B,) each, under their names in the batch."""
+    has_windows: bool = False
 
     def img(self) -> torch.Tensor:
         """The images as a tensor on the same memory."""
@@ -86,29 +106,30 @@ class BatchSlot(NamedTuple):
         """The images of one sample, frame by frame: [T, N, 3, H, W], T being 1 without windows."""
         return self.images[at] if self.has_windows else self.images[at : at + 1]
 
-    flags: Mapping[str, NDArray[Any]] = NO_FLAGS
-    has_windows: bool = False
-
 
 class FrameTask(NamedTuple):
-    """One frame of a sample to load: its row in its dataset's index."""
+    """One frame of a sample to load."""
 
     row: int
+    """In its dataset's index."""
     present: bool
-    """False: it stands in for a frame that the clip has not got."""
+    """False: a stand-in for a frame that the clip does not have."""
     entry: IndexRow | None
-    """The row's content; None where the index is damaged there, which ``take`` tells."""
-    take: PendingSpan
-    """Waits for the bytes."""
+    """The row's content; None where the index is damaged there."""
+    pending_read: PendingSpan
+    """Waits for the bytes; raises the index's error where there is no entry."""
 
 
 class Task(NamedTuple):
-    """One sample to load: its place in a batch, and its frames (one without windows)."""
+    """One sample to load: its place in a batch, and its frames (one without windows).
+
+    Made by `fuelrail.loaders.batch.buffer_pool`.
+    """
 
     slot: BatchSlot
     at: int
     source: Source
-    """The dataset that it is of."""
+    """Its dataset."""
     frames: tuple[FrameTask, ...]
     current: int
     """Which of the frames is the sample's own."""
@@ -116,7 +137,7 @@ class Task(NamedTuple):
     position: int
     """In the epoch, over all ranks."""
     num_replaced: int = 0
-    """Bad samples that it stands in for."""
+    """Number of bad samples that it replaces."""
 
     @property
     def row(self) -> int:
@@ -125,7 +146,7 @@ class Task(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The sample's number over all datasets: what its augmentation is drawn by."""
+        """The sample's number over all datasets, which keys its augmentation."""
         return self.source.base + self.row
 
     def __str__(self) -> str:
@@ -133,7 +154,7 @@ class Task(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A sample as stored, frame by frame."""
+    """A sample as stored, frame by frame. Made by `fuelrail.loaders.batch.samples.fetch`."""
 
     task: Task
     stored: tuple[FetchedSpan, ...]
@@ -143,16 +164,20 @@ class Fetched(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A sample with all members decoded but images, and what is to happen to those; frame by frame.
+    """A sample with all members decoded but images, and the augmentation of these, drawn once for all frames.
 
-    ``changes`` and ``bev`` are drawn once for all frames, and so is what makes ``maps`` of the frames' image sizes.
+    Made by `fuelrail.loaders.batch.samples.parse`.
     """
 
     task: Task
     samples: tuple[Sample, ...]
+    """Frame by frame."""
     maps: tuple[Sequence[ImageMap], ...]
+    """Frame by frame, camera by camera: stored pixels to output pixels."""
     changes: Sequence[PixelChange]
+    """Of pixel values, camera by camera."""
     bev: BevMap
+    """Of the ego frame."""
 
     @property
     def sample(self) -> Sample:
@@ -168,7 +193,7 @@ class Parsed(NamedTuple):
         return None
 
     def decoded(self, slot: BatchSlot) -> DecodedSample:
-        """What is left once the images are decoded into their place in ``slot``."""
+        """Return the next record, for images that are decoded into their place in ``slot``."""
         task = self.task
         window = None
         if task.slot.has_windows:
@@ -185,16 +210,20 @@ class Parsed(NamedTuple):
 
 
 class DecodedWindow(NamedTuple):
-    """The T frames of one sample: rows, which are the frames asked for, what they hold, how their images are mapped."""
+    """The T frames of one decoded sample."""
 
     rows: tuple[int, ...]
     present: tuple[bool, ...]
+    """False: a stand-in for a frame that the clip does not have."""
     samples: tuple[Sample, ...]
     maps: tuple[Sequence[ImageMap], ...]
 
 
 class DecodedSample(NamedTuple):
-    """One sample whose images lie decoded in row ``at`` of its slot's buffer."""
+    """One sample whose images are decoded in row ``at`` of its slot's buffer.
+
+    Made by `fuelrail.loaders.batch.samples.decode`, with DALI by `fuelrail.loaders.batch.stages`.
+    """
 
     slot: BatchSlot
     at: int

@@ -1,1 +1,1 @@
-"""What a sample is, how it lies in a shard, and what happens to it on its way. Imports no other fuelrail folder."""
+"""Samples, their format on disk, their order and their geometry. Imports no other fuelrail folder."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Command(NamedTuple):
     """One command: its one-line help, the function that declares its arguments, and the one that runs it.
 
-    ``run`` returns the process's exit code. What the user can mend is raised as a
+    ``run`` returns the process's exit code. What the user can fix is raised as a
     :class:`fuelrail.pipeline.errors.FuelrailError`; the entry point prints it as one sentence.
     """
 

@@ -21,7 +21,7 @@
     ├── MemberError            one member of one sample: carries key and member
     │   ├── CodecError             stored bytes that do not decode
     │   ├── MemberTooLargeError    over the size cap
-    │   ├── SchemaError            decoded bytes that are not what the schema says
+    │   ├── SchemaError            decoded bytes that do not match the schema
     │   └── ImageError             an encoded image that is refused or broken
     ├── BadSamplesError        more bad samples than the policy allows
     ├── StateMismatchError     loader state of another dataset, order, version or augmentation
@@ -143,7 +143,7 @@ class MemberTooLargeError(MemberError):
 
 
 class SchemaError(MemberError):
-    """Decoded bytes that are not what the sample schema says."""
+    """Decoded bytes that do not match the sample schema."""
 
 
 class ImageError(MemberError):

@@ -293,7 +293,7 @@ def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) ->
         seen: set[str] = set()
         for key, value in node.value:
             if key.value in seen:
-                raise ConfigError(f"{file}:{key.start_mark.line + 1}: key '{key.value}' stands twice")
+                raise ConfigError(f"{file}:{key.start_mark.line + 1}: key '{key.value}' occurs twice")
             seen.add(key.value)
             _refuse_duplicates(value, file, visited)
     elif isinstance(node, yaml.SequenceNode):

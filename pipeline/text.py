@@ -27,7 +27,7 @@ def escaped(text: str) -> str:
 
 
 def shown(value: object, limit: int = MAX_VALUE) -> str:
-    """One value as text to print: escaped, and cut beyond ``limit`` characters with their number said."""
+    """One value as text to print: escaped, and cut beyond ``limit`` characters, with their number."""
     text = str(value)
     return escaped(text) if len(text) <= limit else f"{escaped(text[:limit])}... ({len(text)} characters)"
 

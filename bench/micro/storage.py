@@ -6,7 +6,7 @@
 * *http*: an HTTP server on loopback with 20 ms of latency, beside itself with 1 % of the requests failing or stalling.
 * *s3*: an S3 server on loopback (nginx if it is installed, else moto), beside s3fs reading sample by sample; requests
   and CPU time too.
-* *cache*: hit rates of a cache of a quarter of the dataset over shuffled epochs, by foresight and by LRU, both in a run
+* *cache*: hit rates of a cache of a quarter of the dataset over shuffled epochs, by next use and by LRU, both in a run
   and in a simulation, beside what no policy exceeds.
 """
 

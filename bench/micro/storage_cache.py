@@ -12,7 +12,7 @@ import numpy as np
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.loaders.storage import open_storage
-from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, Foresight
+from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +45,8 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
     lru_simulated: HitRate
 
 
-class Hindsight(Foresight):
-    """What LRU goes by, given to the cache as foresight: the longer ago the last use, the later the next one."""
+class Hindsight(FutureUses):
+    """What LRU goes by, given to the cache as future uses: the longer ago the last use, the later the next one."""
 
     def __init__(self, sequence: NDArray[np.int64]) -> None:
         super().__init__(lambda first, count: sequence[first : first + count], 2 * len(sequence))
@@ -78,7 +78,7 @@ def measure_cache(folder: Path, num_samples: int, num_epochs: int = 5) -> HitRat
         capacity_bytes=capacity,
         epochs=num_epochs,
         bound_by_bytes=capacity / int(lengths.sum()),
-        run=rate(_run_hits(dataset, sequence, Foresight(sees, 2 * num_samples), folder / "cache", capacity)),
+        run=rate(_run_hits(dataset, sequence, FutureUses(sees, 2 * num_samples), folder / "cache", capacity)),
         simulated=rate(farthest_first_hits(sequence, lengths, capacity)),
         lru_run=rate(_run_hits(dataset, sequence, Hindsight(sequence), folder / "lru", capacity)),
         lru_simulated=rate(lru_hits(sequence, lengths, capacity)),
@@ -86,11 +86,11 @@ def measure_cache(folder: Path, num_samples: int, num_epochs: int = 5) -> HitRat
 
 
 def _run_hits(
-    dataset: Dataset, sequence: NDArray[np.int64], foresight: Foresight, cache_dir: Path, capacity: int
+    dataset: Dataset, sequence: NDArray[np.int64], future_uses: FutureUses, cache_dir: Path, capacity: int
 ) -> NDArray[np.bool_]:
     """Which reads the cache answered."""
     storage = open_storage(dataset, cache_dir=cache_dir, cache_size=capacity)
-    session = storage.session(foresight, 1)
+    session = storage.session(future_uses, 1)
     hits = [0]
     for index in sequence.tolist():
         session.request([(index, dataset.index.row(index))])[0]()
@@ -100,10 +100,10 @@ def _run_hits(
 
 
 def farthest_first_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
-    """Which reads hit in a cache of so many bytes that evicts and admits by our foresight, all of it."""
+    """Which reads hit in a cache of so many bytes that evicts and admits by all future uses."""
     resident: set[int] = set()
-    foresight = Foresight(lambda first, count: sequence[first : first + count], len(sequence) * 2)
-    policy = FarthestFirst(foresight, resident.__contains__)
+    future_uses = FutureUses(lambda first, count: sequence[first : first + count], len(sequence) * 2)
+    policy = FarthestFirst(future_uses, resident.__contains__)
     policy.rebuild(sequence[:0], 0)
     hits = np.zeros(len(sequence), bool)
     room = capacity

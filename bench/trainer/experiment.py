@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.trainer.settings import TrainSettings
     from fuelrail.loaders.records import DecodedSample, Parsed, Task
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.loaders.storage.reader import FetchedSpan
     from fuelrail.pipeline.format.index_row import IndexRow
@@ -118,7 +118,7 @@ class _EmptyStorage:
     def recheck(self, index: int) -> None:
         """Nothing is read."""
 
-    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _EmptySession:  # noqa: ARG002
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _EmptySession:  # noqa: ARG002
         return _EmptySession()
 
 

@@ -60,7 +60,8 @@ import torch
 
 from fuelrail.loaders.batch.temporal import Frames, frame_facts
 from fuelrail.pipeline.errors import SchemaError
-from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
+from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
+from fuelrail.pipeline.sample.schema import Geometry
 from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, apply_to_projection, ida_mats
 
 if TYPE_CHECKING:
@@ -84,33 +85,28 @@ def assemble(
     where some samples are labelled and some are not.
     """
     slot = decoded[0].slot
-    samples = [entry.sample for entry in decoded]
+    samples, bevs = [entry.sample for entry in decoded], [entry.bev for entry in decoded]
     frames = Frames.of(decoded)
-    stack, of_frames = frames.stack, frames.broadcast
-    ego2global = stack("ego2global")
-    cam2ego = stack("cam2ego")
-    cam2global = stack("cam_ego2global") @ cam2ego
-    key2global = ego2global if frames.num_frames is None else np.stack([s.geometry.ego2global for s in samples])
-    cam2keyego = of_frames(invert_rigid(key2global))[..., None, :, :] @ cam2global
-    cam2ownego = cam2keyego if frames.num_frames is None else invert_rigid(ego2global)[..., None, :, :] @ cam2global
-    stored_intrinsics = stack("intrinsics")
-    ida_mat = frames.shaped([ida_mats(maps) for maps in frames.maps])
-    bda_mat, undo_bda = (np.stack([getattr(entry.bev, name) for entry in decoded]) for name in ("matrix", "inverse"))
-    ego2img = apply_to_projection(ida_mat, homogeneous(stored_intrinsics) @ invert_rigid(cam2ownego))
-    ego2img = ego2img @ of_frames(undo_bda)[..., None, :, :]
+    geometry = Geometry.stack([sample.geometry for sample in frames.samples], *frames.axes)
+    own2global = np.array([sample.geometry.ego2global for sample in samples])
+    bda_mat, undo_bda = np.array([bev.matrix for bev in bevs]), np.array([bev.inverse for bev in bevs])
+    frames_bda, frames_undo = frames.of_samples(bda_mat), frames.of_samples(undo_bda)
+    ida_mat = ida_mats([one for maps in frames.maps for one in maps]).reshape(*frames.axes, -1, 4, 4)
+    ego2img = apply_to_projection(ida_mat, geometry.ego2img()) @ frames_undo[..., None, :, :]
+    cam2keyego = geometry.cam2keyego(frames.of_samples(own2global))
     batch: dict[str, Any] = {
         "img": slot.img(),
-        "cam_valid": torch.from_numpy(stack("cam_valid").astype(bool)),
-        "intrinsics": _float32(apply_to_intrinsics(ida_mat, stored_intrinsics)),
-        "dist": _float32(np.nan_to_num(stack("dist"))),
+        "cam_valid": torch.from_numpy(geometry.cam_valid.astype(bool)),
+        "intrinsics": _float32(apply_to_intrinsics(ida_mat, geometry.intrinsics)),
+        "dist": _float32(np.nan_to_num(geometry.dist)),
         "ida_mat": _float32(ida_mat),
-        "cam2ego": _float32(cam2ego),
-        "cam2keyego": _float32(of_frames(bda_mat)[..., None, :, :] @ cam2keyego),
+        "cam2ego": _float32(geometry.cam2ego),
+        "cam2keyego": _float32(frames_bda[..., None, :, :] @ cam2keyego),
         "ego2img": _float32(ego2img),
-        "ego2global": torch.from_numpy(ego2global @ of_frames(undo_bda)),
+        "ego2global": torch.from_numpy(geometry.ego2global @ frames_undo),
         "bda_mat": _float32(bda_mat),
         "timestamp_ns": torch.from_numpy(frames.shaped([sample.meta.timestamp_ns for sample in frames.samples])),
-        "img_timestamp_ns": torch.from_numpy(stack("cam_timestamp_ns")),
+        "img_timestamp_ns": torch.from_numpy(geometry.cam_timestamp_ns),
         "sample_key": [sample.key for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
         "frame": torch.tensor([sample.meta.frame_idx for sample in samples]),
@@ -123,26 +119,22 @@ def assemble(
     batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
     if decoded[0].dataset is not None:
         batch["dataset"] = [entry.dataset for entry in decoded]
-    if frames.num_frames is not None:
-        ego2key = invert_rigid(key2global)[:, None] @ ego2global
-        batch["ego2key"] = _float32(bda_mat[:, None] @ ego2key @ undo_bda[:, None])
+    if frames.has_windows:
+        ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
+        batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)
         batch.update(frame_facts(decoded))
-    if all(len(sample.geometry.lidar2ego) for sample in samples):
-        lidar2ego = frames.shaped([sample.geometry.lidar2keyego() for sample in frames.samples])
+    if geometry.lidar2ego.shape[-3]:
+        lidar2ego = geometry.lidar2keyego()
         batch["lidar2ego"] = _float32(lidar2ego)
         batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
     if lidar is not None:
-        bevs = [entry.bev for entry in decoded for _ in range(frames.num_frames or 1)]
-        sweeps = [
-            torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in zip(frames.samples, bevs, strict=True)
-        ]
-        batch["points"] = frames.listed(sweeps)
+        moved = zip(frames.samples, frames.repeated(bevs), strict=True)
+        batch["points"] = frames.listed([torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved])
     if any(sample.boxes is not None for sample in samples):
-        bevs = [entry.bev for entry in decoded]
         batch.update(_labels([_boxes(sample) for sample in samples], bevs))
         if box_frame == "lidar":
-            moved = [_in_lidar(sample, bev) for sample, bev in zip(samples, bevs, strict=True)]
-            batch["gt_boxes_3d"], batch["gt_velocity"] = map(list, zip(*moved, strict=True))
+            in_lidar = [_in_lidar(sample, bev) for sample, bev in zip(samples, bevs, strict=True)]
+            batch["gt_boxes_3d"], batch["gt_velocity"] = map(list, zip(*in_lidar, strict=True))
     return batch
 
 

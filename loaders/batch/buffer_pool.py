@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.records import Ahead, Source
+    from fuelrail.loaders.records import Requested, Source
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.index_row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow
@@ -78,28 +78,28 @@ class BufferPool:
 
 
 def tasks(
-    asked_for: Iterator[Ahead], sources: Sequence[Source], buffers: BufferPool, window: FrameWindow | None = None
+    requested: Iterator[Requested], sources: Sequence[Source], buffers: BufferPool, window: FrameWindow | None = None
 ) -> Iterator[Task]:
-    """The samples with their places in batches; a batch's buffer is taken when its first sample's turn comes."""
+    """Yield the samples with their places in batches; a batch's buffer is taken at its first sample's turn."""
     slot: BatchSlot | None = None
     current = 0 if window is None else window.current
-    for due, entries, takes in asked_for:
-        if due.at == 0:
-            slot = BatchSlot(due.epoch, due.step, buffers.take(), due.flags, window is not None)
+    for scheduled, entries, reads in requested:
+        if scheduled.at == 0:
+            slot = BatchSlot(scheduled.epoch, scheduled.step, buffers.take(), scheduled.flags, window is not None)
         assert slot is not None, "a batch begins with its first sample"
-        frames = frame_tasks(due.rows, due.present, entries, takes)
-        yield Task(slot, due.at, sources[due.part], frames, current, due.valid, due.position)
+        frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)
+        yield Task(slot, scheduled.at, sources[scheduled.part], frames, current, scheduled.valid, scheduled.position)
 
 
 def frame_tasks(
     rows: Sequence[int],
     present: Sequence[bool] | None,
     entries: Sequence[IndexRow],
-    takes: Sequence[PendingSpan],
+    reads: Sequence[PendingSpan],
 ) -> tuple[FrameTask, ...]:
-    """A sample's frames; without ``entries`` (the index could not tell) the only take says why, whichever is taken."""
+    """Return a sample's frames; without ``entries`` (the index is damaged there) all share the read that raises why."""
     if not entries:
-        return tuple(FrameTask(row, True, None, takes[0]) for row in rows)
+        return tuple(FrameTask(row, True, None, reads[0]) for row in rows)
     if present is None:
-        return tuple(FrameTask(row, True, entry, take) for row, entry, take in zip(rows, entries, takes, strict=True))
-    return tuple(map(FrameTask, rows, present, entries, takes))
+        return tuple(FrameTask(row, True, entry, read) for row, entry, read in zip(rows, entries, reads, strict=True))
+    return tuple(map(FrameTask, rows, present, entries, reads))

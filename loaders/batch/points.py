@@ -53,7 +53,7 @@ class Points(NamedTuple):
 
 
 def choose_points(dataset: Dataset, points: bool | PointSweeps) -> Points:
-    """Resolve the loader's ``points``; raises ConfigError where the dataset has not what it asks for."""
+    """Resolve the loader's ``points``; raises ConfigError where the dataset does not have them."""
     if points is False:
         return Points(None, None)
     if not dataset.manifest.lidars:

@@ -1,7 +1,6 @@
-"""What the loader's threads do: one function for each stage, and the records that pass between them.
+"""Fetch, parse and decode one sample: the functions of the stages, each from one record to the next.
 
-Nothing here refers to the loader itself: then dropping the loader stops its threads. The records' ``str`` is what an
-error names.
+Nothing here refers to the loader itself, so that dropping the loader stops its threads.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Augments(NamedTuple):
-    """All that is drawn for a sample."""
+    """All augmentations of a sample."""
 
     image: ImageAugment
     pixels: PixelAugment
@@ -48,12 +47,12 @@ class Augments(NamedTuple):
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:
-    """The sample's bytes from storage, checked; or those of the sample that takes its place."""
+    """Return the sample's bytes from storage, checked; of a bad sample, those of its substitute."""
     while True:
         stored = []
-        for number, (_, _, entry, take) in enumerate(task.frames):
+        for number, (_, _, entry, pending_read) in enumerate(task.frames):
             try:
-                span = take()
+                span = pending_read()
             except BAD_SAMPLE as error:
                 task = bad.replace(task, number, error)
                 break
@@ -64,7 +63,7 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
 
 
 def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetched: Fetched) -> Parsed:
-    """The sample's members, and the augmentation drawn for it."""
+    """Decode the sample's members but images, and draw its augmentation."""
     while True:
         task = fetched.task
         known: dict[int, Sample] = {}
@@ -86,18 +85,18 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
 
 
 def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides: bool) -> Parsed:
-    """What is drawn for the sample, once for all of its frames; ``known`` holds these by row."""
+    """Draw the augmentation of a sample, once for all of its frames; ``known`` holds these by row."""
     seed, epoch, number = augments.seed, task.slot.epoch, task.number
     by_size: dict[str, Sequence[ImageMap]] = {}
     shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
     for row, sample in known.items():
         sizes = sample.geometry.img_wh.tolist()
-        said = str(sizes)
-        if said not in by_size:
-            by_size[said] = augments.image.draw(sizes, seed=seed, epoch=epoch, sample=number)
-        shown[row] = sample, by_size[said]
+        text = str(sizes)
+        if text not in by_size:
+            by_size[text] = augments.image.draw(sizes, seed=seed, epoch=epoch, sample=number)
+        shown[row] = sample, by_size[text]
         if augments.undistort is not None:
-            shown[row] = augments.undistort(sample, by_size[said], task.source.reader.cameras)
+            shown[row] = augments.undistort(sample, by_size[text], task.source.reader.cameras)
     samples = [
         hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0] for frame in task.frames
     ]
@@ -108,7 +107,7 @@ def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides
 
 
 def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """A stage's work on single items, where the items come as batches."""
+    """Apply a stage's work on single items to each item of a batch."""
     return [function(item) for item in items]
 
 
@@ -120,7 +119,7 @@ def decode(
     parse_again: Callable[[Fetched], Parsed],
     parsed: Parsed,
 ) -> DecodedSample:
-    """The sample's images, decoded into its place in the batch."""
+    """Decode the sample's images into its place in the batch."""
     while True:
         task = parsed.task
         images = task.slot.frames(task.at)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
     from fuelrail.loaders.schedule.bad_samples import BadSamples
-    from fuelrail.loaders.schedule.prefetch import Shelf
+    from fuelrail.loaders.schedule.prefetch import RequestStream
     from fuelrail.loaders.storage import StorageStats
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.order.batching import Cursor
@@ -185,16 +185,16 @@ class Runner:
     def __init__(self, name: str, tuner: Autotuner | None, observer: Observer | None) -> None:
         self._name, self._tuner, self._observer = name, tuner, observer
         self._pipeline: Pipeline | None = None
-        self._shelves: Sequence[Shelf] = ()
-        self._standing_at: Cursor | None = None
+        self._streams: Sequence[RequestStream] = ()
+        self._idle_at: Cursor | None = None
         self._begun_s: float | None = None
         self._past: tuple[StageClock, ...] = ()  # of the pipelines before
         self._past_waited_s = 0.0
 
-    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], shelves: Sequence[Shelf]) -> None:
-        """Run the tasks through the stages; ``shelves`` are what they take their bytes from. Nothing may be running."""
+    def start(self, tasks: Iterator[Any], stages: Sequence[Stage], streams: Sequence[RequestStream]) -> None:
+        """Run the tasks through the stages; ``streams`` are what they take their bytes from. Nothing may be running."""
         assert self._pipeline is None, "one pipeline at a time"
-        self._shelves = shelves
+        self._streams = streams
         self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
         if self._tuner is not None:
             self._tuner.restart()
@@ -203,28 +203,28 @@ class Runner:
 
     def stop(self) -> None:
         """Stop the threads, if there are any, and wait until they are gone."""
-        for shelf in self._shelves:
-            shelf.session.close()  # a thread that waits for storage must not hold up the others' end
-        self._shelves = ()
+        for stream in self._streams:
+            stream.session.close()  # a thread that waits for storage must not hold up the others' end
+        self._streams = ()
         # Taken first: an iteration that ends in another thread stops too.
-        pipeline, self._pipeline, self._standing_at = self._pipeline, None, None
+        pipeline, self._pipeline, self._idle_at = self._pipeline, None, None
         if pipeline is not None:
             pipeline.close()
             self._past = add_clocks(self._past, pipeline.clocks())
             self._past_waited_s += pipeline.waited_s
 
-    def rest_at(self, cursor: Cursor) -> None:
-        """The epoch's consumer is done; the threads continue, and the next result is the first one after ``cursor``."""
-        self._standing_at = cursor
+    def park_at(self, cursor: Cursor) -> None:
+        """Record that an epoch is consumed; the threads continue, and the next result is the first after ``cursor``."""
+        self._idle_at = cursor
 
-    def rests_at(self, cursor: Cursor) -> bool:
-        """Whether the next result is the first one behind ``cursor``, and nobody is taking results."""
-        return self._standing_at == cursor
+    def idle_at(self, cursor: Cursor) -> bool:
+        """Whether the next result is the first after ``cursor``, and no iteration takes results."""
+        return self._idle_at == cursor
 
     def take(self) -> Pipeline:
         """The pipeline, for one who takes its results from now on."""
         assert self._pipeline is not None, "to be started first"
-        self._standing_at = None
+        self._idle_at = None
         return self._pipeline
 
     def runs(self, pipeline: Pipeline) -> bool:

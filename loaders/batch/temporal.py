@@ -1,4 +1,4 @@
-"""Temporal windows in a batch: which of its entries get an axis of T frames, and what is added.
+"""Temporal windows in a batch: which entries have an axis of T frames, and which entries are added.
 
 With ``DataLoader(window=...)`` the entries that belong to a frame have an axis of T frames behind B, in the
 order of ``frames``; what belongs to the sample as such has none, and is that of its own frame (offset 0, the *key*
@@ -39,13 +39,13 @@ with its own matrices and times (``repeat_edge``, ``repeat_current``); or nothin
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -53,46 +53,57 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
+T = TypeVar("T")
+
 
 def hidden(sample: Sample) -> Sample:
-    """The sample with nothing to see: no images, no points, every camera marked as missing."""
+    """Return the sample without images and points, every camera marked as missing."""
     geometry = dataclasses.replace(sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid))
     return dataclasses.replace(sample, geometry=geometry, images={}, points={})
 
 
 class Frames(NamedTuple):
-    """The frames of a batch's samples, one after the other; ``num_frames`` (T) is None where there are no windows."""
+    """The frames of a batch's samples, one after the other: what decides which axes follow B."""
 
     samples: Sequence[Sample]
     maps: Sequence[Sequence[ImageMap]]
-    num_frames: int | None
+    axes: tuple[int, ...]
+    """(B, T) with windows, (B,) without."""
 
     @classmethod
     def of(cls, decoded: Sequence[DecodedSample]) -> Self:
         """The frames of some samples, of which all or none have windows."""
         if decoded[0].window is None:
-            return cls([entry.sample for entry in decoded], [entry.maps for entry in decoded], None)
+            return cls([entry.sample for entry in decoded], [entry.maps for entry in decoded], (len(decoded),))
         windows = [entry.window for entry in decoded if entry.window is not None]
         samples = [sample for window in windows for sample in window.samples]
-        return cls(samples, [maps for window in windows for maps in window.maps], len(windows[0].samples))
+        maps = [maps for window in windows for maps in window.maps]
+        return cls(samples, maps, (len(windows), len(windows[0].samples)))
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether an axis of T frames follows B."""
+        return len(self.axes) > 1
 
     def shaped(self, values: Sequence[Any]) -> NDArray[Any]:
         """A value of each frame as an array [B, T, ...], or [B, ...] without windows."""
-        stacked = np.stack(values) if isinstance(values[0], np.ndarray) else np.array(values)
-        return stacked if self.num_frames is None else stacked.reshape(-1, self.num_frames, *stacked.shape[1:])
+        stacked = np.array(values)
+        return stacked.reshape(*self.axes, *stacked.shape[1:])
 
-    def stack(self, name: str) -> NDArray[Any]:
-        """A field of the geometry, of each frame."""
-        return self.shaped([getattr(sample.geometry, name) for sample in self.samples])
+    def of_samples(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A matrix of each sample, (B, 4, 4), shaped to broadcast over its frames."""
+        return matrices[:, None] if self.has_windows else matrices
 
-    def broadcast(self, matrices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A matrix of each sample, (B, 4, 4), shaped to go with those of each frame."""
-        return matrices if self.num_frames is None else matrices[:, None]
+    def repeated(self, values: Sequence[T]) -> Iterator[T]:
+        """A value of each sample, repeated for each of its frames."""
+        return (value for value in values for _ in range(self.axes[1] if self.has_windows else 1))
 
     def listed(self, values: list[torch.Tensor]) -> list[Any]:
         """A tensor of each frame as a list for each sample; without windows as it is."""
-        t = self.num_frames
-        return values if t is None else [values[first : first + t] for first in range(0, len(values), t)]
+        if not self.has_windows:
+            return values
+        num_samples, t = self.axes
+        return [values[at * t : (at + 1) * t] for at in range(num_samples)]
 
 
 def frame_facts(decoded: Sequence[DecodedSample]) -> dict[str, torch.Tensor]:

@@ -1,11 +1,11 @@
-"""Bad samples: raise, or put the next good one of the order in their place; counted, listed, bounded.
+"""Bad samples: raise, or substitute the next good one of the order; counted, listed, bounded.
 
 What takes the place of a bad sample depends on dataset and order alone: the sample at the next position of the epoch
 (after the last, the first; in lanes, the lane's next frame), and if that is bad too the one behind it. So all runs,
 ranks and resumed runs agree, and no rank has fewer batches than the others.
 
-Bad means that the sample itself is: its bytes differ from those written, do not decode, or are cut off. Storage that
-refuses or does not answer is no reason to train on something else: that is always raised.
+A sample is bad when its bytes differ from those written, do not decode, or are cut off. Storage that refuses or does
+not answer is no reason to train on another sample: that is always raised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.loaders.records import DecodedSample, Source, Task
-    from fuelrail.loaders.schedule.positions import PlaceMap
+    from fuelrail.loaders.schedule.positions import PositionIndex
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class BadSamplePolicy(Settings, frozen=True):
 class BadSamples:
     """The bad samples of one loader. Thread-safe. ``count`` is the number of distinct ones so far."""
 
-    def __init__(self, policy: BadSamplePolicy, sources: Sequence[Source], where: PlaceMap, rank: int = 0) -> None:
+    def __init__(self, policy: BadSamplePolicy, sources: Sequence[Source], where: PositionIndex, rank: int = 0) -> None:
         self._policy, self._sources, self._where, self._rank = policy, sources, where, rank
         self._bad: set[int] = set()
         self._lock = threading.Lock()

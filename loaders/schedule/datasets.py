@@ -1,6 +1,6 @@
-"""The datasets that a loader draws from: opened, checked against each other, each with its storage and reader.
+"""Open the datasets of a loader, check that they fit together, and give each a storage and a reader.
 
-Samples of several datasets stand in one batch, so they must have the same rig and mean the same by their labels.
+A batch may hold samples of several datasets, so they must have the same rig and the same meaning of labels.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def open_all(
 
     if (mix is None) != (not isinstance(dataset, Mapping)):
         raise ConfigError(
-            f"mix={mix!r} goes with a dict of datasets, got dataset={dataset!r}: "
+            f"mix={mix!r} requires a dict of datasets, got dataset={dataset!r}: "
             'DataLoader({"a": PATH, "b": PATH}, batch_size, mix={"a": 3, "b": 1})'
         )
     if not isinstance(dataset, Mapping):
@@ -64,7 +64,7 @@ def open_all(
 
 
 def check_compatible(datasets: Mapping[str, Dataset], *, points: bool = False) -> None:
-    """Raise ConfigError, with both sides, where samples of these datasets cannot stand in one batch."""
+    """Raise ConfigError, with both sides, where samples of these datasets cannot be in one batch."""
     (first, one), *others = datasets.items()
     for name, other in others:
         for what, sides in _facts(one, other, points=points).items():
@@ -151,6 +151,6 @@ def image_facts(sources: Sequence[Source]) -> ImageFacts:
                 images = source.reader.sample(at).images.values()
                 is_baseline += [info.format == "jpeg" and not info.progressive for info in map(probe, images)]
             except FuelrailError:
-                continue  # a bad sample is the loader's affair, when its turn comes
+                continue  # a bad sample is handled when its turn comes
     share = sum(is_baseline) / len(is_baseline) if is_baseline else 1.0
     return ImageFacts((max((w for w, _ in sizes), default=0), max((h for _, h in sizes), default=0)), share)

@@ -1,6 +1,6 @@
-"""Which rows of which dataset stand at a position: the order, its lanes, windows and mixes, as the loader sees them.
+"""Map positions of an order to rows of datasets, through lanes, windows and mixes.
 
-Loading, the cache's foresight and the replacement of bad samples all ask here, so they cannot disagree.
+Loading, the cache's future uses and the replacement of bad samples all use this map, so they agree.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fuelrail.loaders.records import NO_FLAGS
-from fuelrail.pipeline.order.lanes import LaneEpoch
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
-    from fuelrail.pipeline.order.mix import MixedEntries
+    from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
 
     Rows: TypeAlias = NDArray[np.int64]
@@ -30,7 +26,7 @@ _EPOCHS_KEPT: Final = 4
 class Part(NamedTuple):
     """One dataset's part of the sequence: where its split begins in its index, and its windows.
 
-    ``base`` rows belong to the datasets before it: ``base + row`` tells rows of all datasets apart.
+    ``base`` rows belong to the datasets before it: ``base + row`` numbers rows over all datasets.
     """
 
     first_row: int
@@ -39,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What stands at B positions: samples of T frames (T is 1 without windows)."""
+    """The samples at B positions, of T frames each (T is 1 without windows)."""
 
     parts: Rows
     """(B,): which dataset."""
@@ -50,34 +46,24 @@ class Places(NamedTuple):
     valid: NDArray[np.bool_]
     """(B,): False: padding of a lane that has ended."""
     flags: Mapping[str, NDArray[Any]]
-    """(B,) each: what the order says of these samples, under the names of a batch."""
+    """(B,) each: what the order knows of these samples, under their names in a batch."""
 
 
-class PlaceMap:
+class PositionIndex:
     """Maps the positions of any epoch to their places. Pure; safe to call from any number of threads."""
 
-    def __init__(self, order: AnyOrder | DatasetMixOrder, parts: Sequence[Part]) -> None:
+    def __init__(self, order: EndlessOrder, parts: Sequence[Part]) -> None:
         """``parts``: one, or those that the order mixes."""
         self.epoch_length = order.epoch_length
         self._parts = tuple(parts)
         window = self._parts[0].window
         self.frames = 1 if window is None else len(window.window.frames)
-        # Epochs cost time to set up, and all who ask look at one or two neighbouring ones.
+        # Epochs cost time to set up, and callers use one or two neighbouring ones.
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
         """The places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
-        order = self._epoch(epoch)
-        valid, flags = np.ones(len(positions), dtype=bool), NO_FLAGS
-        parts = np.zeros(len(positions), dtype=np.int64)
-        if isinstance(order, LaneEpoch):
-            samples, valid, prev_exists = order.entries(positions)
-            flags = {"lane": positions % order.num_lanes, "prev_exists": prev_exists}
-        elif len(self._parts) > 1:
-            mixed: MixedEntries = order.entries(positions)  # type: ignore[attr-defined]
-            parts, samples = mixed
-        else:
-            samples = order(positions)
+        parts, samples, valid, flags = self._epoch(epoch).entries(positions)
         rows = np.empty((len(positions), self.frames), dtype=np.int64)
         present = np.ones(rows.shape, dtype=bool)
         for number, part in enumerate(self._parts):
@@ -97,8 +83,6 @@ class PlaceMap:
         return numbers
 
     def next_position(self, epoch: int, position: int) -> int:
-        """The position whose sample takes a bad one's place: the next one; in lanes that of the lane's next frame."""
-        order = self._epoch(epoch)
+        """The position whose sample replaces a bad one: the next position; in lanes that of the lane's next frame."""
         # Another lane's would be of another clip.
-        stride = order.num_lanes if isinstance(order, LaneEpoch) else 1
-        return (position + stride) % self.epoch_length
+        return (position + self._epoch(epoch).num_lanes) % self.epoch_length

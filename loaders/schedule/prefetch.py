@@ -1,4 +1,4 @@
-"""Samples asked for ahead of their turn: as far as a number of bytes goes, and no farther."""
+"""Request samples before their turn, up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import collections
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
-from fuelrail.loaders.records import Ahead
+from fuelrail.loaders.records import Requested
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fuelrail.loaders.records import Due
+    from fuelrail.loaders.records import Scheduled
     from fuelrail.loaders.storage.protocol import PendingSpan, Session
     from fuelrail.pipeline.format.index import SampleIndex
     from fuelrail.pipeline.format.index_row import IndexRow
 
 MAX_SAMPLES: Final = 512
-"""Small samples are not asked for farther ahead than this."""
+"""Number of samples that are outstanding at most, however small they are."""
 
 FIRST_BUNDLE: Final = 16
 
 
 EARLY_BUNDLE: Final = 4
 """Samples in the first bundle, and in those that follow until the window is nearly full for once: the first batch
-waits for neither the whole window nor, with a large index, for the look-ups that it takes."""
+waits for neither the whole window nor, with a large index, for the look-ups that it reads."""
 
 _NUMBERS_KEPT: Final = 1 << 16
 
 
 class RequestNumbers:
-    """Which of all requests a dataset's k-th one is, where several datasets are mixed; see `foresight.foresee`.
+    """Map a dataset's k-th request to its number among the requests of all mixed datasets.
 
-    Asked about k, it forgets those before: they are taken in order.
+    `fuelrail.loaders.storage.cache.future_uses.build_future_uses` needs it. k must ascend: numbers before are dropped.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class RequestNumbers:
         self._numbers: collections.deque[int] = collections.deque()
 
     def note(self, number: int) -> None:
-        """The next request of this dataset is this one of all."""
+        """Record the number of this dataset's next request."""
         self._numbers.append(number)
-        if len(self._numbers) > _NUMBERS_KEPT:  # nobody asks: all are found in the cache
+        if len(self._numbers) > _NUMBERS_KEPT:  # none is looked up: all are found in the cache
             self._numbers.popleft()
             self._first += 1
 
@@ -55,89 +55,89 @@ class RequestNumbers:
         return self._numbers[0]
 
 
-class Shelf(NamedTuple):
-    """Where one dataset's samples are looked up and asked for."""
+class RequestStream(NamedTuple):
+    """One dataset's index and storage session, which its samples are requested from."""
 
     rows: SampleIndex
     session: Session
     numbers: RequestNumbers | None = None
 
 
-def look_ahead(coming: Iterator[Due], shelves: Sequence[Shelf], max_bytes: int) -> Iterator[Ahead]:
-    """Pass the coming samples on, each asked for when less than ``max_bytes`` of samples before it are outstanding.
+def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int) -> Iterator[Requested]:
+    """Yield the coming samples, each requested when less than ``max_bytes`` of samples before it are outstanding.
 
-    So ``max_bytes`` and one sample are outstanding at most. Requests go out in bundles of a quarter of that, so that
-    neighbours among them can be fetched as one range. Closing this iterator gives up what is outstanding.
+    So ``max_bytes`` and one sample are outstanding at most. Requests are sent in bundles of a quarter of that, so that
+    neighbours among them can be fetched as one range. Closing this iterator cancels what is outstanding.
     """
-    window: collections.deque[tuple[Ahead, int]] = collections.deque()
-    waiting = num_asked = 0
+    window: collections.deque[tuple[Requested, int]] = collections.deque()
+    waiting = num_requested = 0
     more, filled = True, False
     try:
         while more or window:
             if more and waiting <= max_bytes * 3 // 4 and len(window) <= MAX_SAMPLES * 3 // 4:
-                bundle: list[tuple[Due, tuple[IndexRow, ...]]] = []
-                broken: tuple[Due, FuelrailError] | None = None
+                bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]] = []
+                broken: tuple[Scheduled, FuelrailError] | None = None
                 size = MAX_SAMPLES if filled else EARLY_BUNDLE if window else FIRST_BUNDLE
                 while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES and len(bundle) < size:
-                    due = next(coming, None)
-                    if due is None:
+                    scheduled = next(coming, None)
+                    if scheduled is None:
                         more = False
                         break
                     try:
-                        index = shelves[due.part].rows
-                        entries = tuple([index.row(row) for row in due.rows])
+                        index = streams[scheduled.part].rows
+                        entries = tuple([index.row(row) for row in scheduled.rows])
                     except FuelrailError as failure:
-                        # Told when its turn comes, so that the outcome does not depend on the look-ahead.
-                        broken, more = (due, failure), False
+                        # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
+                        broken, more = (scheduled, failure), False
                         break
-                    bundle.append((due, entries))
+                    bundle.append((scheduled, entries))
                     waiting += _length(entries)
-                for (due, entries), takes in zip(bundle, _ask(bundle, shelves, num_asked), strict=True):
-                    window.append((Ahead(due, entries, takes), _length(entries)))
-                    num_asked += len(entries)
+                for (scheduled, entries), reads in zip(bundle, _request(bundle, streams, num_requested), strict=True):
+                    window.append((Requested(scheduled, entries, reads), _length(entries)))
+                    num_requested += len(entries)
                 filled = filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
                 if broken is not None:
-                    due, error = broken
-                    window.append((Ahead(due, (), (_Raise(error),)), 0))
+                    scheduled, error = broken
+                    window.append((Requested(scheduled, (), (_Raise(error),)), 0))
             if not window:
                 break
-            ahead, length = window.popleft()
+            requested, length = window.popleft()
             waiting -= length
-            yield ahead
-            del ahead  # its bytes must not live on in this frame
+            yield requested
+            del requested  # its bytes must not live on in this frame
     finally:
-        for shelf in shelves:
-            shelf.session.close()
+        for stream in streams:
+            stream.session.close()
 
 
 def _length(entries: tuple[IndexRow, ...]) -> int:
     return sum([entry.length for entry in entries])
 
 
-def _ask(
-    bundle: list[tuple[Due, tuple[IndexRow, ...]]], shelves: Sequence[Shelf], num_asked: int
+def _request(
+    bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]], streams: Sequence[RequestStream], num_requested: int
 ) -> list[tuple[PendingSpan, ...]]:
-    """Ask each dataset for its samples among these, in their order."""
-    takes: list[tuple[PendingSpan, ...]] = [()] * len(bundle)
-    for part, (_, session, numbers) in enumerate(shelves):
+    """Request these samples from their datasets, in their order."""
+    reads: list[tuple[PendingSpan, ...]] = [()] * len(bundle)
+    for part, (_, session, numbers) in enumerate(streams):
         wanted: list[tuple[int, IndexRow]] = []
-        number = num_asked
-        for due, entries in bundle:
-            if due.part == part:
-                wanted += zip(due.rows, entries, strict=True)
+        number = num_requested
+        for scheduled, entries in bundle:
+            if scheduled.part == part:
+                wanted += zip(scheduled.rows, entries, strict=True)
                 if numbers is not None:
                     for at in range(len(entries)):
                         numbers.note(number + at)
             number += len(entries)
         pending = iter(session.request(wanted))
-        for at, (due, entries) in enumerate(bundle):
-            if due.part == part:
-                takes[at] = tuple(islice(pending, len(entries)))
-    return takes
+        for at, (scheduled, entries) in enumerate(bundle):
+            if scheduled.part == part:
+                reads[at] = tuple(islice(pending, len(entries)))
+    return reads
 
 
 class _Raise:
-    """A span that could not be asked for."""
+    """Deferred error of a failed request."""
 
     def __init__(self, error: FuelrailError) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""What a loader loads, and in which order: datasets, splits, windows and the compiled order, without a word on how."""
+"""Resolve datasets, splits, windows and the order into a schedule of samples."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 
 from fuelrail.loaders.schedule.datasets import check_compatible, make_sources
-from fuelrail.loaders.schedule.positions import Part, PlaceMap
-from fuelrail.loaders.schedule.prefetch import RequestNumbers, Shelf
+from fuelrail.loaders.schedule.positions import Part, PositionIndex
+from fuelrail.loaders.schedule.prefetch import RequestNumbers, RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import Range, foresee
+from fuelrail.loaders.storage.cache.future_uses import Range, build_future_uses
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.batching import Batching, Cursor, Share
-    from fuelrail.pipeline.order.compile import AnyOrder, DatasetMixOrder
+    from fuelrail.pipeline.order.batching import Walk
+    from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.spec import OrderSpec
     from fuelrail.pipeline.order.windows import FrameWindow
 
 _SEARCHED_AT_A_TIME = 1 << 16
 
 
-class Choice(NamedTuple):
-    """What is to be loaded: one dataset, or several and their ratios; a split; an order; temporal windows."""
+class ScheduleRequest(NamedTuple):
+    """Arguments of a schedule: one dataset, or several and their ratios; a split; an order; temporal windows."""
 
     datasets: Mapping[str, Dataset]
     mix: Mapping[str, int] | None
@@ -45,44 +45,42 @@ class Choice(NamedTuple):
     """Earlier sweeps of the lidar too."""
 
 
-class Supply(NamedTuple):
-    """The samples to load, by position."""
+class Schedule(NamedTuple):
+    """Datasets and the samples to load from them, by position."""
 
     sources: tuple[Source, ...]
-    where: PlaceMap
+    where: PositionIndex
     identity: Identity
 
-    def shelves(self, start: Cursor, batching: Batching, share: Share) -> list[Shelf]:
-        """Begin a session with each storage, to be asked for what comes for this share from ``start`` on."""
-        return [self._shelf(source, start, batching, share) for source in self.sources]
+    def streams(self, walk: Walk) -> list[RequestStream]:
+        """Open a request stream for the samples of this walk with each storage."""
+        return [self._stream(source, walk) for source in self.sources]
 
-    def _shelf(self, source: Source, start: Cursor, batching: Batching, share: Share) -> Shelf:
+    def _stream(self, source: Source, walk: Walk) -> RequestStream:
         index, storage = source.dataset.index, source.storage
         numbers = RequestNumbers() if len(self.sources) > 1 else None
-        foresight, uses_per_step = self._foresee(source, start, batching, share, numbers)
-        return Shelf(index, storage.session(foresight, uses_per_step), numbers)
+        future_uses, uses_per_step = self._future_uses(source, walk, numbers)
+        return RequestStream(index, storage.session(future_uses, uses_per_step), numbers)
 
-    def _foresee(
-        self, source: Source, start: Cursor, batching: Batching, share: Share, numbers: RequestNumbers | None
-    ) -> tuple[Foresight, int]:
-        """What will be used of one dataset; its requests' ``numbers`` among all are needed where there are several."""
+    def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
+        """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
         only = None if numbers is None else Range(source.base, len(source.dataset.index), numbers)
-        return foresee(self.where.numbers, start, batching, self.where.frames, only, share)
+        return build_future_uses(self.where.numbers, walk, self.where.frames, only)
 
 
-def make_supply(
-    choice: Choice, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
-) -> Supply:
+def make_schedule(
+    request: ScheduleRequest, open_storage: Callable[[Dataset], Storage], *, global_batch: int, drop_last: bool
+) -> Schedule:
     """Compile the order and open the datasets' storages.
 
-    Raises ConfigError and OrderError for what cannot be loaded so, and what `compile_order` raises.
+    Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps = choice
+    datasets, mix, split, spec, window, points, sweeps = request
     check_compatible(datasets, points=points)
     for dataset in datasets.values():
-        dataset.split(split)  # a split that is not there is told before anything is computed
+        dataset.split(split)  # an unknown split is an error before anything is computed
     clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}
-    order: AnyOrder | DatasetMixOrder
+    order: EndlessOrder
     if mix is None:
         ((name, dataset),) = datasets.items()
         order = compile_order(spec, dataset, split, global_batch=global_batch, window=window, clips=clips[name])
@@ -96,9 +94,9 @@ def make_supply(
         for source, table in zip(sources, clips.values(), strict=True)
     ]
     # Through JSON and back, so that a state that was saved as JSON has the same types.
-    said: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
-    identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=said)
-    return Supply(sources, PlaceMap(order, parts), identity)
+    plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
+    identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain)
+    return Schedule(sources, PositionIndex(order, parts), identity)
 
 
 def _lookup(window: FrameWindow | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:

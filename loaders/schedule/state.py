@@ -1,4 +1,4 @@
-"""Loader state: a few numbers that say where in the training sequence a run stands, and what that sequence is.
+"""Loader state: a few numbers for the position of a run in a training sequence, and the identity of that sequence.
 
 What it is: the dataset, split, order and windows, which decide the samples and their order, and the settings that
 decide what a sample holds. A state holds no shuffled list, no generator and no queue content, so it is the same on

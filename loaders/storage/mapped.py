@@ -45,7 +45,7 @@ from fuelrail.pipeline.format.dataset import check_span
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index_row import IndexRow
@@ -57,7 +57,7 @@ _SURE_AFTER: Final = 32
 
 
 _PROBE_EVERY: Final = 8
-"""After this number of spans in a row that were in memory, only each eighth is looked up ahead, until one is not.
+"""After this number of spans in a row that were in memory only each eighth is looked up ahead, until one is not.
 Looking up costs a twentieth of checking a span, and is done again when it is taken.
 """
 
@@ -195,7 +195,7 @@ class MappedShards:
         if self._faults.has_hit(row.shard, row.offset, row.offset + row.length):
             raise _cut(file, row)
 
-    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
         """A stream of requests, which read ahead."""
         is_guarding()
         return _MappedSession(self, self._files)
@@ -283,7 +283,7 @@ class _MappedSession:
         self._readers.shutdown(cancel_futures=True)
 
     def _starts_reading(self, row: IndexRow) -> bool:
-        """Have a span read, unless it is in memory. Advice only: errors are raised when it is taken."""
+        """Start to read a span, unless it is in memory. Advice only: errors are raised when the span is taken."""
         try:
             file = self._files[row.shard]
             end = row.offset + row.length

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index_row import IndexRow
@@ -103,7 +103,7 @@ class PreadShards:
     def recheck(self, index: int) -> None:
         """Nothing to do: a span is a copy, which nobody else can change."""
 
-    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
         """A stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files, self._residency)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.pipeline.format.index_row import IndexRow
 
     PendingSpan: TypeAlias = Callable[[], memoryview]
@@ -54,7 +54,7 @@ class Session(Protocol):
         """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
 
     def close(self) -> None:
-        """Give up what was asked for; threads that wait get a StorageError. May be called twice, from any thread."""
+        """Cancel what was requested; a thread that waits gets a StorageError. May be called twice, from any thread."""
 
 
 class Storage(Protocol):
@@ -69,8 +69,8 @@ class Storage(Protocol):
     def recheck(self, index: int) -> None:
         """Raise ShardError where what was made of a span may not have been made of the bytes that were checked."""
 
-    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> Session:
-        """A new stream of requests, made in the order that ``foresight`` foresees; a cache evicts by it.
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> Session:
+        """Start a stream of requests, made in the order of ``future_uses``, by which a cache evicts.
 
         ``uses_per_step`` samples a step are used on this host.
         """

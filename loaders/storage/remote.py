@@ -39,7 +39,7 @@ from fuelrail.pipeline.storage.retry import RetryPolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.cache.span_cache import CachedSpan, SpanCache
     from fuelrail.loaders.storage.clients import RangeClient
     from fuelrail.loaders.storage.protocol import PendingSpan
@@ -106,12 +106,12 @@ class RemoteShards:
     def recheck(self, index: int) -> None:
         """Nothing to do: a span is a copy, which nobody else can change."""
 
-    def session(self, foresight: Foresight | None = None, uses_per_step: int = 0) -> _RemoteSession:
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
         """A stream of requests, whose future the cache may know."""
         self._ensure_process()
         if self.cache is not None:
-            self.cache.foresee(foresight, uses_per_step)
-        return _RemoteSession(self, foresight)
+            self.cache.evict_by(future_uses, uses_per_step)
+        return _RemoteSession(self, future_uses)
 
     def stats(self) -> StorageStats:
         """What was done so far."""
@@ -210,8 +210,8 @@ class _Range:
 class _RemoteSession:
     """Ranges asked for and not yet taken."""
 
-    def __init__(self, storage: RemoteShards, foresight: Foresight | None = None) -> None:
-        self._storage, self._foresight = storage, foresight
+    def __init__(self, storage: RemoteShards, future_uses: FutureUses | None = None) -> None:
+        self._storage, self._future_uses = storage, future_uses
         self._asked = 0
         # By sample. In a small dataset, and about an epoch's end, a sample is asked for again before it was taken.
         self._ranges: weakref.WeakValueDictionary[int, _Range] = weakref.WeakValueDictionary()
@@ -287,7 +287,7 @@ class _RemoteSession:
                 key=row.key,
             ) from None  # fmt: skip
         if storage.cache is not None:
-            storage.cache.put(index, span, None if self._foresight is None else self._foresight.time_of(number))
+            storage.cache.put(index, span, None if self._future_uses is None else self._future_uses.time_of(number))
         return storage.handed_out(span)
 
     def _wait(self, asked: _Range, row: IndexRow) -> memoryview:

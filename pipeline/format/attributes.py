@@ -1,4 +1,4 @@
-"""``attributes.parquet``: what the source knows of each sample, one row a sample in the order of the index."""
+"""``attributes.parquet``: attributes of each sample from the source, one row a sample in the order of the index."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
 
 
 class AttributesFile:
-    """The file itself, of whoever made it: its sizes are checked before memory is taken for them."""
+    """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -178,7 +178,7 @@ class Attributes:
 
 
 def no_attribute(name: str, known: Collection[str]) -> str:
-    """What to say of an attribute that isn't there: the nearest names, or all of them."""
+    """Message about an unknown attribute: the nearest names, or all of them."""
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(known))}"
     return f"no attribute {name!r}; {hint}"
@@ -209,7 +209,7 @@ class ClipTable:
     def build(cls, clips: ArrayLike, frames: ArrayLike) -> Self:
         """Sort samples by their clip's number and their frame's (both (n,), 0 or more).
 
-        Raises IndexFileError for a frame number out of range, or that stands twice in its clip.
+        Raises IndexFileError for a frame number out of range, or that occurs twice in its clip.
         """
         frame = np.asarray(frames, dtype=np.int64)
         if len(frame) and not (frame.min() >= 0 and frame.max() < FRAME_LIMIT):

@@ -1,7 +1,7 @@
-"""A dataset opened for reading: manifest and index, held against each other, and a span's bytes to members.
+"""Open a dataset: manifest and index, checked against each other; turn a span's bytes into members.
 
-Where the bytes come from (mapped files, object storage, cache) is the reader's matter; this module turns a span
-into checked members.
+The reader provides the bytes, from mapped files, object storage or a cache. This module turns a span into checked
+members.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
-"""Errors at opening a file that say nothing about the file."""
+"""Errors at opening a file that are not about the file."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -189,10 +189,9 @@ def _open_index(folder: Path, manifest: Manifest) -> SampleIndex:
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
-    """The dataset's zstd dictionary, held against its digest; None where it has none.
+    """The dataset's zstd dictionary, checked against its digest; None where it has none.
 
-    Raises ManifestError where it is not the manifest's, or where the index says that members need it and it is not
-    there.
+    Raises ManifestError where it is not the manifest's, or where members need it and it does not exist.
     """
     file = folder / DICTIONARY_FILE
     entry = next((entry for entry in manifest.files if entry.name == DICTIONARY_FILE), None)
@@ -289,7 +288,7 @@ def _outside(row: IndexRow, name: str, offset: int, end: int, view: memoryview, 
 
 
 def _address(row: IndexRow, offset: int, shard: str) -> str:
-    """Where a member lies: in the shard, or in the sample that one of its frames holds."""
+    """The place of a member: in the shard, or in the sample that one of its frames holds."""
     if is_framed(shard):
         return f"shard {shard}, frame at offset {row.offset}, {offset} bytes into it"
     return f"shard {shard}, offset {row.offset + offset}"

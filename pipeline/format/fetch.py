@@ -67,7 +67,8 @@ def fetch_dataset(
             _store(source, manifest, data, folder)
     except OSError as error:
         raise DatasetError(
-            f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; say another place with cache_dir"
+            f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; choose another folder "
+            "with cache_dir"
         ) from error
     return folder, manifest
 
@@ -175,7 +176,7 @@ def _is_here(file: Path, entry: FileEntry) -> bool:
 
 
 def _publish(file: Path, data: bytes) -> None:
-    """Write under another name, then rename: nobody ever sees a part of it."""
+    """Write under another name, then rename: no reader ever sees a part of it."""
     handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:

@@ -1,7 +1,7 @@
-"""``index.arrow``: where every sample and every member lies. FORMAT.md has the rules.
+"""``index.arrow``: the place of every sample and every member. FORMAT.md has the rules.
 
 An Arrow IPC file, memory-mapped: opening it costs the same for ten samples and for ten million, and all processes
-of a host share its pages. Rows stand in the order of the samples in the shards. Record batches hold
+of a host share its pages. Rows are in the order of the samples in the shards. Record batches hold
 ``ROWS_PER_BATCH`` rows each (the last one fewer), so row i is found by division.
 """
 

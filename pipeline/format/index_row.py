@@ -1,4 +1,4 @@
-"""A row of the index: one sample, where its span lies, and its members. Read in columns, which cost least."""
+"""A row of the index: one sample, the place of its span, and its members. Read in columns, which cost least."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MemberColumns(NamedTuple):
 class Members(Sequence[MemberEntry]):
     """A sample's members, read from the mapped index each time they are asked for. Equal to a tuple of them.
 
-    A mapped file must not be cut: who makes another index publishes it by a rename.
+    A mapped file must not be cut: a new index is published by a rename.
     """
 
     __slots__ = ("_end", "_first", "_read")

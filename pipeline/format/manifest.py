@@ -127,7 +127,7 @@ class Manifest(Settings, frozen=True):
 _NOT_IN_FINGERPRINT: Final = frozenset(
     {"name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest"}
 )
-"""How a dataset was made and what it is called. All that these decide of the samples stands in the other entries."""
+"""How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
 _READ_BY_LOADERS: Final = ("index.arrow", "zstd.dict")
 
 
@@ -225,7 +225,7 @@ def _why_not_ready(root: Path) -> str:
     if not root.is_dir():
         return f"is not a folder; {make}"
     if (root / WORK_FOLDER).is_dir():
-        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to go on"
+        return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):
         return f"has shards, but its dataset.json is gone; {_BRING_BACK}"
     return f"has no dataset.json: sharding has not finished there; {make}"
@@ -256,7 +256,7 @@ def _check_limits(manifest: Manifest, where: str) -> None:
 
 
 def _check_names(manifest: Manifest, where: str) -> None:
-    """Names become paths, keys and member names: they must be plain, and none may stand twice."""
+    """Names become paths, keys and member names: they must be plain, and none may occur twice."""
     files = [*(shard.name for shard in manifest.shards), *(file.name for file in manifest.files)]
     for name in files:
         is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
@@ -269,7 +269,7 @@ def _check_names(manifest: Manifest, where: str) -> None:
     ):
         for name, count in Counter(list(names)).items():
             if count > 1:
-                raise ManifestError(f"'{where}': {kind} '{shown(name)}' stands twice")
+                raise ManifestError(f"'{where}': {kind} '{shown(name)}' occurs twice")
             if pattern is not None and not re.fullmatch(pattern, name):
                 raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
 

@@ -84,7 +84,7 @@ A = TypeVar("A", "Geometry", "Boxes")
 
 
 class Rig(NamedTuple):
-    """What the manifest says that the samples of a dataset are made of."""
+    """The parts of a dataset's samples, from the manifest."""
 
     cameras: tuple[str, ...]
     lidars: tuple[tuple[str, int], ...]

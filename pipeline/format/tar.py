@@ -118,9 +118,9 @@ def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> byt
 def are_members(
     view: memoryview, key: str, fields: tuple[str, ...], offsets: Sequence[int], sizes: Sequence[int]
 ) -> bool:
-    """Whether the members of a sample lie there: their headers, in front of ``offsets`` in its span, say so.
+    """Return whether the headers in front of ``offsets`` in a span are those of the members of a sample.
 
-    Of names over 100 bytes only so many are compared. ``fields`` and ``sizes`` [bytes] are those of the members.
+    Only the first 100 bytes of a name are compared. ``fields`` and ``sizes`` [bytes] are those of the members.
     """
     # Every sample that is read passes here, so all headers are compared at once. The key is in each; one will do.
     front = key.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
@@ -156,9 +156,9 @@ def _pax_record(keyword: bytes, value: bytes) -> bytes:
 
 
 def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
-    """Lay the members of one sample out as they stand in the shard; data buffers are referenced, not copied.
+    """Lay the members of one sample out as they are in the shard; data buffers are referenced, not copied.
 
-    Raises ConfigError for a bad key or field and for a field that stands twice.
+    Raises ConfigError for a bad key or field and for a field that occurs twice.
     """
     check_key(key)
     pieces: list[Buffer] = []

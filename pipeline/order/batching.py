@@ -1,4 +1,4 @@
-"""Data-parallel ranks, and the arithmetic from (epoch length, global batch, rank, step) to positions.
+"""Which positions a rank takes in which step and epoch: arithmetic on a few integers.
 
 An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R consecutive ones::
 
@@ -6,24 +6,29 @@ An epoch is cut into global batches of G consecutive positions; each of the R ra
     | rank 0 | .. | rank R-1 | rank 0 | .. | rank R-1 | ...
     start                      start + G                  start + 2 G
 
-``start`` is the number of samples consumed before: 0 at the epoch's beginning. What a global batch holds depends on
-(start, G) alone, so another number of ranks goes on with the same batches; with another G the rest of the epoch is cut
-anew, and each of the samples left comes once. All of it is integer arithmetic on a few numbers: ranks agree without a
-word between them.
+``start`` is the number of samples consumed before: 0 at the epoch's beginning. A global batch depends on (start, G)
+alone, so another number of ranks continues with the same batches. With another G the rest of the epoch is cut again,
+and each of the samples left comes once. Ranks agree without communication.
+
+`Batching` is one epoch or its rest, `Cursor` the position of a run, `Share` the steps of one of several processes that
+take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from fuelrail.pipeline.errors import WorldError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
 
@@ -51,9 +56,9 @@ class Batching:
     """The global batches of one epoch, or of its rest, and one rank's part in each.
 
     ``epoch_length``: positions in the epoch, at least 1. ``global_batch``: samples a step over all ranks, a multiple of
-    ``world.size``. ``start``: samples of this epoch consumed already; step 0 begins there. The samples left behind the
-    last full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
-    beginning on that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
+    ``world.size``. ``start``: samples of this epoch consumed already; step 0 begins there. The samples after the last
+    full batch are left out (``drop_last``), or make one more batch, filled up with positions from the epoch's
+    beginning that are flagged as not valid. Every rank has the same number of steps, and of rows in each step.
 
     Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave every epoch empty,
     and for numbers out of range.
@@ -95,7 +100,7 @@ class Batching:
     def positions(self, step: int) -> NDArray[np.int64]:
         """This rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
-        Beyond the epoch's end, in the last step only, they begin again at position 0. Raises WorldError for a step
+        Beyond the epoch's end, in the last step only, they start again at position 0. Raises WorldError for a step
         outside 0 .. num_steps - 1.
         """
         return self._running(step) % self.epoch_length
@@ -105,7 +110,7 @@ class Batching:
         return self._running(step) < self.epoch_length
 
     def _running(self, step: int) -> NDArray[np.int64]:
-        """This rank's positions in one step, counted on beyond the epoch's end."""
+        """This rank's positions in one step, continued beyond the epoch's end."""
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
         first = self.start + step * self.global_batch + self.world.rank * self.rank_batch
@@ -124,9 +129,10 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a run stands: the epoch, and how many of its samples all ranks together have consumed, padding not counted.
+    """Position of a run: the epoch, and the number of its samples that all ranks together have consumed.
 
-    With the order and the dataset, that is all there is to save. Raises WorldError for negative numbers.
+    Padding is not counted. With the order and the dataset, this is all that a checkpoint needs. Raises WorldError for
+    negative numbers.
     """
 
     epoch: int = 0
@@ -138,10 +144,10 @@ class Cursor:
             raise WorldError(f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}")
 
     def rest(self, whole: Batching) -> Batching:
-        """The batches of this cursor's epoch that are still to come, cut as ``whole`` says from where the run stands.
+        """The remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
-        The first begins behind the last consumed sample, whatever batch size that was consumed with. Where it has no
-        step the epoch is over (:meth:`rolled`). Raises WorldError where more was consumed than there is.
+        The first begins after the last consumed sample, whatever batch size that was consumed with. Without a step the
+        epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
         """
         return replace(whole, start=self.samples_consumed)
 
@@ -149,33 +155,109 @@ class Cursor:
         """Itself, or the beginning of the next epoch where its own has no step left."""
         return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
 
-    def advanced(self, whole: Batching, num_steps: int = 1) -> Cursor:
-        """The cursor ``num_steps`` steps on, through as many epochs as that takes, rolled; in constant time.
 
-        Every epoch is taken to have ``whole.epoch_length`` positions. Raises WorldError for a negative number.
+class Share(NamedTuple):
+    """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from ``first`` on."""
+
+    first: int = 0
+    of: int = 1
+
+    def steps(self, batching: Batching) -> range:
+        """The steps of these batches that are its own."""
+        return range(self.first, batching.num_steps, self.of)
+
+
+EVERY_STEP: Final = Share()
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The steps of a run from ``start`` on: the rest of that epoch, then whole epochs without end.
+
+    ``batching`` cuts a whole epoch, ``share`` selects the steps that are made here: k counts those. A step of an epoch
+    is numbered within :meth:`batches` of that epoch. Raises WorldError where ``start`` has consumed more samples than
+    an epoch has.
+    """
+
+    start: Cursor
+    batching: Batching
+    share: Share = EVERY_STEP
+    rest: Batching = field(init=False)
+    """The batches of the first epoch that are still to come."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rest", self.start.rest(self.batching))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made here in the first epoch."""
+        return len(self.share.steps(self.rest))
+
+    @property
+    def following(self) -> Cursor:
+        """The beginning of the second epoch."""
+        return Cursor(self.start.epoch + 1)
+
+    def batches(self, epoch: int) -> Batching:
+        """The batches of one epoch of the walk."""
+        return self.rest if epoch == self.start.epoch else self.batching
+
+    def place(self, k: int) -> tuple[int, int]:
+        """Epoch and step of the k-th step made here, in constant time."""
+        first, whole = self.share.steps(self.rest), self.share.steps(self.batching)
+        if k < len(first):
+            return self.start.epoch, first[k]
+        epochs, at = divmod(k - len(first), len(whole))
+        return self.start.epoch + 1 + epochs, whole[at]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the place of each step made here; endless, or empty where the share has no step."""
+        if self.share.steps(self.batching):
+            for epoch in count(self.start.epoch):
+                for step in self.share.steps(self.batches(epoch)):
+                    yield epoch, step
+
+    def number(self, k: int) -> int:
+        """Number of the k-th step made here among the steps of all shares."""
+        epoch, step = self.place(k)
+        later = epoch - self.start.epoch
+        return step if not later else self.rest.num_steps + (later - 1) * self.batching.num_steps + step
+
+    def after(self, num_steps: int) -> Cursor:
+        """The cursor after this number of steps made here, in the first epoch; other shares have made as many."""
+        return replace(
+            self.start, samples_consumed=self.rest.consumed(min(num_steps * self.share.of, self.rest.num_steps))
+        )
+
+    def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the ``first`` on.
+
+        Step by step, and rank by rank in each: int64 (steps * ranks * rank_batch,). Padding included.
         """
-        if num_steps < 0:
-            raise WorldError(f"a cursor advances by 0 steps or more, got {num_steps}")
-        rest = self.rest(whole)
-        if num_steps < rest.num_steps:
-            return replace(self, samples_consumed=rest.consumed(num_steps))
-        full = replace(whole, start=0)
-        epochs, steps = divmod(num_steps - rest.num_steps, full.num_steps)
-        return Cursor(self.epoch + 1 + epochs, full.consumed(steps))
+        rank_batch = self.batching.rank_batch
+        in_step = ranks.start * rank_batch + np.arange(len(ranks) * rank_batch)
+        while num_steps > 0:
+            epoch, step = self.place(first)
+            batches = self.batches(epoch)
+            end = min(step + num_steps * self.share.of, batches.num_steps)
+            steps = np.arange(step, end, self.share.of, dtype=np.int64)
+            starts = batches.start + steps * batches.global_batch
+            yield epoch, (starts[:, None] + in_step).reshape(-1) % batches.epoch_length
+            first, num_steps = first + len(steps), num_steps - len(steps)
 
 
 def _integers(record: object, *names: str) -> None:
-    """Turn integer-like fields (numpy scalars too) into int; WorldError for anything else."""
+    """Convert integer-like fields (numpy scalars too) to int; raise WorldError for anything else."""
     for name in names:
         value = getattr(record, name)
         try:
             object.__setattr__(record, name, index(value))
         except TypeError as error:
-            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be a whole number") from error
+            raise WorldError(f"{type(record).__name__}: {name}={value!r} must be an integer") from error
 
 
 def _indivisible(global_batch: int, size: int) -> str:
-    """What is wrong, and the nearest global batches and world sizes that fit."""
+    """Message with the nearest global batches and world sizes that fit."""
     below = global_batch - global_batch % size
     batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
     small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]
@@ -186,24 +268,3 @@ def _indivisible(global_batch: int, size: int) -> str:
         f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "
         f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for {global_batch}"
     )
-
-
-class Share(NamedTuple):
-    """Which steps a process makes of its rank's: every ``of``-th from ``first`` on."""
-
-    first: int = 0
-    of: int = 1
-
-    def steps(self, batching: Batching) -> range:
-        """The steps of these batches that are its own."""
-        return range(self.first, batching.num_steps, self.of)
-
-    def step(self, number: int, start: Cursor, whole: Batching) -> int:
-        """Which step, counted from ``start`` on over the ends of epochs, is its own one of this number."""
-        rest = start.rest(whole)
-        own = self.steps(rest)
-        if number < len(own):
-            return own[number]
-        own_in_epoch = self.steps(whole)
-        epochs, at = divmod(number - len(own), len(own_in_epoch))
-        return rest.num_steps + epochs * whole.num_steps + own_in_epoch[at]

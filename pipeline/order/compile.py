@@ -1,4 +1,4 @@
-"""An order specification applied to one split of a dataset: compiled once, arithmetic from then on.
+"""Apply an order specification to a split of a dataset: compiled once, arithmetic afterwards.
 
 ::
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -25,8 +25,9 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
+from fuelrail.pipeline.order.epoch import MappedEpoch
 from fuelrail.pipeline.order.lanes import LaneEpoch, Lanes
-from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedEpoch, MixedOrder
+from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.select import Filter
 from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
@@ -43,10 +44,10 @@ from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.order.permutation import PositionMap
+    from fuelrail.pipeline.order.epoch import EndlessOrder
 
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def compile_order(
     global_batch: int | None = None,
     window: FrameWindow | None = None,
     clips: ClipTable | None = None,
-) -> AnyOrder:
+) -> EndlessOrder:
     """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
 
     ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
@@ -73,7 +74,7 @@ def compile_order(
     ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
     if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-        raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
+        raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
     num_samples = dataset.split(split).num_samples
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
@@ -101,7 +102,7 @@ def compile_order(
         assert clips is not None
         identity["lanes"] = global_batch
         lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
-        return LaneOrder(spec, lanes, identity)
+        return LaneOrder(spec.seed, lanes, identity)
     lengths = Layout.of_split(dataset.manifest, split).shard_lengths
     for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
@@ -123,7 +124,7 @@ def _mixed(
     shard_lengths: Sequence[int],
     selected: Rows | None,
     identity: dict[str, Any],
-) -> MixOrder:
+) -> MixedOrder:
     """The parts of the selected samples, each an order of its own, mixed; weights are those of the whole selection."""
     column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
     weights = None
@@ -142,9 +143,11 @@ def _mixed(
         sampling = None if weights is None else SystematicSampling(weights[inside], len(own))
         said = f"{len(own)} samples {_digest(own)}" + ("" if sampling is None else f", {_said(sampling)}")
         parts.append(CompiledOrder(part, {value: said}, shard_lengths, own, sampling))
-    mixed = MixedOrder(parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length)
-    identity["mixed"] = mixed.identity["parts"]
-    return MixOrder(spec, identity, mixed)
+    mixed = MixedOrder(
+        parts, tuple(mix.ratios.values()), seed=spec.seed, epoch_length=spec.epoch_length, is_one_split=True
+    )
+    mixed.identity = {**identity, "mixed": mixed.identity["parts"]}
+    return mixed
 
 
 class CompiledOrder:
@@ -182,7 +185,7 @@ class CompiledOrder:
         """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
         return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
 
-    def epoch(self, epoch: int) -> PositionMap:
+    def epoch(self, epoch: int, /) -> MappedEpoch:
         """The order of one epoch: positions 0 .. epoch_length - 1 to samples of the split. Same length every epoch."""
         bounds = self._bounds
         then: list[Callable[[Rows], Rows]] = []
@@ -194,41 +197,14 @@ class CompiledOrder:
             then.append(partial(_take, self._selected))
         lengths = np.diff(bounds)
         order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
-        return Chain(order, *then) if then else order
-
-
-class MixOrder:
-    """The epochs of parts of one split, mixed by ratio; as :class:`CompiledOrder`."""
-
-    def __init__(self, spec: OrderSpec, identity: dict[str, Any], mixed: MixedOrder[CompiledOrder]) -> None:
-        self.spec, self.identity, self.mixed = spec, identity, mixed
-        self.epoch_length = mixed.epoch_length
-        self.num_selected = sum(part.num_selected for part in mixed.orders)
-
-    def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
-        return np.sort(np.concatenate([part.selected() for part in self.mixed.orders]))
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
-        orders, ratios = self.mixed.orders, self.mixed.ratios
-        counts = [
-            part.expected_counts() * (self.mixed.num_blocks * ratio / part.epoch_length)
-            for part, ratio in zip(orders, ratios, strict=True)
-        ]
-        stored = np.argsort(np.concatenate([part.selected() for part in orders]))
-        return np.concatenate(counts)[stored]
-
-    def epoch(self, epoch: int) -> MixedEpoch:
-        """The order of one epoch; raises OrderError for an epoch out of range."""
-        return self.mixed.epoch(epoch)
+        return MappedEpoch(order, *then)
 
 
 class LaneOrder:
     """The epochs of an order of kind ``lanes``; as :class:`CompiledOrder`, with :meth:`epoch` giving lanes."""
 
-    def __init__(self, spec: OrderSpec, lanes: Lanes, identity: dict[str, Any]) -> None:
-        self.spec, self.lanes, self.identity = spec, lanes, identity
+    def __init__(self, seed: int, lanes: Lanes, identity: dict[str, Any]) -> None:
+        self.lanes, self.identity, self._seed = lanes, identity, seed
         self.epoch_length, self.num_selected = len(lanes), lanes.num_samples
 
     def selected(self) -> NDArray[np.int64]:
@@ -239,33 +215,11 @@ class LaneOrder:
         """How often each selected sample comes in an epoch, padding aside: float64 (num_selected,), ones."""
         return np.ones(self.num_selected)
 
-    def epoch(self, epoch: int) -> LaneEpoch:
+    def epoch(self, epoch: int, /) -> LaneEpoch:
         """The lanes of one epoch; raises OrderError for an epoch out of range."""
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        return self.lanes.epoch(self.spec.seed, epoch)
-
-
-AnyOrder: TypeAlias = CompiledOrder | MixOrder | LaneOrder
-
-
-class Chain:
-    """Maps applied one after the other, as one map."""
-
-    __slots__ = ("_first", "_then")
-
-    def __init__(self, first: PositionMap, *then: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
-        self._first, self._then = first, then
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
-        values = self._first(positions)
-        for step in self._then:
-            values = step(values)
-        return values
+        return self.lanes.epoch(self._seed, epoch)
 
 
 def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
@@ -288,8 +242,8 @@ def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
     if len(samples) < len(wanted):
         missing = wanted.filter(pc.invert(pc.is_in(wanted, value_set=known.combine_chunks())))
         raise OrderError(
-            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that the split hasn't got, "
-            f"the first one {missing[0].as_py()!r}"
+            f"keys file '{file}' names {len(missing)} of {len(wanted)} keys that are not in the split, "
+            f"such as {missing[0].as_py()!r}"
         )
     return samples
 
@@ -302,7 +256,7 @@ def _as_said(spec: OrderSpec) -> dict[str, Any]:
 
 
 def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:
-    """What is in both, ascending; raises OrderError, naming ``what``, where nothing is left."""
+    """Intersect two selections, ascending; raise OrderError, naming ``what``, where nothing is left."""
     both = among if selected is None else np.intersect1d(selected, among, assume_unique=True)
     if not both.size:
         rest = "" if selected is None or not among.size else f" out of the {len(selected)} selected before"
@@ -330,18 +284,6 @@ def _digest(samples: Rows) -> str:
     return hashlib.sha256(samples.astype("<i8").tobytes()).hexdigest()[:_DIGEST_CHARS]
 
 
-class DatasetMixOrder:
-    """The epochs of several datasets mixed; as `compiled_order.CompiledOrder`, its epochs also tell the datasets."""
-
-    def __init__(self, spec: OrderSpec, mixed: MixedOrder[CompiledOrder], identity: dict[str, Any]) -> None:
-        self.spec, self.mixed, self.identity = spec, mixed, identity
-        self.epoch_length = mixed.epoch_length
-
-    def epoch(self, epoch: int) -> MixedEpoch:
-        """The order of one epoch; raises OrderError for an epoch out of range."""
-        return self.mixed.epoch(epoch)
-
-
 def compile_mix(
     ratios: Mapping[str, int],
     spec: OrderSpec,
@@ -350,7 +292,7 @@ def compile_mix(
     *,
     window: FrameWindow | None = None,
     clips: Sequence[ClipTable | None] | None = None,
-) -> DatasetMixOrder:
+) -> MixedOrder:
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
 
     ``window`` and ``clips`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that do not name
@@ -369,11 +311,10 @@ def compile_mix(
             order = compile_order(own, dataset, split, window=window, clips=None if clips is None else clips[at])
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-        assert isinstance(order, CompiledOrder)
         orders.append(order)
     mixed = MixedOrder(orders, [ratios[name] for name in datasets], seed=spec.seed, epoch_length=spec.epoch_length)
     parts = {name: order.identity for name, order in zip(datasets, orders, strict=True)}
-    identity = {
+    mixed.identity = {
         "version": ORDER_VERSION,
         "kind": spec.kind,
         "seed": spec.seed,
@@ -381,7 +322,7 @@ def compile_mix(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return DatasetMixOrder(spec, mixed, identity)
+    return mixed
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:

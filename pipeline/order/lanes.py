@@ -1,6 +1,6 @@
 """Lanes: each row of the global batch follows one clip through time, then the next; for models with a memory.
 
-The clips (or pieces of them) are dealt out to L lanes, L being the global batch, so that all lanes end about together;
+The clips (or pieces of them) are assigned to L lanes, L being the global batch, so that all lanes end about together;
 position step * L + lane is what a lane sees at a step::
 
     lane 0 | clip 3 frame 0 | clip 3 frame 1 | ... | clip 8 frame 0 | ...
@@ -9,18 +9,19 @@ position step * L + lane is what a lane sees at a step::
 
 Which lane gets pieces of which lengths is fixed (longest piece first, to the lane with the least: Graham, "Bounds on
 Multiprocessing Timing Anomalies", 1969, ends within 4/3 of the best), so every epoch has the same number of steps.
-Each epoch shuffles which piece of a length stands where, the order of the pieces in a lane, and the lanes. A lane
+Each epoch shuffles the places of the pieces of one length, the order of the pieces in a lane, and the lanes. A lane
 that ends early repeats its first piece, flagged as not valid: every lane has a frame at each step.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.epoch import Entries
 from fuelrail.pipeline.order.permutation import KeyedPermutation, as_positions, derive_key
 
 if TYPE_CHECKING:
@@ -29,18 +30,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.attributes import ClipTable
 
 
-class LaneEntries(NamedTuple):
-    """What lanes see at some positions; all of the positions' shape."""
-
-    samples: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    """False: the lane's first piece again, because the others aren't done."""
-    prev_exists: NDArray[np.bool_]
-    """The lane showed the frame before this one in its previous step; False: its memory is to be reset."""
-
-
 class Lanes:
-    """The pieces of a split's clips, dealt out to ``num_lanes`` lanes; :meth:`epoch` gives their order.
+    """The pieces of a split's clips, assigned to ``num_lanes`` lanes; :meth:`epoch` gives their order.
 
     ``selected`` restricts it to some samples (numbers, each once); a piece ends where a stored frame between two
     selected ones is left out. ``pieces_per_clip`` cuts longer runs into that many pieces of about equal length
@@ -110,7 +101,7 @@ def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
 
 
 class LaneEpoch:
-    """One epoch: a call maps positions to samples, :meth:`entries` tells the rest of each place."""
+    """One epoch of lanes."""
 
     __slots__ = (
         "_clips",
@@ -148,8 +139,12 @@ class LaneEpoch:
         """Samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
         return self.entries(positions).samples
 
-    def entries(self, positions: ArrayLike) -> LaneEntries:
-        """Samples and flags at ``positions``; raises OrderError as a call does."""
+    def entries(self, positions: ArrayLike, /) -> Entries:
+        """Entries at ``positions``, with two flags; raises OrderError for positions outside.
+
+        Not valid: the lane has ended, and shows its first piece again. ``lane``: which lane of the global batch.
+        ``prev_exists``: the lane showed the frame before this one in its previous step; False: reset its memory.
+        """
         step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
         valid = step < self._lane_ends[lane]
         first = self._first_piece[lane]
@@ -158,4 +153,4 @@ class LaneEpoch:
         piece = np.where(valid, running, first)
         offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
         samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
-        return LaneEntries(samples, valid, offset > 0)
+        return Entries(np.zeros_like(samples), samples, valid, {"lane": lane, "prev_exists": offset > 0})

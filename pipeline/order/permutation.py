@@ -130,7 +130,7 @@ class KeyedPermutation:
         return self._map(as_positions(positions, self.n), backwards=False)
 
     def inverse(self, values: ArrayLike) -> NDArray[np.int64]:
-        """Positions (int64, same shape) at which ``values`` (integers in [0, n)) stand: ``p.inverse(p(x)) == x``."""
+        """Positions (int64, same shape) of ``values`` (integers in [0, n)): ``p.inverse(p(x)) == x``."""
         return self._map(as_positions(values, self.n, "value"), backwards=True)
 
     def _map(self, inputs: NDArray[np.int64], *, backwards: bool) -> NDArray[np.int64]:

@@ -61,8 +61,8 @@ _TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]]
 class Filter:
     """A parsed expression: ``columns`` are those that it needs.
 
-    ``known`` are the names there are. Raises OrderError, with the place in the text, for anything that the language
-    hasn't got and for unknown columns.
+    ``known`` are the names that exist. Raises OrderError, with the place in the text, for unknown columns and for
+    anything that is not part of the language.
     """
 
     def __init__(self, text: str, known: Collection[str]) -> None:
@@ -148,7 +148,7 @@ class Filter:
                 return _COMPARE[type(operator)](value, self._value(right, depth))
 
     def _value(self, node: ast.expr, depth: int) -> pc.Expression:
-        """A node that stands for a value of any type."""
+        """A node that is a value of any type."""
         depth = self._deeper(node, depth)
         match node:
             case ast.Name(id=name):
@@ -199,7 +199,7 @@ class Filter:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A dictionary-encoded column as the values that it stands for; others as they are."""
+    """A dictionary-encoded column as its values; others as they are."""
     return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 

@@ -1,8 +1,8 @@
-"""Position to sample: the order of an epoch as a pure function, in constant memory.
+"""Map positions to samples: the order of an epoch as a pure function, in constant memory.
 
 ``Order(spec, layout, epoch)`` maps positions 0 .. len - 1 of the epoch to sample indices. It depends on the order
 specification, the layout and the epoch alone: not on world size, ranks, batch, workers or caches. Which rank reads
-which positions is `fuelrail.pipeline.order.batching`'s matter.
+which positions is decided in `fuelrail.pipeline.order.batching`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.permutation import PositionMap
 
 ORDER_VERSION: Final = 1
-"""Goes up when any order changes for the same arguments. A saved position means nothing under another version."""
+"""Increases when any order changes for the same arguments; a saved position is valid for one version only."""
 
 
 _CHUNK: Final = 16384  # positions at a time: what they need stays in a core's second-level cache
@@ -83,11 +83,11 @@ class OrderSpec(Settings, frozen=True):
         if self.kind == "windowed" and (self.window is None or self.window < 1):
             raise OrderError(f"order kind 'windowed' needs window >= 1 (in shards), got {self.window}")
         if self.kind != "windowed" and self.window is not None:
-            raise OrderError(f"window={self.window} means something with order kind 'windowed' only, got {self.kind!r}")
+            raise OrderError(f"window={self.window} requires order kind 'windowed', got {self.kind!r}")
         if self.kind == "lanes" and (self.weights or self.mix):
             raise OrderError("lanes show each frame once, so they take no weights and no mix; filter or subset instead")
         if self.kind != "lanes" and self.pieces_per_clip is not None:
-            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} goes with order kind 'lanes', got {self.kind!r}")
+            raise OrderError(f"pieces_per_clip={self.pieces_per_clip} requires order kind 'lanes', got {self.kind!r}")
         if self.pieces_per_clip is not None and self.pieces_per_clip < 1:
             raise OrderError(f"pieces_per_clip must be 1 or more, got {self.pieces_per_clip}")
         if self.epoch_length is not None and self.epoch_length < 1:
@@ -96,7 +96,7 @@ class OrderSpec(Settings, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What an order needs to know of the data: how many samples each shard holds, in stored order, each 1 or more.
+    """The shards that an order is over: the number of samples in each, in stored order, each 1 or more.
 
     Only ``windowed`` looks at the shards; for the others ``Layout((num_samples,))`` will do. Raises OrderError for no
     shards, for empty ones, and for more than 2**62 samples.
@@ -139,7 +139,7 @@ class Order:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         if spec.epoch_length is not None and not spec.weights and spec.mix is None:
-            raise OrderError(f"epoch_length={spec.epoch_length} means something with weights or a mix; there are none")
+            raise OrderError(f"epoch_length={spec.epoch_length} requires weights or a mix")
         if spec.kind not in _KINDS or spec.filter is not None or spec.subset is not None or spec.weights or spec.mix:
             raise OrderError("lanes, filter, subset, weights and mix need a dataset: `compiled_order.compile_order`")
         self.spec, self.layout, self.epoch = spec, layout, index(epoch)
@@ -238,8 +238,8 @@ class _Windowed:
 class _Window:
     """The samples of one window at positions inside it.
 
-    A table tells for each run of 2**shift values the slot that its first value lies in. No slot is shorter than a run,
-    so a value lies in that slot or in the next: cheaper than bisection, whose branches nobody can predict here.
+    A table gives for each run of 2**shift values the slot of its first value. No slot is shorter than a run,
+    so a value is in that slot or in the next: cheaper than bisection, whose branches cannot be predicted here.
     """
 
     __slots__ = ("_guide", "_next_starts", "_offsets", "_permutation", "_shift", "_start", "_starts")

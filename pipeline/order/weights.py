@@ -1,4 +1,4 @@
-"""Weights: how often each sample comes in an epoch, drawn without luck.
+"""Weights: how often each sample comes in an epoch, by systematic sampling.
 
 An epoch of N positions over samples with weights w has N w_i / sum(w) copies of sample i expected. They are drawn by
 systematic sampling (Madow, "On the Theory of Systematic Sampling, II", 1949): the weights laid end to end, N points at
@@ -197,7 +197,7 @@ def _text(value: object) -> str:
 
 
 def checked(weights: NDArray[np.float64], what: str) -> NDArray[np.float64]:
-    """``weights`` if each is a finite number of 0 or more; raises OrderError naming the first that isn't."""
+    """``weights`` if each is a finite number of 0 or more; raises OrderError naming the first that is not."""
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad.size:
         raise OrderError(
@@ -244,7 +244,7 @@ class SystematicSampling:
 class TickSearch:
     """``np.searchsorted(ends, ticks, side="right")``, for many ticks in no order.
 
-    A table of about as many entries as there are samples tells for each run of ticks where its first one belongs; most
+    A table of about one entry a sample gives for each run of ticks the place of its first one; most
     others belong there or shortly behind. Bisection would miss the caches at each of its steps.
     """
 

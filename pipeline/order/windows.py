@@ -1,4 +1,4 @@
-"""Temporal windows: which frames of its clip go with a sample, and what stands in where the clip has none.
+"""Temporal windows: which frames of its clip belong to a sample, and what replaces those that do not exist.
 
 A window is a list of offsets in frames, for example ``frames=[-2, -1, 0]`` with ``stride=2`` for frames f - 4, f - 2
 and f. Windows never cross a clip. They look at all frames that the split stores, whichever of them a filter selects.
@@ -25,9 +25,9 @@ Padding = Literal["repeat_edge", "repeat_current", "mask", "drop"]
 
 
 class FrameWindow(Settings, frozen=True):
-    """Frames that make one sample: T offsets times ``stride``, in the order in which they stand on the T axis.
+    """Frames that make one sample: T offsets times ``stride``, in the order of the T axis.
 
-    What a frame that the clip hasn't got is replaced by (``pad``):
+    What replaces a frame that the clip does not have (``pad``):
 
     * ``repeat_edge``: the clip's frame nearest to it on its side of the sample: at a clip's start its first one;
     * ``repeat_current``: the sample itself, as BEVDet4D does;
@@ -52,7 +52,7 @@ class FrameWindow(Settings, frozen=True):
 
     @property
     def current(self) -> int:
-        """Where on the T axis the sample itself stands."""
+        """Index of the sample itself on the T axis."""
         return self.frames.index(0)
 
     @property
@@ -62,7 +62,7 @@ class FrameWindow(Settings, frozen=True):
 
 
 class WindowSamples(NamedTuple):
-    """The samples of some windows: numbers int64 (B, T), and which of them are the frames asked for: bool (B, T).
+    """The samples of some windows: numbers int64 (B, T), and which of them are the requested frames: bool (B, T).
 
     Where ``present`` is False the number is that of the stand-in; with ``pad="mask"`` the sample's own, to be left out.
     """

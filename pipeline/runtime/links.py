@@ -1,4 +1,4 @@
-"""What lies between stages: the bounded, order-restoring link, the numbered source at the head, and what travels."""
+"""Between stages: the bounded, order-restoring link, the numbered source at the head, and the items."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class Link:
             return number, self._items.pop(number)
 
     def finish(self, total: int) -> None:
-        """Say that there are ``total`` items in all; may be said more than once."""
+        """Set the number of all items; may be called more than once."""
         with self._lock:
             self._total = total
             self._filled.notify_all()
 
     def stop(self) -> None:
-        """Let go everyone who waits, drop what is here."""
+        """Release all threads that wait, and drop the items."""
         with self._lock:
             self._stopped = True
             dropped = list(self._items.values())

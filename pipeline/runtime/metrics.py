@@ -66,7 +66,7 @@ _STORAGE: Final = {
     "refetched": ("fuelrail_storage_refetched_total", "samples read again: they came short or with a wrong checksum"),
     "concurrency": ("fuelrail_storage_concurrency", "requests that may be in flight"),
     "cache_hits": ("fuelrail_cache_hits_total", "samples found in the cache"),
-    "cache_misses": ("fuelrail_cache_misses_total", "samples looked for in the cache in vain"),
+    "cache_misses": ("fuelrail_cache_misses_total", "samples that were not in the cache"),
     "cache_hit_bytes": ("fuelrail_cache_hit_bytes_total", "bytes of the samples found in the cache"),
     "cache_evictions": ("fuelrail_cache_evictions_total", "samples that made room for others in the cache"),
     "cache_damaged": ("fuelrail_cache_damaged_total", "cache files that were missing, cut or corrupt"),
@@ -97,7 +97,7 @@ class StorageCounters(Protocol):
 
 
 class LoaderCounters(Protocol):
-    """What a loader tells of itself (`fuelrail.loaders.LoaderStats`)."""
+    """The statistics of a loader (`fuelrail.loaders.LoaderStats`)."""
 
     @property
     def stages(self) -> Sequence[StageClock]: ...  # noqa: D102
@@ -192,8 +192,8 @@ def _unescape(value: str) -> str:
 class MetricsServer:
     """Serves ``/metrics`` over HTTP from a thread of its own, until closed.
 
-    ``collect`` is called for each request, on the server's thread. ``port`` 0 takes any free one; :attr:`url` tells.
-    ``host`` is 127.0.0.1 unless said otherwise: there is no password. Raises ConfigError where the port is taken.
+    ``collect`` is called for each request, on the server's thread. ``port`` 0 takes any free one, see :attr:`url`.
+    ``host`` is 127.0.0.1 by default: there is no password. Raises ConfigError where the port is taken.
     """
 
     def __init__(self, collect: Callable[[], Iterable[Metric]], *, port: int, host: str = "127.0.0.1") -> None:

@@ -56,7 +56,7 @@ class Stage:
 class StageClock(NamedTuple):
     """What a stage did so far, summed over its threads; times in seconds of wall clock, up to this moment.
 
-    ``items`` counts finished work calls, ``waiting`` the results that stand behind the stage at this moment.
+    ``items`` counts finished work calls, ``waiting`` the results that wait after the stage at this moment.
     """
 
     name: str
@@ -70,10 +70,10 @@ class StageClock(NamedTuple):
 
 
 class Observer(Protocol):
-    """Told of every finished piece of work, on the thread that did it; times of ``time.perf_counter``.
+    """Callback for every finished piece of work, on the thread that did it; times of ``time.perf_counter``.
 
     ``batch`` is the number of the pipeline's result that the item becomes a part of, from 0. The consumer's waits are
-    told too, with the stage name ``wait``.
+    reported too, with the stage name ``wait``.
     """
 
     def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
@@ -217,8 +217,9 @@ class Pipeline:
         """
         if os.getpid() != self._pid:
             raise StageError(
-                f"this iteration was started in process {self._pid} and cannot go on in process {os.getpid()}, which "
-                "was forked from it without its threads: start iterating in the child, or use the spawn start method"
+                f"this iteration was started in process {self._pid} and cannot continue in process {os.getpid()}, "
+                "which was forked from it without its threads: start iterating in the child, or use the spawn start "
+                "method"
             )
         started = time.perf_counter()
         _, item = self._links[-1].get()
@@ -315,7 +316,7 @@ def _run(crew: _Crew, number: int) -> None:
 def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
     """Take up to ``size`` items; the group's number counts groups. The first failure stands for the whole group.
 
-    The rest of that group is left where it is: each may take as long to fail, and nobody asks for what is behind it.
+    The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
     """
     items: list[Any] = []
     for _ in range(size):
@@ -341,7 +342,7 @@ def _attempt(stage: Stage, item: Any) -> Any:  # noqa: ANN401
 
 
 def _observe(observer: Observer, stage: str, at: int, batch: int, begin_s: float, end_s: float, item: Any) -> Any:  # noqa: ANN401
-    """Tell the observer; the item goes on, or the observer's own failure in its place."""
+    """Call the observer; return the item, or the observer's failure in its place."""
     try:
         observer(stage, at, batch, begin_s, end_s)
     except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
@@ -382,7 +383,7 @@ def _shut_down(pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew])
 
 
 def _end(parts: Sequence[Source | Link], threads: Sequence[threading.Thread]) -> None:
-    """Let all threads go and wait for them; what was begun and broken off can be done again."""
+    """Release all threads and wait for them; work that was started and cancelled can be done again."""
     _stop(parts)
     deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
     for thread in threads:

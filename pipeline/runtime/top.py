@@ -164,7 +164,7 @@ def draw(views: Sequence[RankView]) -> Group:
 
 
 def run(urls: Sequence[str], interval_s: float, *, once: bool, console: Console | None = None) -> None:
-    """Show the endpoints, anew each interval, until interrupted, or until the last one is gone; or just once."""
+    """Show the endpoints, again each interval, until interrupted or until the last one is gone; or just once."""
     console = console or Console()
     before = {url: read(url) for url in urls}
     with Live(console=console, auto_refresh=False) as live:

@@ -56,11 +56,11 @@ class TraceRecorder:
         self._spans.append(Span(stage, item, batch, begin_s, end_s, threading.current_thread().name))
 
     def spans(self) -> list[Span]:
-        """What is there so far, in the order of their ends."""
+        """The events so far, in the order of their ends."""
         return list(self._spans)
 
     def write(self, path: str | Path) -> None:
-        """Write the trace, replacing a file that is there."""
+        """Write the trace, replacing an existing file."""
         with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123 - a path or its text
             json.dump({"traceEvents": self.events(), "displayTimeUnit": "ms"}, file)
 

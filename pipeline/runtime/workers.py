@@ -30,7 +30,7 @@ _large = threading.Lock()
 
 
 def one_at_a_time(num_bytes: int) -> AbstractContextManager[object]:
-    """Enter to work on a sample of so many bytes: the memory of a process is bounded by one large sample."""
+    """Return a context to work on a sample of this size in: a process works on one large sample at a time."""
     return _large if num_bytes > LARGE_BYTES else _ANY_TIME
 
 
@@ -38,7 +38,7 @@ _ANY_TIME: Final = contextlib.nullcontext()
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> Iterator[B]:
-    """``work(item)`` for each item, in the order of the items; what is not begun when the caller stops never is.
+    """Yield ``work(item)`` for each item, in order; items that are not started when the caller stops never are.
 
     No more than twice as many items as threads are under way, so results do not pile up.
     """
@@ -131,7 +131,7 @@ def _follow_parent() -> None:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM raises KeyboardInterrupt; then whoever had it before has it again.
+    """While inside, SIGTERM raises KeyboardInterrupt; afterwards the previous handler is restored.
 
     Does nothing on another thread than the main one, which alone gets signals.
     """

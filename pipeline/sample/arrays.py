@@ -119,7 +119,7 @@ class TensorSpec(NamedTuple):
 
 
 class Layout:
-    """What a safetensors header says: the tensors, which lie without holes or overlaps up to the buffer's end.
+    """The header of a safetensors buffer: tensors without holes or overlaps up to the buffer's end.
 
     Samples of one rig have equal headers, so a layout is parsed and checked once and then found by its header's bytes.
     ``fits`` is for callers: the record types that they have found it to fit.

@@ -52,7 +52,7 @@ _SOF = struct.Struct(">BHHB").unpack_from
 
 
 class ImageInfo(NamedTuple):
-    """What the header of an encoded image says.
+    """The header of an encoded image.
 
     ``subsampling`` is "4:2:0" and the like, "gray" for one component, "other" for factors without a name, and "" for
     PNG. ``restart_interval`` counts MCUs, 0 for none. ``orientation`` is Exif's 1 to 8, reported and never applied.
@@ -122,7 +122,7 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
             at += 1
             continue
         if not 0xC0 <= marker <= 0xFE or 0xD0 <= marker <= 0xD9:
-            raise ImageError(f"JPEG header is broken: marker 0xff{marker:02x} at byte {at} cannot stand there")
+            raise ImageError(f"JPEG header is broken: marker 0xff{marker:02x} at byte {at} is not allowed there")
         (length,) = _U16(encoded, at + 2)
         if length < 2 or at + 2 + length > end:
             raise ImageError(f"JPEG header is broken: segment 0xff{marker:02x} at byte {at} claims {length} bytes")

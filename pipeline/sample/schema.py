@@ -28,7 +28,7 @@ from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.arrays import read_layout, read_npy, write_npy, write_stacked, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from fuelrail.pipeline.sample.arrays import Buffer, TensorSpec
 
@@ -95,7 +95,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
 class Geometry:
     """``geometry.safetensors``: where every sensor was, and how its pixels map, at its own time.
 
-    Derived matrices are computed here, in float64, and never stored.
+    Derived matrices are computed here, in float64, and never stored. :meth:`stack` puts samples together: the fields
+    and the derived matrices then have leading axes, such as [B] or [B, T].
     """
 
     cam_valid: Annotated[NDArray[np.uint8], "u1", "N"]  #: 1 where the image member exists
@@ -113,10 +114,34 @@ class Geometry:
     ego_accel: Annotated[F64, "f8", 3]  #: [m/s^2] ego axes, NaN unknown
     ego_rates: Annotated[F64, "f8", 3]  #: [rad/s] ego axes, NaN unknown
 
+    @classmethod
+    def stack(cls, geometries: Sequence[Geometry], *leading: int) -> Geometry:
+        """Stack samples of one rig, with these leading axes; without any, one axis of all samples.
+
+        Of the lidars, only those that every sample has are kept.
+        """
+        num_lidars = min(len(one.lidar2ego) for one in geometries)
+
+        def stacked(name: str) -> NDArray[Any]:
+            values = [getattr(one, name) for one in geometries]
+            if name.startswith("lidar"):
+                values = [value[:num_lidars] for value in values]
+            array = np.array(values)
+            return array.reshape(*leading, *array.shape[1:]) if leading else array
+
+        return cls(**{name: stacked(name) for name, _, _ in _SPECS[cls]})
+
+    def cam2keyego(self, key2global: F64 | None = None) -> F64:
+        """(N, 4, 4): each camera at its exposure to ego at the sample's time, through both ego poses.
+
+        ``key2global`` is the ego pose of another sample to end in; it broadcasts over the leading axes.
+        """
+        origin = self.ego2global if key2global is None else key2global
+        return np.asarray(invert_rigid(origin)[..., None, :, :] @ (self.cam_ego2global @ self.cam2ego))
+
     def ego2cam(self) -> F64:
-        """(N, 4, 4): ego at the sample's time to each camera at its exposure, through both ego poses."""
-        cam2global = self.cam_ego2global @ self.cam2ego
-        return np.asarray(invert_rigid(cam2global) @ self.ego2global)
+        """(N, 4, 4): ego at the sample's time to each camera at its exposure."""
+        return invert_rigid(self.cam2keyego())
 
     def ego2img(self) -> F64:
         """(N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of the stored image."""
@@ -124,12 +149,12 @@ class Geometry:
 
     def lidar2keyego(self, lidar: int = 0) -> F64:
         """(4, 4): one lidar at its own time to ego at the sample's time."""
-        lidar2global = self.lidar_ego2global[lidar] @ self.lidar2ego[lidar]
+        lidar2global = self.lidar_ego2global[..., lidar, :, :] @ self.lidar2ego[..., lidar, :, :]
         return np.asarray(invert_rigid(self.ego2global) @ lidar2global)
 
     def lidar2img(self, lidar: int = 0) -> F64:
         """(N, 4, 4): one lidar at its own time to homogeneous pixels, through both ego poses (as mmdet3d's infos)."""
-        return np.asarray(self.ego2img() @ self.lidar2keyego(lidar))
+        return np.asarray(self.ego2img() @ self.lidar2keyego(lidar)[..., None, :, :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,7 +333,7 @@ def decode_sweeps(data: Buffer) -> Sweeps:
 def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 
-    Raises SchemaError, naming key and member, where a member is not what the schema says, a needed one is absent, or
+    Raises SchemaError, naming key and member, where a member does not match the schema, a needed one is absent, or
     ``meta.json`` is that of another sample.
     """
     images: dict[str, Buffer] = {}
@@ -343,5 +368,5 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
         if known[needed] is None:
             raise SchemaError("the member is missing", key=key, member=needed)
     if known[META].key != key:
-        raise SchemaError(f"it says that the sample is {known[META].key!r}", key=key, member=META)
+        raise SchemaError(f"key {known[META].key!r} is not the sample's key", key=key, member=META)
     return Sample(key, known[META], known[GEOMETRY], known[BOXES], images, points, extra, sweeps)

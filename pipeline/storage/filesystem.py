@@ -30,7 +30,7 @@ _VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
 
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk says that takes no more."""
+"""Error numbers of a disk that is full."""
 
 
 READ_BYTES: Final = 1 << 20
@@ -47,7 +47,7 @@ def shown_url(url: str) -> str:
 
 
 def stated_version(info: Mapping[str, Any]) -> str:
-    """What a store says of an object that changes whenever the object does (its ETag); empty where it says nothing."""
+    """The version of an object in a store, which changes whenever the object does (its ETag); empty where unknown."""
     return next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
 
 
@@ -64,7 +64,7 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     protocol = url.partition("://")[0]
     if protocol in ("http", "https") and "?" in url:
         raise ConfigError(
-            f"'{shown_url(url)}' was given with a query ('?...'), which cannot stand behind the names of a dataset's "
+            f"'{shown_url(url)}' was given with a query ('?...'), which cannot follow the names of a dataset's "
             "files: leave it out, and give credentials by storage_options (for a SAS token of Azure: "
             "az://CONTAINER/PATH with account_name and sas_token)"
         )

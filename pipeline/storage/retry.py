@@ -1,6 +1,6 @@
-"""When to try again: faults told apart, and delays with backoff and jitter under a deadline.
+"""Classify storage errors and retry the transient ones, with backoff and jitter under a deadline.
 
-A request to storage ends in one of six ways besides success, and each wants another answer::
+A request to storage fails in one of six ways::
 
     missing     404                        report at once
     refused     401, 403, no credentials   report at once
@@ -9,7 +9,7 @@ A request to storage ends in one of six ways besides success, and each wants ano
     throttled   429, 503, "slow down"      again later, with fewer requests in flight
     transient   5xx, resets, timeouts      again later
 
-Texts of errors pass through :func:`redacted` before anybody sees them: URLs may carry signatures.
+Texts of errors pass through :func:`redacted` before they are shown: URLs may carry signatures.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
-    """Tell what kind of fault an exception of any storage library stands for."""
+    """Classify an exception of any storage library."""
     return Fault(_kind(error), redacted(_text(error), storage_options))
 
 
@@ -153,7 +153,7 @@ def call_with_retries(
 ) -> T:
     """Call ``work`` until it succeeds.
 
-    ``on_fault(fault, pause)`` is told of every failure; with the pause None it was the last, and should raise; if it
+    ``on_fault(fault, pause)`` is called for every failure; with the pause None it was the last, and should raise; if it
     does not, the original exception is raised. A FuelrailError is never tried again.
     """
     deadline = time.monotonic() + policy.deadline_s

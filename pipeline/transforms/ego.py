@@ -2,7 +2,7 @@
 
 p' = B p with B = translation . flip . scale . rotation about z, as BEVDet's `bda`, bevfusion's `lidar_aug_matrix` and
 StreamPETR's global augmentations. B is not rigid: it may mirror and scale. An image flip is not one of these; that is
-the image's own affair (`fuelrail.pipeline.transforms.image`).
+drawn separately (`fuelrail.pipeline.transforms.image`).
 
 With the ego frame replaced by the augmented one (ego'):
 

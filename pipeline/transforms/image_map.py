@@ -90,7 +90,7 @@ class ImageMap:
         )
 
     def crop(self, left: int, top: int, width: int, height: int) -> ImageMap:
-        """Take the rectangle of the current canvas; what lies outside of the canvas becomes black padding."""
+        """Take the rectangle of the current canvas; what is outside of the canvas becomes black padding."""
         _check_size(width, height)
         a, b, tx, c, d, ty = self.coefficients
         coefficients = (a, b, tx - left, c, d, ty - top)

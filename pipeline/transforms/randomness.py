@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, never on who asks or when.
+"""Counter-based random numbers: they depend on their purpose, never on the caller or the time.
 
 A draw is addressed by (stream, seed, epoch, sample, camera) and is the same on every host, rank, worker, thread and
 call order. There is no generator and no state: the address is hashed. So a resumed or re-partitioned run repeats its

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders import AttributeWeights, ImageAugment, Mix, OrderSpec, World
 from fuelrail.loaders.schedule.prefetch import RequestNumbers
-from fuelrail.loaders.storage.cache.future_uses import Foresight
+from fuelrail.loaders.storage.cache.future_uses import FutureUses
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
-from fuelrail.pipeline.order.batching import Cursor, Share
+from fuelrail.pipeline.order.batching import Cursor, Walk
 from support.datasets import build_dataset
 from support.loaders import make_loader
 
@@ -151,7 +151,7 @@ def test_pickled_it_goes_on_as_the_same_mix(roots):
         assert named(copy) == rest
 
 
-def test_each_cache_foresees_its_own_rows(roots, tmp_path):
+def test_each_cache_has_the_future_uses_of_its_own_rows(roots, tmp_path):
     options = {"backend": "remote", "cache_dir": tmp_path, "look_ahead_bytes": 30_000}
     plain = [run(roots, 4, 1, epoch=epoch) for epoch in range(3)]
     with make(roots, 4, **options) as loader:
@@ -163,12 +163,12 @@ def test_each_cache_foresees_its_own_rows(roots, tmp_path):
         assert stats.cache_hits >= 3 * 28 - 25 - 4
     first = [(name, row) for batch in plain[0] for name, row in batch]
     for source in supply.sources:
-        foresight = supply._foresee(source, Cursor(), loader._batching, Share(), RequestNumbers())[0]
-        assert isinstance(foresight, Foresight)
+        future_uses = supply._future_uses(source, Walk(Cursor(), loader._batching), RequestNumbers())[0]
+        assert isinstance(future_uses, FutureUses)
         uses = [(time, row) for time, (name, row) in enumerate(first) if name == source.name]
-        assert foresight.used(0, len(first)).tolist() == [row for _, row in uses]
+        assert future_uses.used(0, len(first)).tolist() == [row for _, row in uses]
         time, row = uses[1]
-        assert foresight.next_use(torch.tensor([row]).numpy(), time - 1).tolist() == [time]
+        assert future_uses.next_use(torch.tensor([row]).numpy(), time - 1).tolist() == [time]
 
 
 def test_request_numbers_are_found_in_order():
@@ -206,7 +206,7 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"mix": None}, ConfigError, "mix=None goes with a dict of datasets"),
+        ({"mix": None}, ConfigError, "mix=None requires a dict of datasets"),
         ({"mix": {"city": 1}}, OrderError, "names 'city', the datasets are 'city', 'highway'"),
         ({"mix": {"city": 0, "highway": 1}}, ConfigError, "a whole number of 1 or more for each"),
         ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "a whole number of 1 or more for each"),
@@ -225,7 +225,7 @@ def test_mixes_that_cannot_be_are_refused(roots, options, kind, text):
 
 
 def test_datasets_that_are_none_are_refused(roots, tmp_path):
-    with pytest.raises(ConfigError, match=r"mix=.* goes with a dict of datasets, got dataset="):
+    with pytest.raises(ConfigError, match=r"mix=.* requires a dict of datasets, got dataset="):
         make(roots["city"], 4)
     with pytest.raises(ConfigError, match="a mix needs at least one dataset"):
         make({}, 4, mix={})

@@ -16,8 +16,8 @@ import torch
 
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders import ImageAugment, World
-from fuelrail.loaders.records import Due
-from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, Shelf, look_ahead
+from fuelrail.loaders.records import Scheduled
+from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, ConfigError, ImageError, OrderError, StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -213,11 +213,11 @@ class TestBounds:
         for limit in (1, 30_000, 100_000, 10**9):
             held.update(bytes=0, most=0)
             session = Session()
-            coming = (Due(0, n, 0, n, (n % 21,), True) for n in range(200))
+            coming = (Scheduled(0, n, 0, n, (n % 21,), True) for n in range(200))
             taken = []
-            for ahead in look_ahead(coming, [Shelf(dataset.index, session)], limit):
+            for ahead in prefetch(coming, [RequestStream(dataset.index, session)], limit):
                 held["bytes"] -= ahead.entries[0].length
-                taken.append(ahead.due.step)
+                taken.append(ahead.scheduled.step)
                 outstanding.append(held["bytes"])
             assert taken == list(range(200))
             assert held["most"] < limit + max(lengths)
@@ -230,8 +230,8 @@ class TestBounds:
         session = storage.session()
         real = session.request
         session.request = lambda rows: asked.append(len(rows)) or real(rows)
-        coming = (Due(0, n, 0, n, (n % 21,), True) for n in range(5000))
-        ahead = look_ahead(coming, [Shelf(dataset.index, session)], 10**12)
+        coming = (Scheduled(0, n, 0, n, (n % 21,), True) for n in range(5000))
+        ahead = prefetch(coming, [RequestStream(dataset.index, session)], 10**12)
         outstanding = []
         for taken in range(400):
             next(ahead)
@@ -242,12 +242,12 @@ class TestBounds:
 
     def test_a_row_outside_the_index_is_told_in_its_turn(self, tiny):
         dataset = open_dataset(tiny)
-        coming = (Due(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
-        stream = look_ahead(coming, [Shelf(dataset.index, open_storage(dataset).session())], 10**9)
-        assert [next(stream).due.rows[0] for _ in range(2)] == [3, 4]
+        coming = (Scheduled(0, n, 0, n, (row,), True) for n, row in enumerate((3, 4, 99, 5)))
+        stream = prefetch(coming, [RequestStream(dataset.index, open_storage(dataset).session())], 10**9)
+        assert [next(stream).scheduled.rows[0] for _ in range(2)] == [3, 4]
         third = next(stream)
         with pytest.raises(OrderError, match="99"):
-            third.takes[0]()
+            third.pending_reads[0]()
         assert list(stream) == []
 
     def test_closing_does_not_wait_for_storage_that_stalls(self, tiny, tmp_path):

@@ -17,7 +17,7 @@ from fuelrail.loaders.storage.cache.future_uses import coming_rows
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.batching import Cursor
+from fuelrail.pipeline.order.batching import Cursor, Walk
 from support.datasets import CAMERAS, build_dataset
 from support.loaders import make_loader
 
@@ -229,7 +229,7 @@ def test_a_state_of_another_window_is_refused_showing_both(root, other):
             another.load_state_dict(loader.state_dict())
 
 
-def test_foresight_and_requests_know_all_frames(root, tmp_path, monkeypatch):
+def test_future_uses_and_requests_know_all_frames(root, tmp_path, monkeypatch):
     options = {"backend": "remote", "cache_dir": tmp_path / "cache", "look_ahead_bytes": 30_000}
     with make(root, 4, frames=[-1, 0], seed=2, **options) as loader:
         where, storage = loader._supply.where, loader._supply.sources[0].storage
@@ -245,7 +245,7 @@ def test_foresight_and_requests_know_all_frames(root, tmp_path, monkeypatch):
         for epoch in range(2):
             loader.set_epoch(epoch)
             assert len(list(loader)) == NUM // 4
-        coming, per_step = coming_rows(where.numbers, Cursor(), loader._batching, range(1), where.frames)
+        coming, per_step = coming_rows(where.numbers, Walk(Cursor(), loader._batching), range(1), where.frames)
         assert per_step == 8
         num_steps = 2 * (NUM // 4)
         assert asked[: per_step * num_steps] == coming(0, per_step * num_steps).tolist()

@@ -177,7 +177,9 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
         while len(frames_shown) < max(loads):
             frames_shown += again[: max(loads) - len(frames_shown)]
         entries = ours.entries(np.arange(max(loads)) * num_lanes + lane)
-        assert list(zip(*(part.tolist() for part in entries), strict=True)) == frames_shown
+        columns = (entries.samples, entries.valid, entries.flags["prev_exists"])
+        assert list(zip(*(column.tolist() for column in columns), strict=True)) == frames_shown
+        assert set(entries.flags["lane"].tolist()) == {lane}
     assert len(ours) == max(loads) * num_lanes
 
 

@@ -176,7 +176,7 @@ def test_aliases_of_aliases_are_walked_once(write) -> None:
 
 def test_a_key_that_stands_twice_is_refused_at_any_depth(write) -> None:
     file = write("name: a\nfront: {radius_m: 1}\nfree:\n  list:\n  - {x: 1}\n  - x: 1\n    y: 2\n    x: 3\n")
-    assert error_of(file) == f"{file}:8: key 'x' stands twice"
+    assert error_of(file) == f"{file}:8: key 'x' occurs twice"
 
 
 def test_unreadable_files_are_config_errors(tmp_path: Path) -> None:

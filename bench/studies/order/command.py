@@ -22,7 +22,7 @@ from fuelrail.bench.studies.order.report import (
 from fuelrail.pipeline.cli import Command
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import LaneOrder, compile_order
+from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import Kind, Layout, OrderSpec
 from fuelrail.pipeline.settings import load_yaml
 from fuelrail.pipeline.text import shown
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.compile import AnyOrder
+    from fuelrail.pipeline.order.epoch import EndlessOrder
 
 _MAX_GLOBAL_BATCH = 1_000_000_000
 DESCRIPTION = (
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         num_selected=order.num_selected,
         epoch_length=order.epoch_length,
         num_steps=order.epoch_length // arguments.global_batch,
-        num_padding=order.lanes.num_padding if isinstance(order, LaneOrder) else 0,
+        num_padding=order.epoch_length - len(samples),
         identity=order.identity,
         figures=figures,
     )
@@ -166,23 +166,19 @@ def _spec(arguments: argparse.Namespace) -> OrderSpec:
     )
 
 
-def _epoch(order: AnyOrder, epoch: int) -> NDArray[np.int64]:
+def _epoch(order: EndlessOrder, epoch: int) -> NDArray[np.int64]:
     """The samples of one epoch, padding of lanes left out."""
     positions = np.arange(order.epoch_length)
-    if isinstance(order, LaneOrder):
-        entries = order.epoch(epoch).entries(positions)
-        return entries.samples[entries.valid]
-    return order.epoch(epoch)(positions)
+    entries = order.epoch(epoch).entries(positions)
+    return entries.samples[entries.valid]
 
 
-def _over_epochs(order: AnyOrder) -> NDArray[np.int64]:
+def _over_epochs(order: EndlessOrder) -> NDArray[np.int64]:
     """What stands at the first, middle and last position of many epochs; of lanes, where it is always valid."""
     at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
-    if isinstance(order, LaneOrder):
-        entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
-        always = np.all([each.valid for each in entries], axis=0)
-        return np.array([each.samples[always] for each in entries])
-    return np.array([order.epoch(epoch)(at) for epoch in range(_EPOCHS)])
+    entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
+    always = np.all([each.valid for each in entries], axis=0)
+    return np.array([each.samples[always] for each in entries])
 
 
 _EPOCHS = 1000

@@ -1,52 +1,53 @@
-"""What will be used when, and so what a full cache should part with: the sample whose next use is farthest away.
+"""Compute when each sample is used next, so that a full cache evicts the one whose next use is farthest away.
 
-Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any policy. Others have to
-guess; a loader knows its order for all epochs to come. Time here counts uses: time t is the t-th sample that any rank
-of this host takes from the start of an iteration on.
+Belady (IBM Systems Journal 5, 1966): evicting what is needed last gives the fewest misses of any policy. A loader can
+do so because it knows its order for all epochs. Time here counts uses: time t is the t-th sample that any rank
+of this host takes from the start of an iteration.
 
-A newcomer that will be needed later than everything in the cache is not admitted at all: that, too, is the optimum when
-storage may be read past the cache.
+A sample that is needed later than everything in the cache is not admitted: that is the optimum, too, when storage may
+be read past the cache.
 """
 
 from __future__ import annotations
 
 import heapq
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from fuelrail.pipeline.order.batching import Cursor
+from fuelrail.pipeline.order.batching import EVERY_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.batching import Batching, Share, World
+    from fuelrail.pipeline.order.batching import Walk, World
 
 NEVER: Final = int(np.iinfo(np.int64).max)
-"""Not used again, as far as one can see."""
+"""Not used again within the horizon."""
 MAX_HORIZON: Final = 1 << 22
-"""Uses looked ahead at most: 8 bytes each."""
+"""Number of future uses held at most: 8 bytes each."""
 FOREIGN: Final = -1
-"""Stands for a use of another dataset."""
+"""Row of a use of another dataset."""
 _TIME_BITS: Final = 32
 
 
 class Coming(Protocol):
-    """The samples to come: rows used at times ``first`` to ``first + count - 1``; fewer where all ends."""
+    """The coming samples: rows used at times ``first`` to ``first + count - 1``; fewer at the end of a sequence."""
 
     def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
-        """Rows, int64; FOREIGN where one of another dataset is used."""
+        """Rows, int64; FOREIGN for a use of another dataset."""
 
 
-class Foresight:
+class FutureUses:
     """Next uses over a sliding horizon of the coming rows.
 
     ``horizon`` uses are held, sorted by row and time; when half of them are past, the next ones are looked up. Where it
     is twice an epoch (and up to 4 million uses it is) every sample's next use is always known.
-    ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the time from which on it sees.
+    ``time_of(k)`` is the time of this rank's k-th sample, ``base`` the first time of the horizon.
     """
 
     def __init__(self, coming: Coming, horizon: int, time_of: Callable[[int], int] = lambda k: k) -> None:
@@ -57,7 +58,7 @@ class Foresight:
         self._keys: NDArray[np.int64] = np.empty(0, np.int64)
 
     def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:
-        """When each row is used next, later than time ``after``; NEVER where not within the horizon."""
+        """Time of each row's next use after time ``after``; NEVER where not within the horizon."""
         self._see(after)
         # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is the answer.
         at = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
@@ -67,7 +68,7 @@ class Foresight:
         return times
 
     def used(self, first: int, end: int) -> NDArray[np.int64]:
-        """The rows used at times ``first`` to ``end - 1``; without those that the horizon has left behind."""
+        """The rows used at times ``first`` to ``end - 1``, without times before the horizon."""
         self._see(first)
         assert self._rows is not None
         rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
@@ -83,51 +84,28 @@ class Foresight:
 
 
 def coming_rows(
-    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
-    start: Cursor,
-    whole: Batching,
-    ranks: range,
-    per_position: int = 1,
+    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]], walk: Walk, ranks: range, per_position: int = 1
 ) -> tuple[Coming, int]:
-    """The rows that ``ranks`` (of the data-parallel world, in step) take from ``start`` on; and how many in each step.
+    """The rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the number in each step.
 
-    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` tells what is read for positions of an
-    epoch, ``per_position`` rows for each, in the order of reading.
+    Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` gives the rows that are read for
+    positions of an epoch, ``per_position`` of them for each, in the order of reading.
     """
-    positions_per_step = len(ranks) * whole.rank_batch
-    uses_per_step = positions_per_step * per_position
-    full_steps = Cursor(start.epoch + 1).rest(whole).num_steps
-    first_steps = start.rest(whole).num_steps
+    per_step = len(ranks) * walk.batching.rank_batch * per_position
 
     def coming(first: int, count: int, /) -> NDArray[np.int64]:
-        parts: list[NDArray[np.int64]] = []
-        step, skip = divmod(first, uses_per_step)
-        missing = count + skip
-        while missing > 0:
-            if step < first_steps:
-                cursor, done, steps = start, step, first_steps
-            else:
-                if full_steps == 0:
-                    break
-                epochs, done = divmod(step - first_steps, full_steps)
-                cursor, steps = Cursor(start.epoch + 1 + epochs), full_steps
-            num = min(steps - done, -(-missing // uses_per_step))
-            begin = cursor.samples_consumed + ranks.start * whole.rank_batch
-            starts = begin + np.arange(done, done + num, dtype=np.int64) * whole.global_batch
-            positions = (starts[:, None] + np.arange(positions_per_step)).reshape(-1) % whole.epoch_length
-            parts.append(rows_of(cursor.epoch, positions))
-            step += num
-            missing -= num * uses_per_step
-        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        step, skip = divmod(first, per_step)
+        places = walk.positions(step, -(-(skip + count) // per_step), ranks)
+        rows = np.concatenate([np.empty(0, np.int64), *(rows_of(epoch, positions) for epoch, positions in places)])
         return rows[skip : skip + count]
 
-    return coming, uses_per_step
+    return coming, per_step
 
 
 class Range(NamedTuple):
-    """The rows of one dataset among the numbers that tell the rows of several apart: ``base`` .. ``base + size - 1``.
+    """The rows of one dataset among the rows of several, numbered together: ``base`` .. ``base + size - 1``.
 
-    ``number_of(k)`` says which request of all this dataset's k-th one on this rank is.
+    ``number_of(k)`` is the number, among all requests, of this dataset's k-th one on this rank.
     """
 
     base: int
@@ -135,28 +113,26 @@ class Range(NamedTuple):
     number_of: Callable[[int], int]
 
 
-def foresee(
+def build_future_uses(
     rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
-    start: Cursor,
-    whole: Batching,
+    walk: Walk,
     per_position: int = 1,
     only: Range | None = None,
-    share: Share | None = None,
-) -> tuple[Foresight, int]:
-    """What this host's ranks will use from ``start`` on, and how much in each step; see :func:`coming_rows`.
+) -> tuple[FutureUses, int]:
+    """Return the uses of this host's ranks on a walk, and the number in each step; see :func:`coming_rows`.
 
-    With ``only`` it sees one dataset's rows among those of several, by its own numbers, at the times that they come.
-    ``share`` is this process's among those that take turns at the rank's steps: it sees what all of them use.
+    The uses of all processes that take turns at the rank's steps are included; ``walk.share`` is this one's.
+    ``only`` restricts them to one dataset's rows among those of several, by its own numbers, at unchanged times.
     """
-    ranks = ranks_on_host(whole.world)
-    coming, uses_per_step = coming_rows(rows_of, start, whole, ranks, per_position)
-    begin = (whole.world.rank - ranks.start) * whole.rank_batch * per_position
-    own_per_step = whole.rank_batch * per_position
+    batching = walk.batching
+    ranks = ranks_on_host(batching.world)
+    coming, uses_per_step = coming_rows(rows_of, replace(walk, share=EVERY_STEP), ranks, per_position)
+    begin = (batching.world.rank - ranks.start) * batching.rank_batch * per_position
+    own_per_step = batching.rank_batch * per_position
 
     def time_of(k: int) -> int:
         own_step, at = divmod(k if only is None else only.number_of(k), own_per_step)
-        step = own_step if share is None else share.step(own_step, start, whole)
-        return step * uses_per_step + begin + at
+        return walk.number(own_step) * uses_per_step + begin + at
 
     def own_rows(first: int, count: int, /) -> NDArray[np.int64]:
         assert only is not None
@@ -164,14 +140,14 @@ def foresee(
         rows[(rows < 0) | (rows >= only.size)] = FOREIGN
         return rows
 
-    horizon = 2 * whole.epoch_length * per_position
-    return Foresight(coming if only is None else own_rows, horizon, time_of), uses_per_step
+    horizon = 2 * batching.epoch_length * per_position
+    return FutureUses(coming if only is None else own_rows, horizon, time_of), uses_per_step
 
 
 def ranks_on_host(world: World) -> range:
-    """The data-parallel ranks that share this host, as launchers tell by LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """The data-parallel ranks that share this host, from the launcher's LOCAL_RANK and LOCAL_WORLD_SIZE.
 
-    All ranks where that does not fit the world (model parallelism, no launcher): too many cost hits, never correctness.
+    All ranks where these do not fit the world (model parallelism, no launcher): too many cost hits, not correctness.
     """
     try:
         size, rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -185,12 +161,12 @@ def ranks_on_host(world: World) -> range:
 class FarthestFirst:
     """The residents of a cache, the one with the farthest next use first.
 
-    Exact if it is kept up to date: call :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each
-    newcomer, and :meth:`advance` as time passes, since a resident's use moves its next use. ``now`` is the last time.
+    The caller calls :meth:`rebuild` at first and when the horizon has moved, :meth:`add` for each sample admitted, and
+    :meth:`advance` with time, because a resident's use moves its next use. ``now`` is the latest time given.
     """
 
-    def __init__(self, foresight: Foresight, is_resident: Callable[[int], bool], lag: int = 0) -> None:
-        self._foresight, self._is_resident, self._lag = foresight, is_resident, lag
+    def __init__(self, future_uses: FutureUses, is_resident: Callable[[int], bool], lag: int = 0) -> None:
+        self._future_uses, self._is_resident, self._lag = future_uses, is_resident, lag
         self.now = 0
         self._walked = 0
         self._stock_base = -1
@@ -202,36 +178,36 @@ class FarthestFirst:
     @property
     def wants_stock(self) -> bool:
         """Whether :meth:`rebuild` is due: at first, and when the horizon has moved."""
-        return self._stock_base != self._foresight.base
+        return self._stock_base != self._future_uses.base
 
     def rebuild(self, rows: NDArray[np.int64], now: int) -> None:
-        """Take stock of all residents at time ``now``."""
+        """Sort all residents by their next use after time ``now``."""
         self.now = self._walked = now
-        times = self._foresight.next_use(rows, self.now)
+        times = self._future_uses.next_use(rows, self.now)
         nearest_first = np.argsort(times, kind="stable")
         self._rows, self._times, self._left = rows[nearest_first], times[nearest_first], len(rows)
         self._heap.clear()
-        self._stock_base = self._foresight.base
+        self._stock_base = self._future_uses.base
 
     def add(self, row: int, next_use: int) -> None:
-        """A newcomer, or a resident whose next use moved."""
+        """Add a sample admitted, or a resident whose next use moved."""
         heapq.heappush(self._heap, (-next_use, row))
 
     def advance(self, now: int) -> None:
-        """Time is ``now``: what was used until ``lag`` uses before has another next use."""
+        """Set the time: what was used until ``lag`` uses before has another next use."""
         if now <= self.now:
             return
         self.now = now
         end = now + 1 - self._lag
         if end > self._walked:
-            for row in self._foresight.used(self._walked, end).tolist():
+            for row in self._future_uses.used(self._walked, end).tolist():
                 if self._is_resident(row):
                     self.add(row, self.next_use(row))
             self._walked = end
 
     def next_use(self, row: int) -> int:
         """When a row is used next after now."""
-        return int(self._foresight.next_use(np.array([row]), self.now)[0])
+        return int(self._future_uses.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:
         """Take out the resident with the farthest next use: (row, next use); None where no resident is known.
@@ -252,5 +228,5 @@ class FarthestFirst:
                 return row, actual
             if actual < stated:  # it came into sight
                 self.add(row, actual)
-            # Else it was used since, and stands in the heap with its new time.
+            # Else it was used since, and is in the heap with its new time.
         return None

@@ -2,7 +2,7 @@
 
 The files and who may touch them are :mod:`fuelrail.loaders.storage.cache.folder`'s matter; what goes when room is
 needed is
-:mod:`fuelrail.loaders.storage.cache.future_uses`'s. Without foresight (single samples read by hand) the cache takes
+:mod:`fuelrail.loaders.storage.cache.future_uses`'s. Without them (single samples read by hand) the cache takes
 what fits and evicts nothing.
 """
 
@@ -27,7 +27,7 @@ from fuelrail.pipeline.storage.private import make_folder, open_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fuelrail.loaders.storage.cache.future_uses import Foresight
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import StorageStats
     from fuelrail.pipeline.format.dataset import Dataset
 
@@ -130,14 +130,14 @@ class SpanCache:
                 return None
             raise
 
-    def foresee(self, foresight: Foresight | None, uses_per_step: int = 0) -> None:
-        """From now on evict by this foresight (of an iteration that begins), or not at all."""
+    def evict_by(self, future_uses: FutureUses | None, uses_per_step: int = 0) -> None:
+        """Evict by these uses (of an iteration that starts) from now on; None: evict nothing."""
         with self.folder.thread_lock:
-            if foresight is None:
+            if future_uses is None:
                 self._policy = None
                 return
             # Other ranks' newcomers appear about when they are used; two steps later they are there for sure.
-            self._policy = FarthestFirst(foresight, self.folder.holds, lag=2 * uses_per_step)
+            self._policy = FarthestFirst(future_uses, self.folder.holds, lag=2 * uses_per_step)
             self._has_stock = False
 
     def open(self, index: int, length: int) -> CachedSpan | None:
@@ -160,7 +160,7 @@ class SpanCache:
     def put(self, index: int, span: memoryview, time: int | None = None) -> bool:
         """Admit a span that was just fetched, for use at ``time``, if it is worth its room; says if it is here now.
 
-        A disk that is full or fails ends admission, with one warning; what is cached remains in use.
+        A disk that is full or fails ends admission, with one warning; what is here continues to be used.
         """
         if not self._writes or len(span) > self.folder.max_bytes:
             return False

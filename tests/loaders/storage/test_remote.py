@@ -14,8 +14,8 @@ import pytest
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
-from fuelrail.loaders.records import Due
-from fuelrail.loaders.schedule.prefetch import Shelf, look_ahead
+from fuelrail.loaders.records import Scheduled
+from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.ranges import MAX_RANGE_BYTES
 from fuelrail.pipeline.errors import (
@@ -282,7 +282,7 @@ class TestOpening:
 
     def test_a_place_that_cannot_be_written_is_named(self, serve, pristine, tmp_path):
         (tmp_path / "file").write_bytes(b"")
-        with pytest.raises(DatasetError, match="say another place with cache_dir"):
+        with pytest.raises(DatasetError, match="choose another folder with cache_dir"):
             open_dataset(serve(pristine).url, cache_dir=tmp_path / "file")
 
     def test_h2_a_folder_for_the_index_that_others_made_is_refused(self, serve, pristine, tmp_path):
@@ -380,12 +380,12 @@ def test_memory_is_bounded_by_the_look_ahead_whatever_the_datasets_size(tmp_path
         dataset = make_dataset(tmp_path / str(number), samples, 20, scale=0.3)
         longest = max(dataset.index.column("length"))
         storage = open_storage(dataset, "remote")
-        coming = (Due(0, at, 0, at, (at * 7 % samples,), True) for at in range(samples))
-        asked = look_ahead(coming, [Shelf(dataset.index, storage.session())], limit)
+        coming = (Scheduled(0, at, 0, at, (at * 7 % samples,), True) for at in range(samples))
+        asked = prefetch(coming, [RequestStream(dataset.index, storage.session())], limit)
         tracemalloc.start()
         try:
             for ahead in asked:
-                ahead.takes[0]()
+                ahead.pending_reads[0]()
                 del ahead
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:

@@ -190,12 +190,12 @@ def test_file_names_cannot_leave_the_folder(kind, name) -> None:
 def test_nothing_stands_twice() -> None:
     first, second, third = manifest().shards
     shards = (first, msgspec.structs.replace(second, name=first.name), third)
-    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' stands twice"):
+    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' occurs twice"):
         decode_manifest(signed(shards=shards), "here")
-    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' stands twice"):
+    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' occurs twice"):
         decode_manifest(signed(files=(msgspec.structs.replace(manifest().files[0], name=first.name),)), "here")
     lidars = (msgspec.structs.replace(manifest().lidars[0], channel="cam_front"),)
-    with pytest.raises(ManifestError, match="channel 'cam_front' stands twice"):
+    with pytest.raises(ManifestError, match="channel 'cam_front' occurs twice"):
         decode_manifest(signed(lidars=lidars), "here")
 
 
@@ -264,7 +264,7 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             lambda: (folder / "train-000000.tar.zst").touch(),
             r"its dataset\.json is gone; bring it back",
         ),
-        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to go on"),
+        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to resume"),
     ):
         make()
         with pytest.raises(DatasetNotReadyError, match=hint):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import WorldError
-from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk, World
 
 SIZES = st.integers(1, 64)
 
@@ -92,12 +93,19 @@ def test_re_batched_any_number_of_times_each_sample_comes_once(n, phases, last_s
     assert seen + positions[valid].tolist() == list(range(n))
 
 
+def advanced(cursor, whole, num_steps):
+    """Where a run is after this number of steps."""
+    walk = Walk(cursor, whole)
+    epoch, step = walk.place(num_steps)
+    return Cursor(epoch, walk.batches(epoch).consumed(step))
+
+
 @given(st.integers(1, 500), SIZES, st.integers(1, 4), st.booleans(), st.integers(0, 400), st.integers(0, 400))
 def test_a_cursor_advanced_in_two_parts_stands_where_one_does(n, size, rank_batch, drop_last, first, second):
     global_batch = size * rank_batch
     whole = Batching(n + global_batch * drop_last, global_batch, World(0, size), drop_last=drop_last)
     start = Cursor(1)
-    assert start.advanced(whole, first).advanced(whole, second) == start.advanced(whole, first + second)
+    assert advanced(advanced(start, whole, first), whole, second) == advanced(start, whole, first + second)
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.booleans(), st.integers(0, 60))
@@ -108,10 +116,50 @@ def test_a_cursor_crosses_epoch_ends_as_iterating_does(n, global_batch, drop_las
         step += 1
         if step == whole.num_steps:
             epoch, step = epoch + 1, 0
-    assert Cursor().advanced(whole, num_steps) == Cursor(epoch, whole.consumed(step))
+    assert advanced(Cursor(), whole, num_steps) == Cursor(epoch, whole.consumed(step))
 
 
-def test_a_cursor_goes_on_with_the_rest_of_its_epoch():
+@given(st.data(), st.integers(1, 60), SIZES, st.integers(1, 3), st.booleans(), st.integers(1, 3), st.integers(0, 5))
+def test_a_walk_takes_the_steps_that_iterating_takes(data, n, size, rank_batch, drop_last, of, first_taken):
+    """Places, numbers, positions of several ranks, and the cursor, against one epoch after the other."""
+    global_batch = size * rank_batch
+    n += global_batch * drop_last
+    whole = Batching(n, global_batch, World(0, size), drop_last=drop_last)
+    start, share = Cursor(2, data.draw(st.integers(0, n))), Share(data.draw(st.integers(0, of - 1)), of)
+    walk = Walk(start, whole, share)
+    ranks = range(data.draw(st.integers(0, size - 1)), size)
+    expected, number = [], 0
+    for epoch in range(2, 9):
+        rest = (start if epoch == 2 else Cursor(epoch)).rest(whole)
+        assert walk.batches(epoch) == rest
+        for step in range(rest.num_steps):
+            if step in share.steps(rest):
+                rows = [dataclasses.replace(rest, world=World(rank, size)).positions(step) for rank in ranks]
+                expected.append((epoch, step, number, np.concatenate(rows).tolist()))
+            number += 1
+    assert list(itertools.islice(walk, len(expected))) == [each[:2] for each in expected] or not share.steps(whole)
+    assert [walk.number(k) for k in range(len(expected))] == [each[2] for each in expected]
+    assert walk.num_steps == sum(each[0] == 2 for each in expected)
+    taken = expected[first_taken : first_taken + 4]
+    found = list(walk.positions(first_taken, len(taken), ranks)) if taken else []
+    assert [p for _, positions in found for p in positions.tolist()] == [p for each in taken for p in each[3]]
+    assert [epoch for epoch, _ in found] == list(dict.fromkeys(each[0] for each in taken))
+
+
+def test_a_walk_says_where_a_run_is_after_some_of_its_steps():
+    whole = Batching(26, 4, World(), drop_last=False)
+    walk = Walk(Cursor(3, 8), whole)
+    assert [walk.after(k).samples_consumed for k in range(walk.num_steps + 1)] == [8, 12, 16, 20, 24, 26]
+    turns = Walk(Cursor(3, 8), whole, Share(1, 2))
+    assert [turns.after(k).samples_consumed for k in range(turns.num_steps + 1)] == [8, 16, 24]
+    assert walk.following == turns.following == Cursor(4)
+
+
+def test_a_share_without_steps_makes_an_empty_walk():
+    assert list(Walk(Cursor(), Batching(8, 4, World()), Share(2, 3))) == []
+
+
+def test_a_cursor_resumes_with_the_rest_of_its_epoch():
     whole = Batching(100, 8, World(), drop_last=False)
     assert Cursor(4, 36).rest(whole).num_steps == 8
     assert Cursor(4, 36).rest(whole).positions(0)[0] == 36
@@ -126,7 +174,7 @@ def test_numpy_numbers_are_taken_and_made_plain():
     batching = Batching(np.int64(10), np.int64(4), world, start=np.int64(2))
     assert batching == Batching(10, 4, World(1, 2), start=2)
     assert type(batching.start) is type(world.rank) is type(Cursor(np.int64(3)).epoch) is int
-    with pytest.raises(WorldError, match="must be a whole number"):
+    with pytest.raises(WorldError, match="must be an integer"):
         World(0.0, 1)
 
 
@@ -177,7 +225,7 @@ def test_the_hints_do_work(global_batch, size):
         (lambda: Batching(10, 2, World()).consumed(6), "6 steps done of the 5"),
         (lambda: Cursor(-1), "cannot be negative"),
         (lambda: Cursor(0, -1), "samples -1"),
-        (lambda: Cursor().advanced(Batching(10, 2, World()), -1), "0 steps or more, got -1"),
+        (lambda: Walk(Cursor(0, 11), Batching(10, 2, World())), "11 samples consumed"),
         (lambda: Cursor(0, 11).rest(Batching(10, 2, World())), "11 samples consumed"),
     ],
 )

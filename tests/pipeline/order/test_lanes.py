@@ -22,6 +22,12 @@ def make(lengths, shuffle_seed=None):
     return ClipTable.build(clips, frames), clips, frames
 
 
+def columns(order):
+    """Samples, which are valid, and which follow the frame before, at all positions of an epoch."""
+    entries = order.entries(np.arange(len(order)))
+    return entries.samples, entries.valid, entries.flags["prev_exists"]
+
+
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 
 
@@ -33,9 +39,7 @@ def test_an_epoch_shows_every_clip_once_in_time(lengths, num_lanes, pieces, seed
     lanes = Lanes(table, num_lanes, pieces_per_clip=pieces)
     order = lanes.epoch(seed, epoch)
     assert len(order) == len(lanes) == lanes.num_steps * num_lanes
-    samples, valid, prev_exists = (
-        part.reshape(lanes.num_steps, num_lanes) for part in order.entries(np.arange(len(order)))
-    )
+    samples, valid, prev_exists = (part.reshape(lanes.num_steps, num_lanes) for part in columns(order))
     assert np.array_equal(np.sort(samples[valid]), np.arange(len(clips)))
     assert (~valid).sum() == lanes.num_padding
     assert (~prev_exists & valid).sum() == num_pieces
@@ -67,7 +71,9 @@ def test_any_position_alone_is_what_it_is_in_the_whole(lengths, num_lanes, data)
     order = lanes.epoch(1, 2)
     whole = order.entries(np.arange(len(order)))
     at = np.array(data.draw(st.lists(st.integers(0, len(order) - 1), max_size=10)), dtype=np.int64)
-    for part, expected in zip(order.entries(at), whole, strict=True):
+    some = order.entries(at)
+    assert np.array_equal(some.flags["lane"], at % lanes.num_lanes)
+    for part, expected in zip((*some[:3], *some.flags.values()), (*whole[:3], *whole.flags.values()), strict=True):
         assert np.array_equal(part, expected[at])
     assert np.array_equal(order(at), whole.samples[at])
 
@@ -77,7 +83,7 @@ def test_a_selection_cuts_clips_where_it_leaves_frames_out(lengths, data):
     table, clips, frames = make(lengths, shuffle_seed=3)
     selected = np.array(sorted(data.draw(st.sets(st.integers(0, len(clips) - 1), min_size=1))))
     lanes = Lanes(table, 1, selected=selected)
-    samples, valid, prev_exists = lanes.epoch(0, 0).entries(np.arange(len(lanes)))
+    samples, valid, prev_exists = columns(lanes.epoch(0, 0))
     assert valid.all()
     assert np.array_equal(np.sort(samples), selected)
     for before, now, exists in zip(samples[:-1], samples[1:], prev_exists[1:], strict=True):

@@ -101,10 +101,10 @@ def test_identity_holds_ratios_and_all_parts():
     [
         ([], [], {}, "got 0 and 0"),
         ([order(5)], [1, 2], {}, "a ratio for each of its datasets, got 1 and 2"),
-        ([order(5), order(5)], [1, 0], {}, "whole numbers of 1 or more, 1024 in sum, got \\[1, 0\\]"),
+        ([order(5), order(5)], [1, 0], {}, "integers >= 1, at most 1024 in sum, got \\[1, 0\\]"),
         ([order(5)], [MAX_BLOCK + 1], {}, "got \\[1025\\]"),
         ([order(5)], [1], {"seed": -1}, "mix seed"),
-        ([order(5)], [1], {"epoch_length": 0}, "1 position or more, got 0"),
+        ([order(5)], [1], {"epoch_length": 0}, "at least 1 position, got 0"),
     ],
 )
 def test_mixes_that_cannot_be_are_refused(orders, ratios, options, text):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fuelrail.pipeline.order.spec as order_module
 from fuelrail.pipeline.errors import ConfigError, OrderError
-from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.permutation import MAX_LENGTH
 from fuelrail.pipeline.order.spec import ORDER_VERSION, Layout, Order, OrderSpec
@@ -156,7 +156,7 @@ def test_the_global_sequence_is_the_same_for_every_world_and_resumed_anywhere(
     layout = Layout((n // 3, n - n // 3)) if n > 3 else Layout((n,))
     one = Batching(n, global_batch, World(0, 1), drop_last=drop_last)
     step = data.draw(st.integers(0, one.num_steps))
-    cursor = Cursor(3, 0).advanced(one, step)
+    cursor = Walk(Cursor(3), one).after(step).rolled(one)
 
     def batch_at(cursor, size):
         """The next global batch of a run that stands at ``cursor``, put together from all ranks."""
@@ -207,10 +207,10 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
         ({"seed": 1.5}, "got 1.5"),
         ({"kind": "windowed"}, "needs window >= 1"),
         ({"kind": "windowed", "window": 0}, "got 0"),
-        ({"window": 4}, "window=4 means something with order kind 'windowed' only, got 'shuffled'"),
+        ({"window": 4}, "window=4 requires order kind 'windowed', got 'shuffled'"),
         ({"kind": "lanes", "weights": (AttributeWeights(attribute="a"),)}, "take no weights"),
         ({"kind": "lanes", "mix": Mix(attribute="a", ratios={"b": 1})}, "no mix"),
-        ({"pieces_per_clip": 2}, "pieces_per_clip=2 goes with order kind 'lanes', got 'shuffled'"),
+        ({"pieces_per_clip": 2}, "pieces_per_clip=2 requires order kind 'lanes', got 'shuffled'"),
         ({"kind": "lanes", "pieces_per_clip": 0}, "pieces_per_clip must be 1 or more, got 0"),
         ({"epoch_length": 0}, "epoch_length must be 1 or more, got 0"),
         ({"seed": True}, "OrderSpec: seed=True is not allowed: Expected `int`, got `bool`"),
@@ -239,7 +239,7 @@ def test_bad_layouts_are_refused(shards, text):
 
 
 def test_an_epoch_length_without_weights_or_a_mix_is_refused():
-    with pytest.raises(OrderError, match="epoch_length=5 means something with weights or a mix"):
+    with pytest.raises(OrderError, match="epoch_length=5 requires weights or a mix"):
         Order(OrderSpec(epoch_length=5), Layout((10,)), 0)
 
 

@@ -106,7 +106,7 @@ SOF = 0xC0
         (encode(PICTURE)[:200], "segment 0xffc4 at byte 177 claims 31 bytes"),
         (b"\xff\xd8\xff", "ends inside its header"),
         (b"\xff\xd8\x00\x00\x00\x00", "expected a marker at byte 2, found 0x00"),
-        (b"\xff\xd8\xff\x01\x00\x04\x00\x00", "marker 0xff01 at byte 2 cannot stand there"),
+        (b"\xff\xd8\xff\x01\x00\x04\x00\x00", "marker 0xff01 at byte 2 is not allowed there"),
         (b"\xff\xd8\xff\xe0\x00\x01\x00\x00", "segment 0xffe0 at byte 2 claims 1 bytes"),
         (b"\xff\xd8\xff\xe0\xff\xff\x00\x00", "claims 65535 bytes"),
         (b"\xff\xd8\xff\xda\x00\x04\x00\x00", "pixel data start without a frame header"),

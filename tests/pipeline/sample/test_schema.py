@@ -233,7 +233,7 @@ class TestSample:
         assert str(caught.value).startswith(f"{meta().key}.{name}: ")
 
     def test_the_metadata_of_another_sample_is_refused(self) -> None:
-        with pytest.raises(SchemaError, match=r"clip-9\.meta\.json: it says that the sample is 'clip-0-000001'"):
+        with pytest.raises(SchemaError, match=r"clip-9\.meta\.json: key 'clip-0-000001' is not the sample's key"):
             decode_sample("clip-9", members())
 
 
@@ -271,6 +271,33 @@ class TestGeometry:
         left = rig.ego2img()[CAMERAS.index("cam_front")] @ [20.0, 3.0, 1.5, 1.0]
         assert left[0] / left[2] < 79.5  # y is left
         assert (rig.ego2img()[CAMERAS.index("cam_back")] @ [20.0, 0.0, 1.5, 1.0])[2] < 0
+
+    def test_stacked_samples_have_the_same_matrices_to_the_bit(self) -> None:
+        rng = np.random.default_rng(3)
+        turns = rigid(rng.normal(size=(6, 4)), rng.normal(size=(6, 3)) * 1000)
+        single = [replace(geometry(), ego2global=turn, cam_ego2global=turn @ turns[: len(CAMERAS)]) for turn in turns]
+        methods = (Geometry.cam2keyego, Geometry.ego2cam, Geometry.ego2img, Geometry.lidar2keyego, Geometry.lidar2img)
+        stacked, windows = Geometry.stack(single), Geometry.stack(single, 2, 3)
+        for method in methods:
+            expected = np.stack([method(one) for one in single])
+            np.testing.assert_array_equal(method(stacked), expected)
+            np.testing.assert_array_equal(method(windows), expected.reshape(2, 3, *expected.shape[1:]))
+        assert windows.cam_valid.shape == (2, 3, len(CAMERAS))
+        key = windows.ego2global[:, 2]
+        for at in range(3):
+            wanted = np.stack([replace(single[3 * b + at], ego2global=key[b]).cam2keyego() for b in range(2)])
+            np.testing.assert_array_equal(windows.cam2keyego(key[:, None])[:, at], wanted)
+
+    def test_stacked_samples_keep_the_lidars_that_all_have(self) -> None:
+        rig = geometry()
+        without = replace(
+            rig,
+            lidar2ego=rig.lidar2ego[:0],
+            lidar_ego2global=rig.lidar_ego2global[:0],
+            lidar_timestamp_ns=rig.lidar_timestamp_ns[:0],
+        )
+        assert Geometry.stack([rig, rig]).lidar2ego.shape == (2, 1, 4, 4)
+        assert Geometry.stack([rig, without], 2, 1).lidar2ego.shape == (2, 1, 0, 4, 4)
 
 
 class TestBoxes:

@@ -1,4 +1,4 @@
-"""Foresight: next uses against a plain search, and evictions against the best that any policy can do."""
+"""Future uses: next uses against a plain search, and evictions against the best that any policy can do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.bench.micro.storage_cache import lru_hits
-from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, Foresight, coming_rows, foresee
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share, World
+from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses, build_future_uses, coming_rows
+from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk, World
 from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
 
 
-def foresight_of(sequence, horizon=None):
+def future_uses_of(sequence, horizon=None):
     rows = np.array(sequence, np.int64)
-    return Foresight(lambda first, count: rows[first : first + count], horizon or 2 * len(rows) + 2)
+    return FutureUses(lambda first, count: rows[first : first + count], horizon or 2 * len(rows) + 2)
 
 
 def next_use(sequence, row, after, end):
@@ -29,18 +29,18 @@ sequences = st.lists(st.integers(0, 6), min_size=1, max_size=30)
 
 @given(sequences)
 def test_next_uses_are_those_of_a_plain_search(sequence):
-    foresight = foresight_of(sequence)
+    future_uses = future_uses_of(sequence)
     rows = np.arange(8)
     for now in range(len(sequence)):
         expected = [next_use(sequence, row, now, len(sequence)) for row in rows]
-        assert foresight.next_use(rows, now).tolist() == expected
+        assert future_uses.next_use(rows, now).tolist() == expected
 
 
 @given(sequences, st.integers(2, 12))
 def test_a_short_horizon_sees_near_uses_and_calls_the_rest_never(sequence, horizon):
-    foresight = foresight_of(sequence, horizon)
+    future_uses = future_uses_of(sequence, horizon)
     for now in range(len(sequence)):
-        for row, time in enumerate(foresight.next_use(np.arange(7), now).tolist()):
+        for row, time in enumerate(future_uses.next_use(np.arange(7), now).tolist()):
             exact = next_use(sequence, row, now, len(sequence))
             assert time in (exact, NEVER)
             if exact <= now + horizon // 2 - 1:
@@ -48,9 +48,9 @@ def test_a_short_horizon_sees_near_uses_and_calls_the_rest_never(sequence, horiz
 
 
 def simulate(sequence, capacity, horizon=None):
-    """Misses of a cache of so many equal samples that admits and evicts by foresight."""
+    """Misses of a cache of so many equal samples that admits and evicts by future uses."""
     resident: set[int] = set()
-    policy = FarthestFirst(foresight_of(sequence, horizon), resident.__contains__)
+    policy = FarthestFirst(future_uses_of(sequence, horizon), resident.__contains__)
     misses = 0
     for now, row in enumerate(sequence):
         policy.advance(now)
@@ -139,7 +139,7 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
     def rows_of(epoch, positions):
         return (Order(spec, layout, epoch)(positions)[:, None] * 10 + np.arange(frames)).reshape(-1)
 
-    coming, per_step = coming_rows(rows_of, start, whole[0], ranks, frames)
+    coming, per_step = coming_rows(rows_of, Walk(start, whole[0]), ranks, frames)
     expected = []
     for cursor in (start, Cursor(3), Cursor(4)):
         order = Order(spec, layout, cursor.epoch)
@@ -159,7 +159,8 @@ def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
     whole, start = Batching(26, 4, World(0, 1), drop_last=True), Cursor(3, consumed)
     order = Order(OrderSpec(kind="shuffled", seed=1), Layout((26,)), 0)
     share = Share(first, of)
-    foresight, uses = foresee(lambda epoch, positions: order(positions) + 100 * epoch, start, whole, share=share)
+    walk = Walk(start, whole, share)
+    future_uses, uses = build_future_uses(lambda epoch, positions: order(positions) + 100 * epoch, walk)
     assert uses == 4
     own = []  # as `tasks.coming` walks
     for epoch in range(3, 7):
@@ -167,5 +168,5 @@ def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
         own += [order(rest.positions(step)) + 100 * epoch for step in share.steps(rest)]
     rows = np.concatenate(own)
     for k, row in enumerate(rows.tolist()):
-        now = foresight.time_of(k)
-        assert foresight.used(now, now + 1).tolist() == [row]
+        now = future_uses.time_of(k)
+        assert future_uses.used(now, now + 1).tolist() == [row]

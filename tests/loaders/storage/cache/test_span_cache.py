@@ -16,7 +16,7 @@ import pytest
 
 from fuelrail.bench.micro.storage_cache import Hindsight, farthest_first_hits, lru_hits
 from fuelrail.loaders.storage import open_storage
-from fuelrail.loaders.storage.cache.future_uses import Foresight
+from fuelrail.loaders.storage.cache.future_uses import FutureUses
 from fuelrail.loaders.storage.cache.span_cache import SpanCache, parse_size
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -47,9 +47,9 @@ def read(cache, index):
     return None if found is None else bytes(found.read())
 
 
-def foresee(sequence):
+def future_uses_of(sequence):
     rows = np.array(sequence)
-    return Foresight(lambda first, count: rows[first : first + count], 2 * len(rows))
+    return FutureUses(lambda first, count: rows[first : first + count], 2 * len(rows))
 
 
 def files(folder):
@@ -70,7 +70,7 @@ class TestContent:
         assert read(again, 7) == bytes(span(7))
         assert again.folder.used_bytes == BYTES
 
-    def test_without_foresight_it_fills_up_and_evicts_nothing(self, tmp_path):
+    def test_without_future_uses_it_fills_up_and_evicts_nothing(self, tmp_path):
         cache = cache_at(tmp_path)
         assert [cache.put(index, span(index)) for index in range(12)] == [True] * 10 + [False] * 2
         assert files(tmp_path) == list(range(10))
@@ -80,20 +80,20 @@ class TestContent:
 
     def test_it_evicts_what_is_needed_last(self, tmp_path):
         cache = cache_at(tmp_path, max_bytes=2 * BYTES)
-        cache.foresee(foresee([0, 1, 2, 1, 2, 0]))
+        cache.evict_by(future_uses_of([0, 1, 2, 1, 2, 0]))
         for time_, index in enumerate([0, 1, 2]):
             cache.put(index, span(index), time_)
         assert files(tmp_path) == [1, 2]
 
     def test_a_newcomer_that_is_needed_last_is_not_admitted(self, tmp_path):
         cache = cache_at(tmp_path, max_bytes=2 * BYTES)
-        cache.foresee(foresee([0, 1, 2, 0, 1, 2]))
+        cache.evict_by(future_uses_of([0, 1, 2, 0, 1, 2]))
         assert [cache.put(index, span(index), index) for index in range(3)] == [True, True, False]
         assert files(tmp_path) == [0, 1]
 
     def test_small_ones_stay_unless_all_that_must_go_are_needed_later(self, tmp_path):
         cache = cache_at(tmp_path, max_bytes=2 * BYTES)
-        cache.foresee(foresee([0, 1, 2, 0, 2, 1]))
+        cache.evict_by(future_uses_of([0, 1, 2, 0, 2, 1]))
         cache.put(0, span(0), 0)
         cache.put(1, span(1), 1)
         assert not cache.put(2, memoryview(bytes(2 * BYTES)), 2)  # 1 could go, but 0 comes sooner than 2
@@ -103,7 +103,7 @@ class TestContent:
 
     def test_an_open_span_survives_its_eviction(self, tmp_path):
         cache = cache_at(tmp_path, max_bytes=BYTES)
-        cache.foresee(foresee([0, 1, 1, 0]))
+        cache.evict_by(future_uses_of([0, 1, 1, 0]))
         cache.put(0, span(0), 0)
         held = cache.open(0, BYTES)
         assert cache.put(1, span(1), 1)
@@ -125,7 +125,7 @@ class TestContent:
 def simulate(folder, sequence, capacity):
     """Hits of the real cache over a sequence of equal samples."""
     cache = cache_at(folder, max_bytes=capacity * BYTES)
-    cache.foresee(foresee(sequence))
+    cache.evict_by(future_uses_of(sequence))
     hits = 0
     for now, index in enumerate(sequence):
         if read(cache, index) is not None:
@@ -150,12 +150,12 @@ def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size
     sequence = np.concatenate([rng.permutation(60) for _ in range(6)])
     capacity = int(lengths.sum()) // 4
     later = lengths[sequence[60:]]
-    for name, foresight, expected in (
-        ("ours", foresee(sequence), farthest_first_hits(sequence, lengths, capacity)),
+    for name, future_uses, expected in (
+        ("ours", future_uses_of(sequence), farthest_first_hits(sequence, lengths, capacity)),
         ("lru", Hindsight(sequence), lru_hits(sequence, lengths, capacity)),
     ):
         cache = SpanCache(tmp_path / name, "f" * 64, 60, lambda index: int(lengths[index]), capacity)
-        cache.foresee(foresight, uses_per_step)
+        cache.evict_by(future_uses, uses_per_step)
         hits = []
         for now, index in enumerate(sequence.tolist()):
             length = int(lengths[index])
@@ -291,7 +291,7 @@ class TestTrouble:
 
         def use(rank):
             cache = cache_at(tmp_path, max_bytes=20 * BYTES)
-            cache.foresee(foresee(rows), 2)
+            cache.evict_by(future_uses_of(rows), 2)
             for now in range(rank, len(rows), 2):
                 index = int(rows[now])
                 found = read(cache, index)

@@ -1,0 +1,101 @@
+"""One protocol for the epochs of all kinds of order: positions to entries.
+
+An *order* (shuffled, windowed, sequential, weighted, mixed, lanes) has epochs of one length. An *epoch* maps positions
+0 .. len - 1 to entries. Both are pure, so any number of threads may use them.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.order.permutation import PositionMap
+
+NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
+"""The flags of orders that have none."""
+
+
+class Entries(NamedTuple):
+    """The entries at some positions; all arrays have the positions' shape."""
+
+    parts: NDArray[np.int64]
+    """Which dataset of a mix of datasets; 0 without such a mix."""
+    samples: NDArray[np.int64]
+    """The sample of that order's split."""
+    valid: NDArray[np.bool_]
+    """False: padding, such as a lane's that has ended."""
+    flags: Mapping[str, NDArray[Any]] = NO_FLAGS
+    """More that the order knows of each entry, under its name in a batch: ``lane`` and ``prev_exists`` of lanes."""
+
+
+class Epoch(Protocol):
+    """One epoch of an order."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Lanes that positions go round in turns; 1 for all kinds but ``lanes``."""
+
+    def __len__(self) -> int:
+        """Positions in the epoch."""
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples alone (int64, same shape) at ``positions``."""
+
+    def entries(self, positions: ArrayLike, /) -> Entries:
+        """Entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
+
+
+class EndlessOrder(Protocol):
+    """An order of epochs that all have one length."""
+
+    identity: dict[str, Any]
+    """What a saved position depends on, in plain JSON types."""
+
+    @property
+    def epoch_length(self) -> int:
+        """Positions in each epoch."""
+
+    @property
+    def num_selected(self) -> int:
+        """Number of selected samples."""
+
+    def selected(self) -> NDArray[np.int64]:
+        """The selected samples, ascending: int64 (num_selected,)."""
+
+    def expected_counts(self) -> NDArray[np.float64]:
+        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+
+    def epoch(self, epoch: int, /) -> Epoch:
+        """One epoch; raises OrderError for an epoch out of range."""
+
+
+class MappedEpoch:
+    """The epoch of one split: maps applied one after the other, from positions to samples."""
+
+    __slots__ = ("_first", "_then")
+    num_lanes: Final = 1
+
+    def __init__(self, first: PositionMap, *then: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> None:
+        self._first, self._then = first, then
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+        """Samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
+        values = self._first(positions)
+        for step in self._then:
+            values = step(values)
+        return values
+
+    def entries(self, positions: ArrayLike, /) -> Entries:
+        """Entries at ``positions``, all valid; raises OrderError for positions outside."""
+        samples = self(positions)
+        return Entries(np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool))
