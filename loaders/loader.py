@@ -130,7 +130,7 @@ class DataLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
-        num_workers: int | Literal["auto"] | Budget | None = None,
+        num_workers: int | Literal["auto"] | Budget | Mapping[str, Any] | None = None,
         prefetch_factor: int = 2,
         pin_memory: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,

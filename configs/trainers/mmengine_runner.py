@@ -49,7 +49,7 @@ def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
         "train_dataloader": {
             "dataset": {
                 "type": "FuelrailDataset", "dataset": dataset, "batch_size": 2, "seed": 7,
-                "image": {"height": 64, "width": 176},
+                "transforms": {"image": {"height": 64, "width": 176}},
             },
             "batch_size": None, "sampler": None, "num_workers": 0, "collate_fn": {"type": "fuelrail_batch"},
         },

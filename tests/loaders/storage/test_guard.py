@@ -33,8 +33,9 @@ for turn in range(int(rounds)):
     shutil.copytree(source, root)
     tars = sorted(f"{root}/{name}" for name in os.listdir(root) if name.endswith(".tar"))
     image = ImageAugment(height=64, width=176)
+    bad_samples = {"on_error": on_error, "file": None}
     with DataLoader(
-        root, 1, image=image, seed=turn, storage="mapped", num_workers=2, on_error=on_error, quarantine=None
+        root, 1, transforms={"image": image}, seed=turn, storage="mapped", num_workers=2, bad_samples=bad_samples
     ) as loader:
         try:
             for number, batch in enumerate(loader):

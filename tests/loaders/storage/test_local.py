@@ -277,11 +277,11 @@ def test_the_backend_fits_the_place(pristine, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("fuelrail.loaders.storage.mapped.page_cache_room_bytes", lambda: 1000)
     assert open_storage(dataset).stats().backend == "pread"
-    with pytest.raises(ConfigError, match="storage='nfs' is not known; choose one of auto, mapped"):
+    with pytest.raises(ConfigError, match="backend='nfs' is not known; choose one of auto, mapped"):
         open_storage(dataset, "nfs")
-    with pytest.raises(ConfigError, match="cache_size='1GB' means something with cache_dir only"):
+    with pytest.raises(ConfigError, match="cache_size='1GB' needs cache_dir"):
         open_storage(dataset, cache_size="1GB")
-    with pytest.raises(ConfigError, match="cache_dir means something with storage='remote' only"):
+    with pytest.raises(ConfigError, match="cache_dir needs backend 'remote'"):
         open_storage(dataset, "pread", cache_dir=tmp_path)
 
 
