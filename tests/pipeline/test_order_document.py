@@ -340,7 +340,7 @@ NUMBERS = st.recursive(
     lambda inner: st.one_of(
         st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda parts: f"({' '.join(parts)})"),
         inner.map(lambda value: f"({value} / 4)"), inner.map(lambda value: f"-({value})"),
-        st.just("(cars * -7 % 3)"), st.just("buses % 2"),
+        st.just("(cars * -7 % 3)"), st.just("(buses % 2)"),
     ),
     max_leaves=4,
 )  # fmt: skip
