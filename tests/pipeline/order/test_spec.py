@@ -219,7 +219,7 @@ def test_a_spec_comes_from_settings_and_goes_to_plain_types():
         ({"subset": 3}, "subset=3 is not allowed"),
         ({"weights": 3}, "weights=3 is not allowed"),
         ({"weights": ("cbgs",)}, "weights=.* is not allowed"),
-        ({"mix": 3}, "mix=3 is not allowed"),
+        ({"mix": 3}, "mix=3 must be a Mix, a dict of its fields"),
         ({"epoch_length": "9"}, "epoch_length='9' is not allowed"),
         ({"kind": "lanes", "pieces_per_clip": "2"}, "pieces_per_clip='2' is not allowed"),
     ],
