@@ -122,6 +122,11 @@ class TestMemory:
         assert "its buffers are compressed" in said
         assert taken < GIB // 4
 
+    @pytest.mark.parametrize("name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"])
+    def test_m2_index_buffers_outside_the_file_are_refused(self, case, name):
+        with pytest.raises(IndexFileError, match="a buffer of .* lies outside the file"):
+            open_dataset(case(f"arrow/{name}")).index.row(0)
+
     @pytest.mark.parametrize(
         ("name", "says"),
         [
