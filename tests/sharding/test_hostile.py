@@ -124,7 +124,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"])
     def test_m2_index_buffers_outside_the_file_are_refused(self, case, name):
-        with pytest.raises(IndexFileError, match="a buffer of .* lies outside the file"):
+        with pytest.raises(IndexFileError, match=r"a buffer of .* lies outside the file"):
             open_dataset(case(f"arrow/{name}")).index.row(0)
 
     @pytest.mark.parametrize(
