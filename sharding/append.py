@@ -268,7 +268,7 @@ def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[
     schemas = [AttributesFile(file).schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
         schema = pa.unify_schemas(schemas)
-    except pa.ArrowInvalid as error:
+    except pa.ArrowException as error:
         raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
     spill = Spill(path.parent)
     tables = [SpilledTable.of_file(spill, file, of.names) for file, of in zip(files, schemas, strict=True)]
@@ -276,9 +276,8 @@ def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[
         for dataset, rows in _runs(pieces):
             for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
                 found = tables[dataset].take(np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
-                lacking = pa.nulls(len(found))
                 columns = [
-                    found[name] if name in found.column_names else lacking.cast(kind)
+                    found[name] if name in found.column_names else pa.nulls(len(found), kind)
                     for name, kind in zip(schema.names, schema.types, strict=True)
                 ]
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema))

@@ -204,6 +204,17 @@ def test_l1_attributes_that_are_none(case, tmp_path, name):
             reshard(place, tmp_path / "out")
 
 
+@pytest.mark.parametrize(("name", "status"), [("numbers", 2), ("list", 0)])
+def test_l1_append_of_attributes_of_other_types(case, tmp_path, name, status):
+    with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
+        for sample in parts.samples:
+            sample.key = sample.row.key.replace("clip", "other")
+        parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
+    done = command("reshard", "--append", str(tmp_path / "other"), str(case(f"parquet/{name}")), str(tmp_path / "out"))
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False)
+    assert status == 0 or "do not fit together" in done.stderr
+
+
 def test_l1_a_rig_without_cameras(case, tmp_path):
     with pytest.raises(SourceError, match="the manifest has no sensor 'cam_front'"):
         reshard(case("manifest/cameras=[]"), tmp_path / "out")
