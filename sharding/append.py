@@ -39,6 +39,7 @@ from fuelrail.pipeline.format.zstd_frames import shard_stem
 from fuelrail.pipeline.storage.files import open_descriptor, open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.pipeline.text import shown
 from fuelrail.sharding.output.folder import FolderOutput, check_out, manifest_in, open_output, sync_folder
 from fuelrail.sharding.output.resume import recipe_of, refuse_other_recipe
 from fuelrail.sharding.output.url import UrlOutput
@@ -268,17 +269,21 @@ def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[
     schemas = [AttributesFile(file).schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
         schema = pa.unify_schemas(schemas)
-    except pa.ArrowInvalid as error:
+    except pa.ArrowException as error:
         raise SourceError(f"{ATTRIBUTES_FILE} of the datasets do not fit together: {error}") from error
+    for field in schema:
+        if not (pa.types.is_primitive(field.type) or pa.types.is_string(field.type)):
+            raise SourceError(
+                f"{ATTRIBUTES_FILE}: column {shown(field.name)} has type {shown(str(field.type))}, not text or numbers"
+            )
     spill = Spill(path.parent)
     tables = [SpilledTable.of_file(spill, file, of.names) for file, of in zip(files, schemas, strict=True)]
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         for dataset, rows in _runs(pieces):
             for first in range(rows.start, rows.stop, ROWS_PER_GROUP):
                 found = tables[dataset].take(np.arange(first, min(first + ROWS_PER_GROUP, rows.stop)))
-                lacking = pa.nulls(len(found))
                 columns = [
-                    found[name] if name in found.column_names else lacking.cast(kind)
+                    found[name] if name in found.column_names else pa.nulls(len(found), kind)
                     for name, kind in zip(schema.names, schema.types, strict=True)
                 ]
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema))

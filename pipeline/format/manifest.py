@@ -182,27 +182,19 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}': {error}") from error
-    manifest = _checked(manifest, where)
+    _check_digests(manifest, where)
     _check_limits(manifest, where)
     _check_names(manifest, where)
     _check_runs(manifest, where)
     return manifest
 
 
-def _checked(manifest: Manifest, where: str) -> Manifest:
-    """The manifest with its fingerprint, if fingerprint and digest are those of its content; raises ManifestError."""
-    actual = fingerprint(manifest)
-    if manifest.digest:
-        is_whole = manifest.fingerprint == actual and manifest.digest == _digest(manifest)
-    else:  # made before the first release: there the fingerprint covered the whole file
-        whole = {**msgspec.structs.asdict(manifest), "fingerprint": ""}
-        del whole["digest"]
-        is_whole = manifest.fingerprint == _sha256(whole)
-    if not is_whole:
+def _check_digests(manifest: Manifest, where: str) -> None:
+    """Raise ManifestError where the fingerprint or the digest is not that of the content."""
+    if manifest.fingerprint != fingerprint(manifest) or manifest.digest != _digest(manifest):
         raise ManifestError(
             f"'{where}' was edited or damaged: its fingerprint or digest is not that of its content; {_BRING_BACK}"
         )
-    return msgspec.structs.replace(manifest, fingerprint=actual)
 
 
 def load_manifest(root: str | os.PathLike[str]) -> Manifest:

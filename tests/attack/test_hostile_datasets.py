@@ -48,6 +48,7 @@ COMMANDS = {
     "inspect-key": ["inspect", "DS", "clip-0000-000000"],
     "view": ["view", "DS", "-o", "out/sheet.png"],
     "reshard": ["reshard", "DS", "out/resharded", "--workers", "2"],
+    "append": ["reshard", "--append", "FIRST", "DS", "out/appended"],
     "inspect-json": ["inspect", "DS", "--json"],
     "order": ["order", "describe", "DS", "--global-batch=1"],
     "loader": [],
@@ -152,6 +153,15 @@ def run(name: str, place: Path) -> Outcome:
     return Outcome(os.waitstatus_to_exitcode(status), time.monotonic() - begun, usage.ru_maxrss << 10, text)
 
 
+def make_small(place: Path) -> None:
+    """The dataset that is edited, and beside it FIRST, to which it can be appended: the same with other clips."""
+    small_dataset(place)
+    with edited(place, place.parent / "FIRST") as parts:
+        for sample in parts.samples:
+            sample.key = sample.row.key.replace("clip", "other")
+        parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
+
+
 def in_fork(work: Callable[[], object]) -> None:
     """Run it in a fork, so that this process has neither its threads nor its memory."""
     assert join(fork(work)) == 0, "the dataset could not be made"
@@ -181,6 +191,7 @@ def attack(case: str, small: Path, place: Path) -> dict[str, Outcome | str]:
             cases()[case](parts)
 
     in_fork(make)
+    (place / "FIRST").symlink_to(small.parent / "FIRST")
     before = footprint(place)
     results: dict[str, Outcome | str] = {name: run(name, place) for name in COMMANDS}
     if footprint(place) != before:
@@ -203,7 +214,7 @@ CHOSEN = list(cases()) if os.environ.get("FUELRAIL_ATTACK") == "all" else list(c
 def small(tmp_path_factory) -> Path:
     preload()
     place = tmp_path_factory.mktemp("small") / "DS"
-    in_fork(lambda: small_dataset(place))
+    in_fork(lambda: make_small(place))
     return place
 
 
@@ -222,7 +233,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder) / "small" / "DS"
         small.parent.mkdir()
-        in_fork(lambda: small_dataset(small))
+        in_fork(lambda: make_small(small))
         for case in cases():
             if not any(fnmatch(case, pattern) for pattern in patterns):
                 continue

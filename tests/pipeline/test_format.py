@@ -18,6 +18,7 @@ import zstandard
 
 from fuelrail.pipeline.format import codecs, index, manifest, tar
 from fuelrail.pipeline.sample import schema
+from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
 from support.datasets import build_dataset
 
 if TYPE_CHECKING:
@@ -193,3 +194,10 @@ def test_a_reader_from_the_document_alone(tmp_path: Path) -> None:
     assert json.loads(members["meta.json"])["key"] == key
     assert list(ours.geometry.cam_valid) == [1, 0]
     assert "cam_back.jpg" not in members
+
+
+def test_n12_lens_models_and_the_order_of_their_coefficients() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section("Lens models"), re.MULTILINE)
+    stated = {name: len(words.split(", ")) for name, words in rows if name not in ("dist_model", "none")}
+    assert stated == {name: lengths[-1] for name, (_, lengths) in MODELS.items()}
+    assert (UNBENT, "none, all NaN") in rows

@@ -123,6 +123,11 @@ class TestMemory:
         assert "its buffers are compressed" in said
         assert taken < GIB // 4
 
+    @pytest.mark.parametrize("name", ["offset-1=1099511627776", "length-2=1099511627776", "offset-9=-1"])
+    def test_m2_index_buffers_outside_the_file_are_refused(self, case, name):
+        with pytest.raises(IndexFileError, match=r"a buffer of .* lies outside the file"):
+            open_dataset(case(f"arrow/{name}")).index.row(0)
+
     @pytest.mark.parametrize(
         ("name", "says"),
         [
@@ -198,6 +203,16 @@ def test_l1_attributes_that_are_none(case, tmp_path, name):
     if name not in ("no-key", "numbers"):
         with pytest.raises(FuelrailError, match=r"attributes\.parquet"):
             reshard(place, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("name", "says"), [("numbers", "do not fit together"), ("list", "not text or numbers")])
+def test_l1_append_of_attributes_of_other_types(case, tmp_path, name, says):
+    with edited(small_dataset(tmp_path / "first"), tmp_path / "other") as parts:
+        for sample in parts.samples:
+            sample.key = sample.row.key.replace("clip", "other")
+        parts.edit_rows = lambda rows: [row._replace(clip_id=row.clip_id.replace("clip", "other")) for row in rows]
+    done = command("reshard", "--append", str(tmp_path / "other"), str(case(f"parquet/{name}")), str(tmp_path / "out"))
+    assert (done.returncode, "Traceback" in done.stderr, says in done.stderr) == (2, False, True)
 
 
 def test_l1_a_rig_without_cameras(case, tmp_path):

@@ -1,4 +1,4 @@
-"""Some 500 hostile datasets by name: each edits the parts of a small dataset (:mod:`support.hostile`)."""
+"""Some 870 hostile datasets by name: each edits the parts of a small dataset (:mod:`support.hostile`)."""
 
 # ruff: noqa: E501 - tables of cases
 
@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import socket
+import struct
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from fuelrail.pipeline.format import index_checks
 from fuelrail.pipeline.sample.arrays import write_tensors
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
 from support.hostile import Member, Parts
@@ -368,8 +370,58 @@ def _compressed(parts: Parts, codec: str) -> None:
     parts.edit_files["index.arrow"] = edit
 
 
+def _patched(parts: Parts, place: str, value: int) -> None:
+    """State other places and sizes of the first record batch: the format string of ``place`` is of struct."""
+
+    def edit(data: bytes) -> bytes:
+        changed, view = bytearray(data), memoryview(data)
+        footer_at = len(data) - 10 - struct.unpack_from("<i", data, len(data) - 10)[0]
+        footer = view[footer_at:]
+        blocks, _ = index_checks._vector(footer, index_checks._field(footer, index_checks._root(footer), 3))
+        start = struct.unpack_from("<q", footer, blocks)[0]
+        message = view[start + 8 :]
+        table = index_checks._root(message)
+        header = index_checks._field(message, table, 2)
+        batch = header + struct.unpack_from("<I", message, header)[0]
+        buffers, count = index_checks._vector(message, index_checks._field(message, batch, 2))
+        name, _, number = place.partition("-")
+        buffer = start + 8 + buffers + 16 * (int(number or 0) % count)
+        at, kind = {
+            "offset": (buffer, "<q"), "length": (buffer + 8, "<q"), "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
+            "message": (start + 8 + index_checks._field(message, table, 3), "<q"), "block": (footer_at + blocks, "<q"),
+            "metadata": (footer_at + blocks + 8, "<i"), "body": (footer_at + blocks + 16, "<q"), "footer": (len(data) - 10, "<i"),
+        }[name]  # fmt: skip
+        struct.pack_into(
+            kind,
+            changed,
+            at,
+            max(min(value, 2 ** (8 * struct.calcsize(kind) - 1) - 1), -(2 ** (8 * struct.calcsize(kind) - 1))),
+        )
+        return bytes(changed)
+
+    parts.edit_files["index.arrow"] = edit
+
+
 def _arrow() -> dict[str, Any]:
     made: dict[str, Any] = {f"flip{seed}": partial(_flip, name="index.arrow", seed=seed) for seed in range(60)}
+    places = (
+        "offset-1",
+        "offset-9",
+        "length-1",
+        "length-2",
+        "length-9",
+        "rows",
+        "message",
+        "block",
+        "metadata",
+        "body",
+        "footer",
+    )
+    made |= {
+        f"{place}={value}": partial(_patched, place=place, value=value)
+        for place in places
+        for value in (-1, 0, 1 << 20, 1 << 40, 2**63 - 1)
+    }
     return made | {codec: partial(_compressed, codec=codec) for codec in ("zstd", "lz4")}
 
 
