@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.counterfactual import LeftOut, keep_sample, leave_out
 from fuelrail.loaders.batch.points import choose_points
 from fuelrail.loaders.batch.samples import Augments
 from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
@@ -36,12 +37,13 @@ from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fuelrail.loaders.batch.counterfactual import LoaderPart
     from fuelrail.loaders.config import BoxFrame, Normalize
     from fuelrail.loaders.decode.lens import Undistort
     from fuelrail.loaders.schedule.bad_samples import OnError
@@ -253,6 +255,7 @@ class DataLoader:
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         self._batches = 0
+        self._left_out = LeftOut()
 
     @property
     def dataset(self) -> Dataset:
@@ -287,7 +290,7 @@ class DataLoader:
             coming = tasks.coming(self._supply.where, self._start, self._batching, self._share)
             asked_for = look_ahead(coming, shelves, self._look_ahead_bytes)
             made = buffer_pool.tasks(asked_for, self._supply.sources, self._buffers, self._window)
-            self._runner.start(made, self.stages(), shelves)
+            self._runner.start(made, self._left_out.stages(self.stages()), shelves)
         return self._drain(self._runner.take(), self._start)
 
     def set_epoch(self, epoch: int) -> None:
@@ -423,6 +426,16 @@ class DataLoader:
         A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
         """
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
+
+    def leave_out(self, parts: Collection[LoaderPart]) -> None:
+        """Leave out the work of ``parts`` ("storage", "decompression", "decode", "transform") to measure its cost.
+
+        Call it once, before the first iteration: batches keep their shape and number, but not their content.
+        """
+        self._left_out, sources = leave_out(parts, self._supply.sources, self._supply.identity.split)
+        self._supply = self._supply._replace(sources=sources)
+        if "transform" in parts and self._make.transform is not None:
+            self._make = self._make._replace(transform=keep_sample)
 
 
 def _unpickle(
