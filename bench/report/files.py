@@ -49,7 +49,7 @@ _R = TypeVar("_R", bound=msgspec.Struct)
 TRACE_JSON = "trace.json"
 
 
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 """The measurements that README and RESULTS.md cite."""
 
 
@@ -140,15 +140,17 @@ def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
     return convert(raw, kind, str(path))
 
 
-def write_report(report: ReportHeader, out: Path, *, html: bool) -> list[Path]:
-    """Write a report of any kind into a folder, each file by rename; return the files. Raises ConfigError."""
-    written = [out / REPORT_JSON, out / REPORT_MARKDOWN]
-    publish_json(written[0], report)
-    publish(written[1], _render(report, "markdown").encode())
+def write_report(report: ReportHeader, out: Path, *, html: bool) -> None:
+    """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
+    publish_json(out / REPORT_JSON, report)
+    publish(out / REPORT_MARKDOWN, _render(report, "markdown").encode())
     if html:
-        written.append(out / REPORT_HTML)
-        publish(written[2], _render(report, "page").encode())
-    return written
+        publish(out / REPORT_HTML, _render(report, "page").encode())
+
+
+def report_files(out: Path, *, html: bool) -> list[Path]:
+    """Return the files that :func:`write_report` writes."""
+    return [out / name for name in (REPORT_JSON, REPORT_MARKDOWN, *([REPORT_HTML] if html else []))]
 
 
 def _render(report: ReportHeader, form: Literal["markdown", "page"]) -> str:

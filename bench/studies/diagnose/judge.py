@@ -36,7 +36,7 @@ Bound = Literal[
     "slow rank",
     "host",
     "compute",
-    "not told apart",
+    "undecided",
 ]
 
 # A gain below this, or one that noise explains, is none.
@@ -65,8 +65,8 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
     gain_high: float
 
     @property
-    def counts(self) -> bool:
-        """Whether the gain is worth a word and no noise."""
+    def is_significant(self) -> bool:
+        """Whether the gain is notable and larger than noise."""
         return self.gain > _NOTABLE and self.gain_low > 0
 
 
@@ -118,7 +118,7 @@ class Evidence(NamedTuple):
     more: Sequence[Round] = ()
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
+def find_bound(evidence: Evidence) -> Diagnosis:
     """Judge the runs."""
     base = evidence.as_it_is
     figures = base.figures
@@ -136,13 +136,13 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if again is not None and _was_cold(evidence, again):
         bound, finding, advice, gain = _cold(again)
     else:
-        counting = {name: entry for name, entry in found.items() if entry.counts and entry.gain_low > noise}
+        counting = {name: entry for name, entry in found.items() if entry.is_significant and entry.gain_low > noise}
         bound, finding, advice, gain = _judge(evidence, figures, counting)
         largest = max(found.values(), key=lambda entry: entry.gain, default=None)
         open_ = largest is not None and largest.gain > _NOTABLE and largest.gain_high > _SLOWER
         # A bound that a run shows by itself, such as time on the host, stands if it is larger than the noise.
         if not counting and largest is not None and open_ and gain <= noise:
-            bound, finding, advice, gain = _not_told(largest, noise)
+            bound, finding, advice, gain = _undecided(largest, noise)
     shown = [*found.values(), *([again] if again is not None else [])]
     return Diagnosis(
         bound=bound,
@@ -172,10 +172,10 @@ def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfa
     )
 
 
-def _not_told(largest: Counterfactual, noise: float) -> _Verdict:
+def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
     return _Verdict(
-        "not told apart",
-        f"Not told apart from noise: the repeat of the same run differed by {noise:.1%}, and the largest gain, without "
+        "undecided",
+        f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, and the largest gain, without "
         f"{largest.left_out}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
         "Run it on an idle machine, with more --steps, or with more --max-rounds.",
         0.0,
@@ -304,7 +304,7 @@ def _in_the_loader(
 def _was_cold(evidence: Evidence, again: Counterfactual) -> bool:
     """Whether the second run was faster because reading was: the runs in between differ from the first by that, too."""
     first, second = _fetch_busy(evidence.as_it_is), _fetch_busy(evidence.again)
-    return again.counts and again.gain > _SLOWER and first > _READING and second < _WARMED * first
+    return again.is_significant and again.gain > _SLOWER and first > _READING and second < _WARMED * first
 
 
 def _fetch_busy(report: Report | None) -> float:
@@ -319,7 +319,7 @@ def _cold(again: Counterfactual) -> _Verdict:
         f"The second run over the same samples was {again.gain:.0%} faster: what the first one read from slow storage "
         "lay in a cache by then.",
         "Nothing to mend where epochs fit into memory or the cache: the first one pays. Else warm it up before the job "
-        "(`cat OUT/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
+        "(`cat DATASET/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
         again.gain,
     )
 
@@ -331,7 +331,7 @@ def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
             "too few shards",
             f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
             f"one: the storage serves each file slowly, and {count} are too few to add up.",
-            "Shard anew with a smaller --shard-size (`fuelrail reshard OUT NEW --shard-size 64MB`), so that "
+            "Reshard with a smaller --shard-size (`fuelrail reshard DATASET NEW --shard-size 64MB`), so that "
             "more files are read at once.",
             gain,
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCHEMA = "fuelrail-bench-diagnose"
 
 
-VERSION = 4
+VERSION = 5
 
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,24 +51,24 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
 RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
 
 
-TRIED_HEADER = ("tried", "samples/s", "faster by", "95 % interval", "")
+TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict in a few words."""
-    if diagnosis.bound == "not told apart":
-        return f"not told apart from noise (the repeat differed by {diagnosis.noise or 0:.1%})"
+    if diagnosis.bound == "undecided":
+        return f"undecided: within noise (the repeat differed by {diagnosis.noise or 0:.1%})"
     return f"bound by: {diagnosis.bound}"
 
 
 def title_of(entry: Counterfactual) -> str:
     """What a run was made without, for readers."""
-    return "as it is, again" if entry.left_out == "again" else f"without {entry.left_out}"
+    return "baseline, repeated" if entry.left_out == "again" else f"without {entry.left_out}"
 
 
 def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
     """The run as it is, and each of the others against it."""
-    rows = [["as it is", f"{diagnosis.step_ms:.2f}", "", ""]]
+    rows = [["baseline", f"{diagnosis.step_ms:.2f}", "", ""]]
     return rows + [
         [
             title_of(entry),
@@ -104,9 +104,9 @@ def conclusion(tried: Sequence[Tried] | None) -> str:
     if tried is None:
         return ""
     if not tried:
-        return "tried nothing: no setting of this command lifts that bound; see the advice"
+        return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
     winner = best(list(tried))
-    return "none of the settings tried is shown to help; see the advice" if winner is None else f"use: {winner.options}"
+    return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.options}"
 
 
 _LOOK_AHEAD_BYTES = 512 << 20
@@ -116,7 +116,7 @@ _LOOK_AHEAD_BYTES = 512 << 20
 _WORTH = 0.02
 
 
-class Trial(NamedTuple):
+class Suggestion(NamedTuple):
     """Something to try: the options that do it, and the settings that they change.
 
     ``twice``: it pays from the second time on that samples are read, so that one counts.
@@ -143,38 +143,44 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
         return self.gain > _WORTH and self.gain_low > self.noise
 
 
-def trials(bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path) -> list[Trial]:
+def suggestions(
+    bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path
+) -> list[Suggestion]:
     """What may help against a bound, within the settings of `bench train`; empty where no setting does."""
     workers = settings.num_workers or max(1, default_num_workers() // num_ranks)
-    more = [Trial(f"--workers {count}", {"num_workers": count}) for count in (workers + 1, 2 * workers + 1)]
-    ahead = Trial("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
-    window = [Trial("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []
-    cache = Trial(
+    more = [Suggestion(f"--workers {count}", {"workers": count}) for count in (workers + 1, 2 * workers + 1)]
+    ahead = Suggestion("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
+    window = [Suggestion("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []
+    cache = Suggestion(
         "--cache-dir OUT/cache", {"cache_dir": str((out / "cache").absolute()), "storage": "auto"}, twice=True
     )
     doubled = 2 * settings.accumulation
-    known: dict[str, list[Trial]] = {
+    known: dict[str, list[Suggestion]] = {
         "CPU decode": more,
         "decompression": more,
         "loader": more,
-        "Python": [*([Trial("--workers 1", {"num_workers": 1})] if workers > 1 else []), *more[:1]],
+        "Python": [*([Suggestion("--workers 1", {"workers": 1})] if workers > 1 else []), *more[:1]],
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
-        "cold cache": [Trial("nothing changed, the same samples again", {}, twice=True)],
+        "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],
         "network": [ahead, *([] if settings.cache_dir else [cache])],
         "too few shards": [ahead, *([] if settings.cache_dir else [cache])],
-        "GPU decode contention": [Trial("--decoder turbo", {"decoder": "turbo"})] if settings.decoder == "dali" else [],
-        "kernel launches": [Trial(f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size})],
-        "all-reduce": [Trial(f"--accumulation {doubled}", {"accumulation": doubled})],
+        "GPU decode contention": [Suggestion("--decoder turbo", {"decoder": "turbo"})]
+        if settings.decoder == "dali"
+        else [],
+        "kernel launches": [
+            Suggestion(f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size})
+        ],
+        "all-reduce": [Suggestion(f"--accumulation {doubled}", {"accumulation": doubled})],
     }
     return known.get(bound, [])
 
 
-def judge(trial: Trial, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
+def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
     """What a trial brought; both reports have figures. ``noise``: by how much a repeat of the same run differed."""
     assert tried.figures is not None
-    found = counterfactual(trial.options, as_it_is, tried)
+    found = counterfactual(suggestion.options, as_it_is, tried)
     return Tried(
-        options=trial.options,
+        options=suggestion.options,
         samples_per_s=tried.figures.throughput.samples_per_s,
         gain=found.gain,
         gain_low=found.gain_low,

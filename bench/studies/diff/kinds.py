@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 AnyReport = Comparable | DiagnoseReport
 
 
-SCHEMAS = Path(__file__).resolve().parents[4] / "schemas"
+SCHEMAS = Path(__file__).resolve().parents[2] / "schemas"
 
 
 class Kind(NamedTuple):

@@ -89,5 +89,5 @@ def test_a_stage_that_a_subclass_wraps_is_left_out_with_its_wrapping(dataset):
 
 
 def test_an_unknown_part_is_refused(dataset):
-    with DataLoader(dataset, 2) as loader, pytest.raises(ConfigError, match="no part 'nope'.*allowed: storage"):
+    with DataLoader(dataset, 2) as loader, pytest.raises(ConfigError, match=r"no part 'nope'.*allowed: storage"):
         loader.leave_out({"nope"})
