@@ -190,7 +190,8 @@ class _Session:
         for name, (old, new) in pairs.items():
             if old != new:
                 raise ConfigError(
-                    f"--continue: the report in '{self._output.folder}' has another {name}: {old}, now {new}; use another --out"
+                    f"--continue: the report in '{self._output.folder}' has another {name}: {old}, now {new}; use "
+                    "another --out"
                 )
 
 

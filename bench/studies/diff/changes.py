@@ -1,4 +1,4 @@
-"""Two reports of the same kind held against each other: what became faster or slower, beyond the noise of both."""
+"""Two reports of the same kind compared: what became faster or slower, beyond the noise of both."""
 
 from __future__ import annotations
 

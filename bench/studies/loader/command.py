@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 HELP = "measure how fast a dataset can be loaded, stage by stage, and what limits it"
 DESCRIPTION = (
-    "Runs the loader at full speed, each of its stages alone, and this machine's limits on the same bytes, all from the "
-    "page cache. Reports rates, CPU time, the time to the first batch, and the bottleneck of the loader."
+    "Runs the loader at full speed, each of its stages alone, and this machine's limits on the same bytes, all from "
+    "the page cache. Reports rates, CPU time, the time to the first batch, and the bottleneck of the loader."
 )
 
 
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the report's files and print the figures."""
-    from fuelrail.bench.studies.loader.run import bench_loader  # imports torch
+    from fuelrail.bench.studies.loader.measure import bench_loader  # imports torch
 
     options, html = from_flags(arguments, LoaderOptions), not arguments.no_html
     report = bench_loader(arguments.dataset, options, out=arguments.out, html=html)
