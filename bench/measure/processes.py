@@ -1,4 +1,4 @@
-"""A process in a group of its own, which is stopped, goes on and ends with all that it started."""
+"""A process in a group of its own, which is paused, resumed and ended with all that it started."""
 
 from __future__ import annotations
 

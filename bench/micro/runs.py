@@ -1,4 +1,4 @@
-"""Imaginary accelerators for the runs of benchmarks."""
+"""Made-up accelerators for the runs of benchmarks."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
 
 
 def is_there(name: str) -> str | None:
-    """Why a peer cannot be had, without importing anything that is large; None if it seems to be there."""
+    """Return why a peer is not available, without large imports; None if it seems to be installed."""
     entry = PEERS[name]
     for module in entry.needs:
         # Submodules would import their parents; the process that runs the peer finds out about those.

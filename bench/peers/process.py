@@ -75,7 +75,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
-    """The data was written in so many seconds."""
+    """The data was written in this number of seconds."""
 
     seconds: float
 
@@ -204,10 +204,6 @@ def main(path: str) -> None:
     os._exit(0)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
-
-
 def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iterator[Sample]:
     """All samples by number, or those of some numbers. A sample's number is its place among the sorted keys.
 
@@ -256,3 +252,7 @@ def describe_work(dataset: Dataset, *, height: int, width: int, batch_size: int,
         source_wh=(width_px, height_px),
         cameras=tuple(camera.channel for camera in dataset.manifest.cameras),
     )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -28,7 +28,7 @@ NUM_STEPS = 300
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of steps that are none of the rank's phases, with so many ranks on the host."""
+    """Times of steps outside the rank's phases, with this number of ranks on the host."""
 
     ranks_on_host: int
     ms: list[float]

@@ -1,4 +1,4 @@
-"""What every report of the harness says first, whatever its kind."""
+"""The header and the files of a report of any kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
     ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
-    partial, ``warnings`` what its figures must be doubted for.
+    partial, ``warnings`` why its figures may be wrong.
     """
 
     schema: str
@@ -108,8 +108,8 @@ def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msg
         aside = Path(tempfile.gettempdir()) / f"{path.stem}.uncommitted.json"
         publish(aside, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         raise ConfigError(
-            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so nobody could "
-            f"measure it again: it was written to '{aside}' instead; commit the changes and measure again"
+            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so it cannot be "
+            f"reproduced: it was written to '{aside}' instead; commit the changes and measure again"
         )
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 

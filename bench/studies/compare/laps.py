@@ -2,7 +2,7 @@
 
 A virtual machine's speed changes within seconds, by more than loaders differ. Two runs of some seconds, one behind the
 other, see different machines; laps of a second, in turns, see nearly the same one. A stopped process keeps its place:
-what lies in its queues, and half a picture decoded, are there when it goes on.
+what lies in its queues, and half a picture decoded, are there when it resumes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class LapProcess:
         return self._process.poll() is None
 
     def lap(self, seconds: float) -> None:
-        """Let it go on for so long."""
+        """Resume it for this time."""
         pid = self._process.pid
         jump_s, own_s, all_s, stolen_s = clock_jump_s(), tree_cpu_s(pid), all_cpu_s(), stolen_cpu_s()
         begin_s = time.monotonic()

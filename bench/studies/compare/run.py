@@ -236,7 +236,7 @@ def _command(task: Path) -> list[str]:
 
 
 def _environment(contestant: Contestant) -> dict[str, str]:
-    package_root = str(Path(fuelrail.__file__).parents[3])
+    package_root = str(Path(fuelrail.__file__).parents[1])
     paths = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **contestant.environment, "PYTHONPATH": paths}
 

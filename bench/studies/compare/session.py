@@ -166,7 +166,7 @@ class _Session:
         self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, made])
 
     def report(self) -> CompareReport:
-        """The report as it stands."""
+        """Return the report of what is known so far."""
         return build_compare_report(
             machine=self._machine, packages=self._packages, dataset=self._facts, work=self._work,
             options=self._options, num_rounds=self._rounds, contestants=list(self._entries.values()),

@@ -1,4 +1,4 @@
-"""The report of ``fuelrail bench diagnose``: what was found, from which runs, and what came of the advice."""
+"""The report of ``fuelrail bench diagnose``: the bottleneck, the runs, and the effect of the suggestions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERSION = 5
 
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
-    """One run that was made whole; its own report lies in a folder beside this one."""
+    """One complete run; its own report is in a folder beside this one."""
 
     name: str
     report: str
@@ -55,19 +55,19 @@ TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The verdict in a few words."""
+    """Return the verdict in a few words."""
     if diagnosis.bound == "undecided":
         return f"undecided: within noise (the repeat differed by {diagnosis.noise or 0:.1%})"
     return f"bound by: {diagnosis.bound}"
 
 
 def title_of(entry: Counterfactual) -> str:
-    """What a run was made without, for readers."""
+    """Return the title of a run."""
     return "baseline, repeated" if entry.left_out == "again" else f"without {entry.left_out}"
 
 
 def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
-    """The run as it is, and each of the others against it."""
+    """Return table rows: the baseline, and each other run compared with it."""
     rows = [["baseline", f"{diagnosis.step_ms:.2f}", "", ""]]
     return rows + [
         [
@@ -81,7 +81,7 @@ def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
 
 
 def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
-    """What was tried, and what came of it."""
+    """Return table rows: the settings tried, and their effect."""
     return [
         [
             entry.options,
@@ -95,12 +95,12 @@ def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
 
 
 def verdict_on(entry: Tried) -> str:
-    """Whether something that was tried helps."""
-    return "helps" if entry.helps else "no difference shown" if entry.gain_high > -entry.noise else "is slower"
+    """Return whether a setting that was tried helps."""
+    return "helps" if entry.helps else "no significant difference" if entry.gain_high > -entry.noise else "is slower"
 
 
 def conclusion(tried: Sequence[Tried] | None) -> str:
-    """What to use; empty where nothing was to be tried."""
+    """Return what to use; empty if trials were not asked for."""
     if tried is None:
         return ""
     if not tried:
@@ -117,9 +117,9 @@ _WORTH = 0.02
 
 
 class Suggestion(NamedTuple):
-    """Something to try: the options that do it, and the settings that they change.
+    """A suggestion: the options on the command line, and the fields of `TrainOptions` that they change.
 
-    ``twice``: it pays from the second time on that samples are read, so that one counts.
+    ``twice``: it helps when samples are read again, so the second run counts.
     """
 
     options: str
@@ -128,7 +128,7 @@ class Suggestion(NamedTuple):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial brought: samples/s against the run as it is, with a 95 % interval, beside the noise of a repeat."""
+    """The effect of a suggestion: samples/s compared with the baseline, a 95 % interval, and the noise of a repeat."""
 
     options: str
     samples_per_s: float
@@ -146,7 +146,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 def suggestions(
     bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path
 ) -> list[Suggestion]:
-    """What may help against a bound, within the settings of `bench train`; empty where no setting does."""
+    """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does."""
     workers = settings.num_workers or max(1, default_num_workers() // num_ranks)
     more = [Suggestion(f"--workers {count}", {"workers": count}) for count in (workers + 1, 2 * workers + 1)]
     ahead = Suggestion("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
@@ -176,7 +176,7 @@ def suggestions(
 
 
 def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
-    """What a trial brought; both reports have figures. ``noise``: by how much a repeat of the same run differed."""
+    """Return the effect of a suggestion; both reports have figures. ``noise``: by how much a repeat differed."""
     assert tried.figures is not None
     found = counterfactual(suggestion.options, as_it_is, tried)
     return Tried(
@@ -190,5 +190,5 @@ def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float 
 
 
 def best(tried: list[Tried]) -> Tried | None:
-    """The one that helps most, if any does."""
+    """Return the suggestion that helps most, if any."""
     return max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)

@@ -1,4 +1,4 @@
-"""Counterfactual runs: the same training run as it is and with parts left out; what may help is tried."""
+"""Counterfactual runs: a baseline, and the same training run with one part left out at a time."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def describe(
 def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
     """Chi-square, as a z, of what stands at some positions (num_epochs, num_positions) against the samples' chances.
 
-    Samples are put in buckets of about equal chance, so many that 8 are expected in each, 16 at most. Positions are
+    Samples are put in at most 16 buckets of about equal chance, with 8 expected in each. Positions are
     taken to be independent of one another, which they nearly are in long epochs. NaN for fewer than 16 epochs.
     """
     num_epochs, num_positions = over_epochs.shape

@@ -121,6 +121,6 @@ def _about_devices(report: Report) -> Iterator[str]:
     for pace in figures.paces:
         if pace.is_slow:
             yield (
-                f"rank {pace.rank} is slow: its own part of the step is {pace.slower:.0%} longer than the others', "
+                f"rank {pace.rank} is slow: its compute time is {pace.slower:.0%} longer than that of the others, "
                 f"most of it in '{pace.most_in.replace('_', ' ')}'"
             )

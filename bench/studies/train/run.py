@@ -113,8 +113,7 @@ class TrainRun:
 class Made(NamedTuple):
     """The reports of runs that were made one after the other.
 
-    ``cut_off`` says why there are fewer than there should be, or why the last one is partial; ``interrupted``, that
-    somebody asked for it.
+    ``cut_off`` says why reports are missing, or why the last one is partial; ``interrupted``: by Ctrl+C or SIGTERM.
     """
 
     reports: list[Report]
@@ -123,11 +122,11 @@ class Made(NamedTuple):
 
 
 def measure_all(runs: Sequence[TrainRun]) -> Made:
-    """Run several runs one after the other on the same ranks, whose start they share; a report of each.
+    """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
-    it made a step; those behind it are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
-    raises. Who used the CPUs is told of all runs together.
+    it made a step; later runs are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
+    raises. The use of the CPUs is reported for all runs together.
     """
     for run in runs:
         _prepare(run.records)
