@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuelrail.bench.studies.train import run as train_run
 from fuelrail.pipeline.errors import FuelrailError
@@ -32,7 +32,7 @@ class CheckFailed(Exception):  # noqa: N818 - a finding, not an error of the pro
     """What was checked does not hold; the text says what was found."""
 
 
-def train(dataset: Path, out: Path, **options: object) -> Report:
+def train(dataset: Path, out: Path, **options: Any) -> Report:  # noqa: ANN401 - fields of TrainOptions
     """Return the report of `fuelrail.train` on a dataset; raises CheckFailed where the run does not complete.
 
     ``options`` are the fields of its options, such as ``batch_size``.

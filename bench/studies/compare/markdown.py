@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.compare.report import CompareReport, Contestant
 
 HEADER = (
-    "loader:recipe", "images/s", "lowest to highest", f"{REFERENCE} is ... times as fast", "95 % interval",
+    "loader:recipe", "images/s", "lowest to highest", f"speed-up of {REFERENCE}", "95 % interval",
     "CPU-s per 1,000 images", "peak MB", "first batch [s]", "PSNR dB, mean (lowest)", "runs",
 )  # fmt: skip
 

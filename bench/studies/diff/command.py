@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.report.options import print_json
-from fuelrail.bench.studies.diff.options import DiffOptions
+from fuelrail.bench.studies.diff.compare import DiffOptions, diff
 from fuelrail.pipeline.cli import add_flags, from_flags
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit code."""
-    from fuelrail.bench.studies.diff.compare import diff
-
     options = from_flags(arguments, DiffOptions)
     found = diff(arguments.before, arguments.after, options)
     if arguments.json:

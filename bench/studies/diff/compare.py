@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -11,10 +11,23 @@ from fuelrail.bench.report.files import REPORT_JSON
 from fuelrail.bench.report.options import make_options
 from fuelrail.bench.studies.diff.changes import Change, Comparable, compare, differences, refuse_other_data
 from fuelrail.bench.studies.diff.kinds import load_comparable
-from fuelrail.bench.studies.diff.options import DiffOptions
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
     import os
+
+
+class DiffOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.diff`, and the flags of ``fuelrail bench diff``."""
+
+    threshold: Annotated[float, msgspec.Meta(ge=0, lt=1, description="tolerated slowdown (0.02 = 2 %)")] = 0.02
+    other_dataset: Annotated[
+        bool, msgspec.Meta(description="compare reports of different datasets or splits; refused otherwise")
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_types(self, ConfigError)
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

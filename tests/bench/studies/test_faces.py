@@ -12,8 +12,7 @@ from fuelrail.bench.measure.accelerator import load_profile
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.session import compare
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, diagnose
-from fuelrail.bench.studies.diff.compare import diff
-from fuelrail.bench.studies.diff.options import DiffOptions
+from fuelrail.bench.studies.diff.compare import DiffOptions, diff
 from fuelrail.bench.studies.loader.measure import bench_loader
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
@@ -99,7 +98,7 @@ def test_compare_returns_the_contestants(dataset, here):
 
 def test_describe_order_returns_figures(dataset):
     description = describe_order(dataset, OrderSpec(kind="sequential"), global_batch=4)
-    assert [figures.name for figures in description.figures][0] == "fuelrail sequential"
+    assert description.figures[0].name == "fuelrail sequential"
     assert description.num_steps == 4
 
 
