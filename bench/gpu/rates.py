@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Bench(NamedTuple):
-    """What a check gets: the torch device, a dataset, and a folder to write to."""
+    """Input of a check: the torch device, a dataset, and a folder to write to."""
 
     device: torch.device
     dataset: Path
@@ -29,7 +29,7 @@ class Bench(NamedTuple):
 
 
 class CheckFailed(Exception):  # noqa: N818 - a finding, not an error of the program
-    """What was checked does not hold; the text says what was found."""
+    """A failed check; the text says what was found."""
 
 
 def train(dataset: Path, out: Path, **options: Any) -> Report:  # noqa: ANN401 - fields of TrainOptions

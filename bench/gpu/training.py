@@ -1,4 +1,4 @@
-"""What the GPU check says of training: how full the GPU was, and whether anything in a step waits for it.
+"""GPU checks of training: the occupancy of the GPU, and waits for the device within a step.
 
 On the CPU the same code runs as its twin: emulated accelerator, decoding on the CPU, and the bare libjpeg-turbo as what
 decoding is compared with; there it shows that the check works, and says nothing of a GPU.

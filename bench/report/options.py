@@ -1,4 +1,4 @@
-"""What the commands of the harness share: options from keywords, flags for the output, a folder for the files."""
+"""Shared parts of the harness's commands: options from keywords, flags for the output, a folder for the files."""
 
 from __future__ import annotations
 

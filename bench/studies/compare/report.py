@@ -59,7 +59,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rounds say about a contestant.
+    """Figures of a contestant over the rounds.
 
     ``ours_times_as_fast``: the reference's rate over this one's in laps in turns; geometric mean over the rounds with a
     95 % interval. None without the reference, and without an interval after a single round.

@@ -183,7 +183,7 @@ def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
 
 
 def counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
-    """How much faster one run is than another, per sample."""
+    """Compute how much faster one run is than another, per sample."""
     change = next(change for change in compare(as_it_is, without) if change.name.startswith("mean step time"))
     # Steps of other sizes: more samples a step make up for a longer one.
     work = _samples_a_step(without) / _samples_a_step(as_it_is)
@@ -374,7 +374,7 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
 
 
 def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
-    """Whether a rank is slow where nobody waits for it, too.
+    """Return whether a rank is also slow without all-reduce.
 
     In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
     """
@@ -383,7 +383,7 @@ def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
 
 
 def _is_contention(evidence: Evidence) -> bool:
-    """Whether leaving out the decoding shortens forward and backward themselves, by more than the wait for data."""
+    """Return whether leaving out decoding shortens forward and backward by more than the wait for data."""
     undecoded = evidence.without.get("decode")
     if undecoded is None:
         return False

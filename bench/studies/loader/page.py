@@ -188,7 +188,7 @@ def _batches(report: LoaderReport) -> str:
 
 
 def _queues(report: LoaderReport) -> str:
-    """How full each stage's queue was over the time of the last run."""
+    """Plot the fill of each stage's queue over the last run."""
     run = report.runs[-1]
     figure, axes = new_figure(2.5)
     at_s = [depths.at_s for depths in run.queues]

@@ -55,7 +55,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the repeats say together; rates of the steady part of each.
+    """Figures over all repeats; rates are those of the steady parts.
 
     ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats
     differ by more than any of its steps, so it is not shown.

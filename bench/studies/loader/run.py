@@ -33,7 +33,7 @@ _QUEUE_EVERY_S = 0.02
 
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
-    """How many results stood behind each stage, in the stages' order, when a batch was taken."""
+    """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
 
     at_s: float
     waiting: list[int]
@@ -177,7 +177,7 @@ class _Bench:
         self._to_device = pinned_copy(self._output_bytes)
 
     def sizes(self) -> SampleSizes:
-        """How large the recorded samples are."""
+        """Return the sizes of the recorded samples."""
         return sample_sizes(self._items["parse"], self._items["decode"], self._output_bytes)
 
     def round(self, where: str, show: Callable[[str], None]) -> Round:

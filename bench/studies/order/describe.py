@@ -151,7 +151,7 @@ def _epoch(order: AnyOrder, epoch: int) -> NDArray[np.int64]:
 
 
 def _over_epochs(order: AnyOrder) -> NDArray[np.int64]:
-    """What stands at the first, middle and last position of many epochs; of lanes, where it is always valid."""
+    """Return the samples at the first, middle and last position of many epochs; for lanes, where always valid."""
     at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
     if isinstance(order, LaneOrder):
         entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]

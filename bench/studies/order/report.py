@@ -1,4 +1,4 @@
-"""How well an order shuffles a dataset, beside what webdataset's buffer shuffle and a true shuffle give."""
+"""Figures on how random an order is, compared with webdataset's buffer shuffle and a true shuffle."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ScaleReport(ReportHeader, frozen=True, kw_only=True):
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated besides the cluster as it was measured.
+    """Conditions of the simulation besides the measured cluster.
 
     ``strong_batch``: samples that strong scaling shares among all ranks; None for one on each of ``max_ranks``, or as
     many as were measured if that is more.

@@ -232,7 +232,7 @@ class ScalePlan:
         )
 
     def _overhead_ms(self, report: Report, num_cameras: int) -> list[float]:
-        """What is left of each step after data wait, device time and exposed all-reduce; all ranks."""
+        """Return the rest of each step after data wait, device time and exposed all-reduce; all ranks."""
         device_ms = self.profile.step_ms(self.batch_size, self.batch_size * num_cameras)
         rest = _column(report, "wall") - _column(report, "data_wait") - _column(report, "all_reduce") - device_ms
         values: list[float] = np.maximum(rest, 0.0).ravel().tolist()

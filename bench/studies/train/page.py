@@ -276,7 +276,7 @@ def _ranks(report: Report) -> list[str]:
 
 
 def _gpus(report: Report) -> list[str]:
-    """What NVML saw."""
+    """Render the measurements of NVML."""
     if not report.gpus:
         return []
     rows = [

@@ -83,7 +83,7 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be said when the measured window is long enough.
+    """Figures of a run whose measured window is long enough.
 
     ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
     device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
@@ -352,7 +352,7 @@ def find_warnings(
 
 
 def ranks_disagree(logs: Sequence[RankLog]) -> bool:
-    """Whether ranks that came to their end did so with different weights."""
+    """Return whether ranks that completed have different weights."""
     return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
 
 
