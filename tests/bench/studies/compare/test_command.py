@@ -70,7 +70,7 @@ def test_loaders_are_checked_then_timed_then_timed_again(dataset, tmp_path, caps
     for beside, run in zip(reference.runs, other.runs, strict=True):
         assert beside.doubt or run.reference_images_per_s > 0
     assert bench(dataset, out, *only, "--continue", "--batch-size", 1) == 2
-    assert "is of another work" in capsys.readouterr().err
+    assert "has another work" in capsys.readouterr().err
     assert load_compare_report(out / "report.json") == more
 
 

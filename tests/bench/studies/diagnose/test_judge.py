@@ -72,7 +72,7 @@ def test_the_stage_whose_absence_helps_is_named(left_out, bound):
     without = everywhere(**WAITS) | {"loading": {}, left_out: {"wait_ms": 1.0}}
     found = judge(training(0, **WAITS), without=without, again=WAITS)
     assert found.bound == bound
-    assert "With batches from memory the run would be" in found.finding
+    assert "Without any loading the run would be" in found.finding
     assert found.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
 
 
@@ -246,7 +246,7 @@ def test_further_rounds_tell_what_one_could_not():
 def test_a_trial_within_noise_shows_no_difference():
     base, same = training(0, **WAITS), training(1, **WAITS)
     trial = suggestions("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
-    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no difference shown"
+    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no significant difference"
     better = judge_trial(trial, base, training(2), 0.1)
     assert verdict_on(better) == "helps"
     assert not msgspec.structs.replace(better, noise=0.6).helps
