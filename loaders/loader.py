@@ -12,7 +12,7 @@ import msgspec
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.buffer_pool import BufferPool
-from fuelrail.loaders.batch.counterfactual import LeftOut, keep_sample, leave_out
+from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
 from fuelrail.loaders.batch.samples import Augments
 from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
@@ -254,8 +254,7 @@ class DataLoader:
         self._check_ranks = check_ranks
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._batches = 0
-        self._left_out = LeftOut()
+        self._batches, self._left_out = 0, LeftOut()
 
     @property
     def dataset(self) -> Dataset:
@@ -428,14 +427,8 @@ class DataLoader:
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
 
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
-        """Leave out the work of ``parts`` ("storage", "decompression", "decode", "transform") to measure its cost.
-
-        Call it once, before the first iteration: batches keep their shape and number, but not their content.
-        """
-        self._left_out, sources = leave_out(parts, self._supply.sources, self._supply.identity.split)
-        self._supply = self._supply._replace(sources=sources)
-        if "transform" in parts and self._make.transform is not None:
-            self._make = self._make._replace(transform=keep_sample)
+        """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
+        self._left_out, self._supply, self._make = leave_out(parts, self._supply, self._make)
 
 
 def _unpickle(

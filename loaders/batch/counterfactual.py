@@ -12,7 +12,9 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from fuelrail.loaders.batch.stages import Production
     from fuelrail.loaders.records import DecodedSample, Parsed, Source, Task
+    from fuelrail.loaders.schedule.schedule import Supply
     from fuelrail.loaders.storage.cache.future_uses import Foresight
     from fuelrail.loaders.storage.protocol import PendingSpan, Storage, StorageStats
     from fuelrail.loaders.storage.reader import FetchedSpan
@@ -50,21 +52,21 @@ class LeftOut(NamedTuple):
         return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
 
 
-def leave_out(
-    parts: Collection[LoaderPart], sources: tuple[Source, ...], split: str
-) -> tuple[LeftOut, tuple[Source, ...]]:
-    """Prepare to leave out parts. Returns the sources to load from, which read nothing without ``storage``.
+def leave_out(parts: Collection[LoaderPart], supply: Supply, make: Production) -> tuple[LeftOut, Supply, Production]:
+    """Prepare to leave out parts. Returns what to load, which reads nothing without ``storage``, and the stages.
 
     Raises ConfigError for a part that does not exist.
     """
     allowed = get_args(LoaderPart)
     if unknown := sorted(set(parts) - {*allowed}):
         raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
+    if "transform" in parts and make.transform is not None:
+        make = make._replace(transform=_keep_sample)
     if "storage" not in parts:
-        return LeftOut(frozenset(parts)), sources
-    kept = {source.base: _read_some(source, split) for source in sources}
-    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in sources)
-    return LeftOut(frozenset(parts), kept), silent
+        return LeftOut(frozenset(parts)), supply, make
+    kept = {source.base: _read_some(source, supply.identity.split) for source in supply.sources}
+    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in supply.sources)
+    return LeftOut(frozenset(parts), kept), supply._replace(sources=silent), make
 
 
 def _read_some(source: Source, split: str) -> list[FetchedSpan]:
@@ -136,6 +138,6 @@ def _undecoded(parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSam
     return parsed.decoded(parsed.task.slot)
 
 
-def keep_sample(sample: dict[str, Any]) -> dict[str, Any]:
+def _keep_sample(sample: dict[str, Any]) -> dict[str, Any]:
     """Return the sample: replaces a transform that is left out."""
     return sample
