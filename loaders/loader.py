@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
 from fuelrail.loaders.batch.samples import Augments
 from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
@@ -33,7 +34,7 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Never
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.loaders.autotune import Autotuner
+    from fuelrail.loaders.batch.counterfactual import LoaderPart
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Budget
@@ -195,7 +197,7 @@ class DataLoader:
         self._share = Share()
         self._start = self._position = Cursor()
         self._epoch_is_set = False
-        self._batches = 0
+        self._batches, self._left_out = 0, LeftOut()
 
     def __repr__(self) -> str:
         names = "+".join(self.datasets)
@@ -234,7 +236,7 @@ class DataLoader:
             coming = tasks.coming(self._supply.where, walk)
             requested = prefetch(coming, streams, self._look_ahead_bytes)
             made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window)
-            self._runner.start(made, self.stages(), streams)
+            self._runner.start(made, self._left_out.stages(self.stages()), streams)
         return self._drain(self._runner.take(), walk)
 
     def set_epoch(self, epoch: int) -> None:
@@ -369,6 +371,10 @@ class DataLoader:
         A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
         """
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
+
+    def leave_out(self, parts: Collection[LoaderPart]) -> None:
+        """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
+        self._left_out, self._supply, self._make = leave_out(parts, self._supply, self._make)
 
 
 def _choose_samples(

@@ -247,7 +247,7 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 
 
 def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """The types themselves, with the members of unions in place of the unions."""
+    """The types themselves, with the members of unions in place of the unions, and without their descriptions."""
     for kind in kinds:
         if isinstance(kind, inspect.UnionType):
             yield from _variants(kind.types)

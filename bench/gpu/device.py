@@ -1,4 +1,4 @@
-"""What the GPU check says of the device: batches arrive as they are, live as long as they must, and times are right."""
+"""GPU checks of the device: batches arrive unchanged, live long enough, and times are right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TIMING_TOLERANCE = 0.05
 
 
 def device_facts(bench: Bench) -> dict[str, Any]:
-    """What the device is; on a GPU, that torch can compute on it and knows NCCL."""
+    """Facts on the device; on a GPU, torch must compute on it and know NCCL."""
     product = (torch.ones(64, 64, device=bench.device) @ torch.ones(64, 64, device=bench.device)).sum().item()
     if product != 64**3:
         raise CheckFailed(f"a product of two 64 x 64 matrices of ones sums to {product}, not {64**3}")
@@ -188,7 +188,7 @@ def _raise_clock(device: torch.device) -> None:
 
 
 def _cycles_per_ms(device: torch.device) -> float:
-    """How many cycles of :func:`_keep_busy` last a millisecond, by the host's clock around a long one."""
+    """Measure the cycles of :func:`_keep_busy` in a millisecond, by the host's clock around a long one."""
     torch.cuda.synchronize(device)
     started_ns = time.monotonic_ns()
     _keep_busy(_CALIBRATION_CYCLES)

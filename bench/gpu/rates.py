@@ -1,11 +1,11 @@
-"""What the GPU's checks have in common: what they get, how they fail, and training runs through the command line."""
+"""What the GPU checks share: their input, their error, and training runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fuelrail.__main__ import main as fuelrail_main
-from fuelrail.bench.studies.train.report import load_report
+from fuelrail.bench.studies.train import run as train_run
+from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Bench(NamedTuple):
-    """What a check gets: the torch device, a dataset, and a folder to write to."""
+    """Input of a check: the torch device, a dataset, and a folder to write to."""
 
     device: torch.device
     dataset: Path
@@ -29,20 +29,21 @@ class Bench(NamedTuple):
 
 
 class CheckFailed(Exception):  # noqa: N818 - a finding, not an error of the program
-    """What was checked does not hold; the text says what was found."""
+    """A failed check; the text says what was found."""
 
 
-def train(dataset: Path, out: Path, *, steps: tuple[int, int], **options: object) -> Report:
-    """The report of ``fuelrail bench train`` on a dataset; raises CheckFailed where it does not end well.
+def train(dataset: Path, out: Path, **options: Any) -> Report:  # noqa: ANN401 - fields of TrainOptions
+    """Return the report of `fuelrail.train` on a dataset; raises CheckFailed where the run does not complete.
 
-    ``steps``: how many, and how many of them are warm-up. ``options`` are the command's, such as ``batch_size``.
+    ``options`` are the fields of its options, such as ``batch_size``.
     """
-    arguments = ["bench", "train", str(dataset), "--out", str(out), "--no-html"]
-    for name, value in {"steps": steps[0], "warmup": steps[1], **options}.items():
-        arguments += [f"--{name.replace('_', '-')}", str(value)]
-    code = fuelrail_main(arguments)
-    if code != 0:
+    try:
+        report = train_run.train(dataset, out=out, html=False, **options)
+        why = report.cut_off
+    except FuelrailError as error:
+        why = str(error)
+    if why is not None:
         log = out / "records" / "ranks.log"
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:] if log.exists() else ""
-        raise CheckFailed(f"`fuelrail {' '.join(arguments)}` ended with exit code {code}; {tail}")
-    return load_report(out / "report.json")
+        raise CheckFailed(f"training on '{dataset}' did not complete: {why}; {tail}")
+    return report

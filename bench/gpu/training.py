@@ -1,7 +1,7 @@
-"""What the GPU check says of training: how full the GPU was, and whether anything in a step waits for it.
+"""GPU checks of training: the occupancy of the GPU, and waits for the device within a step.
 
 On the CPU the same code runs as its twin: emulated accelerator, decoding on the CPU, and the bare libjpeg-turbo as what
-decoding is held against; there it shows that the check works, and says nothing of a GPU.
+decoding is compared with; there it shows that the check works, and says nothing of a GPU.
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def training_runs(bench: Bench) -> dict[str, Any]:
     steps, warmup = (60, 10) if bench.on_gpu else (12, 2)
     accelerator = "cuda" if bench.on_gpu else "emulated:resnet50-224-h100"
     out = bench.work / "bench-train"
-    report = train(bench.dataset, out, steps=(steps, warmup), ranks=num_ranks, batch_size=2, accelerator=accelerator)
+    report = train(
+        bench.dataset, out, steps=steps, warmup=warmup, ranks=num_ranks, batch_size=2, accelerator=accelerator
+    )
     assert report.figures is not None, "a run of enough steps has figures"
     losses = [math.inf if loss is None else loss for loss in report.series[0].loss]
     if not sum(losses[-5:]) < sum(losses[:5]):
@@ -232,7 +234,7 @@ def _fed(bench: Bench, dataset: Path, model: str, *, batch_size: int) -> dict[st
     accelerator = "cuda" if bench.on_gpu else "emulated:bevdet-r50-704x256-h100"
     options: dict[str, object] = {} if bench.on_gpu else {"workers": 1}
     report = train(
-        dataset, out, steps=(steps, warmup), batch_size=batch_size, model=model, decoder=decoder_of(bench),
+        dataset, out, steps=steps, warmup=warmup, batch_size=batch_size, model=model, decoder=decoder_of(bench),
         accelerator=accelerator, **options,
     )  # fmt: skip
     facts = dict(_facts(report))

@@ -1,4 +1,4 @@
-"""What a training step runs on, seen as phases with measured device time; and an emulated one for hosts without a GPU.
+"""The accelerator of a training step: phases with measured device time. One is emulated, for hosts without a GPU.
 
 The emulated accelerator follows MLPerf Storage: a step occupies the device for its published time while the host is
 free to load. The host sleeps through that time, it doesn't burn a core that the loader could use. Inside the phases

@@ -19,7 +19,7 @@ SPIN_NS = 100_000
 
 
 class Clock(Protocol):
-    """What the harness reads time from; tests put a clock of their own here and need not wait."""
+    """The clock of the harness; tests replace it and need not wait."""
 
     def now_ns(self) -> int:
         """Nanoseconds since an arbitrary start; never goes back."""
@@ -46,7 +46,7 @@ class MonotonicClock:
 
 
 def clock_jump_s() -> float:
-    """How far the wall clock is ahead of the monotonic one [s].
+    """Return how far the wall clock is ahead of the monotonic one [s].
 
     The difference between two calls is what somebody set the wall clock by in between, or how long the machine slept:
     the monotonic clock of Linux stands still then. What was measured across a sleep is no measurement.

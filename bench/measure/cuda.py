@@ -130,7 +130,7 @@ class CudaAccelerator:
 
 
 def pinned_copy(num_bytes: int) -> Callable[[int], None] | None:
-    """A function that copies so many bytes of pinned memory to the GPU and waits for it; None without a GPU."""
+    """Return a function that copies pinned bytes to the GPU and waits for it; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
 """This machine's limits on this dataset's own bytes: what a loader that did nothing else could reach.
 
-Every limit is a rate in samples/s, so that they can be held against the loader's. All bytes come from the page cache:
+Every limit is a rate in samples/s, so that they can be compared with the loader's. All bytes come from the page cache:
 they are read once before. How fast the storage itself is, cold, is another question.
 """
 
@@ -176,7 +176,7 @@ _NUM_THREADS = 8
 
 
 def shard_scaling(location: str, split: str, *, storage: str = "auto", seconds: float = 1.5) -> float | None:
-    """How many times as fast 8 readers are on all shards of a split as on one of them; None with a single shard.
+    """Measure the speed-up of 8 readers on all shards of a split over one shard; None with a single shard.
 
     It reads past any cache of ours; raises what reading raises.
     """

@@ -46,7 +46,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a measurement ran on. ``num_cpus`` is what this process may use, after affinity and cgroup quota."""
+    """The machine of a measurement. ``num_cpus``: CPUs that this process may use, after affinity and cgroup quota."""
 
     cpu: str
     num_cpus: float
@@ -217,7 +217,7 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbed(self) -> bool:
-        """Whether others took more than a twentieth of the CPUs."""
+        """Whether other processes used more than a twentieth of the CPUs."""
         return self.others is not None and self.others > 0.05 * self.usable
 
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of the GPUs during a run: busy shares, memory, clock. Nothing without it."""
+"""GPU measurements of NVIDIA's management library during a run: busy shares, memory, clock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class NvmlWatch:
             self._nvml.nvmlShutdown()
 
     def use(self) -> list[GpuUse] | None:
-        """What was seen, after the end; None if nothing could be."""
+        """Return the measurements, after the end; None if there are none."""
         if self._thread is None or not all(self._samples):
             return None
         return [_summary(index, samples) for index, samples in enumerate(self._samples)]

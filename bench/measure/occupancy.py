@@ -67,9 +67,8 @@ def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> W
     too_short = None
     if measured < MIN_MEASURED_STEPS:
         too_short = (
-            f"{num_steps} steps were run and the first {num_warmup_steps} are warm-up, which leaves {measured} to "
-            f"measure; at least {MIN_MEASURED_STEPS} are needed for a figure: run more steps or epochs, or "
-            "use a smaller batch"
+            f"{num_steps} steps - {num_warmup_steps} warm-up = {measured} measured; at least {MIN_MEASURED_STEPS} are "
+            "needed: run more steps or epochs, or use a smaller batch"
         )
     return Window(num_warmup_steps=num_warmup_steps, num_measured_steps=measured, too_short=too_short)
 

@@ -1,4 +1,4 @@
-"""A process in a group of its own, which is stopped, goes on and ends with all that it started."""
+"""A process in a group of its own, which is paused, resumed and ended with all that it started."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ INTERRUPTED: Final = 130
 
 
 NOTHING_MEASURED: Final = "before anything was measured whole: no report was written"
-"""What a KeyboardInterrupt says that ends a command too early for a partial report."""
+"""Message of a KeyboardInterrupt that ends a command too early for a partial report."""
 
 _WIDE = 200
 

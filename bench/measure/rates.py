@@ -1,4 +1,4 @@
-"""How often a piece of work can be done in a second by a number of threads, and what CPU time it takes."""
+"""Rates of work by a number of threads, and its CPU time."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm_up_length(values: Sequence[float]) -> int:
-    """How many of the first values belong to the warm-up: the marginal standard error rule (MSER).
+    """Return the number of warm-up values at the start: the marginal standard error rule (MSER).
 
     The cut d, up to half of the values, that makes the standard error of the mean of the rest smallest:
     ``sum((x[d:] - mean(x[d:]))^2) / (n - d)^2`` (K. P. White, Simulation 69(6), 1997). It needs no threshold and adapts

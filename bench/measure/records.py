@@ -1,4 +1,4 @@
-"""What one rank writes while it runs: a file of JSON lines, readable up to the moment at which a run was cut off.
+"""Records of one rank: a file of JSON lines, readable up to the moment at which a run was cut off.
 
 A file holds one :class:`RankHeader`, an :class:`InputFacts` when the first batch is there, a :class:`StepRecord` after
 each step with a :class:`StageSnapshot` when the measured window opens and one at the end, and last a :class:`RankEnd`,
@@ -101,7 +101,7 @@ class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
 
 
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
-    """What a rank knows before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
+    """Facts on a rank before its first step. ``peak_tflops``: of its GPU, in the run's precision, where known."""
 
     rank: int
     world_size: int
@@ -113,7 +113,7 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
 
 
 class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
-    """What the first batch looks like. ``train_flop``: operations of one sample's forward and backward, on a GPU."""
+    """Facts on the first batch. ``train_flop``: operations of one sample's forward and backward, on a GPU."""
 
     num_cameras: int
     height: int
@@ -137,7 +137,7 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """Why a rank ended early, in one sentence, and when by the host's monotonic clock.
+    """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
     ``refused``: an error of Fuelrail's own, which says itself what to do; ``crashed``: any other exception. The ranks
     that a dead one leaves behind crash too, a moment later, in their all-reduce.
@@ -189,7 +189,7 @@ class RankLog(msgspec.Struct, kw_only=True):
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank's records lie."""
+    """Return the path of a rank's records."""
     return folder / f"rank-{rank:05d}.jsonl"
 
 

@@ -24,11 +24,12 @@ import msgspec
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.fault_server import FaultServerProcess
 from fuelrail.bench.micro.loader_data import write_cameras
-from fuelrail.bench.micro.runs import arguments_for, made_profile
+from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.report.markdown import table
-from fuelrail.bench.studies.diagnose.command import configure, examine, told
+from fuelrail.bench.studies.diagnose.command import trial_lines
 from fuelrail.bench.studies.diagnose.report import Tried, best
+from fuelrail.bench.studies.diagnose.run import diagnose
 from fuelrail.bench.trainer.injection import compute_in_python
 from fuelrail.bench.trainer.settings import Injection
 from fuelrail.pipeline.errors import FuelrailError
@@ -136,12 +137,10 @@ def judge(name: str, folder: Path, *, apply: bool, steps: int) -> Judged:
     if not dataset.exists():
         write_cameras(dataset, _NUM_SAMPLES, num_shards=case.num_shards)
     with _served(dataset, case) as place:
-        arguments = arguments_for(
-            place, ranks=2, batch_size=1, steps=steps, warmup=10, model="light", workers=1, no_html=True,
-            out=folder / name.replace(" ", "-"), command=configure, apply=apply,
+        result = diagnose(
+            place, out=folder / name.replace(" ", "-"), html=False, apply=apply, ranks=2, batch_size=1, steps=steps,
+            model="light", workers=1, profile=msgspec.structs.replace(_PROFILE, **case.profile), **case.settings,
         )  # fmt: skip
-        profile = msgspec.structs.replace(_PROFILE, **case.profile)
-        result, _ = examine(arguments, profile=profile, **case.settings)
     diagnosis = result.diagnosis
     if diagnosis is None or result.cut_off is not None:
         raise FuelrailError(f"{name}: {result.cut_off}")
@@ -201,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = judged[name] = judge(name, Path(folder), apply=options.apply, steps=options.steps)
             gains = ", ".join(f"{what} {gain:+.0%}" for what, gain in found.gains.items())
             print(f"{'ok   ' if found.right else 'WRONG'} {name}: {found.found} ({gains})", flush=True)  # noqa: T201
-            for line in told(found.tried):
+            for line in trial_lines(found.tried):
                 print(f"      {line}", flush=True)  # noqa: T201
             if options.out is not None:
                 cases = [judged[name] for name in CASES if name in judged]

@@ -2,7 +2,7 @@
 
     python -m fuelrail.bench.micro.compression DATASET [--out FILE]
 
-Lidar is held against plain zstd, small members with a dictionary against those without (it is trained on one half of
+Lidar is compared with plain zstd, small members with a dictionary against those without (it is trained on one half of
 the clips and measured on the other), and whole samples in each layout against each other. Sizes are exact; rates are
 medians of single-threaded calls that took turns.
 """

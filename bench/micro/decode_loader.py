@@ -4,7 +4,7 @@
 is `decode.bare`: threads that call libjpeg-turbo's half-scale decode and one bilinear resize into buffers of their own,
 on encoded images that lie in memory, nothing else. The loader reads shards, checks digests, parses, decodes the same
 way, and hands out whole batches. ``--restart`` is the same dataset made with ``shard --jpeg restart``. The exact mode
-(``decoder="pillow"``) is held against the Pillow that is installed (pillow-simd, where it is that) doing nothing but
+(``decoder="pillow"``) is compared with the Pillow that is installed (pillow-simd, where it is that) doing nothing but
 ``resize(box=...)`` on as many threads.
 """
 

@@ -81,7 +81,7 @@ def faulty(latency_s: float, part: float, seed: int, stall_s: float = 60.0) -> C
 
 
 def limited(bytes_per_s: float, *, each_file: bool = False) -> Callable[[Request], Misbehaviour]:
-    """All answers together, or those of each file, go out at so many bytes a second at most, one after the other."""
+    """Send all answers together, or those of each file, with at most this number of bytes per second, in turn."""
     free_at_s: dict[str, float] = {}
 
     def misbehave(request: Request) -> Misbehaviour:

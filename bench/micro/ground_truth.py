@@ -30,12 +30,12 @@ from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.records import RankWriter
 from fuelrail.bench.micro.loader_data import write_cameras
-from fuelrail.bench.micro.runs import arguments_for, made_profile
+from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
-from fuelrail.bench.trainer.settings import MODELS, Injection
+from fuelrail.bench.trainer.settings import MODELS, Injection, TrainOptions
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import FuelrailError
 
@@ -105,11 +105,12 @@ def measure(folder: Path, num_steps: int) -> GroundTruth:
         plan[phase] = {"leave_out": _FROM_MEMORY, "inject": inject}
     # A stage of one thread that takes that long for each batch.
     plan["collate"] = {"inject": Injection(stage_lasts={"collate": _COLLATE_MS})}
-    arguments = arguments_for(
-        dataset, ranks=_NUM_RANKS, batch_size=1, steps=_WARMUP + num_steps, warmup=_WARMUP, model="light", workers=1
-    )
+    options = TrainOptions(
+        ranks=_NUM_RANKS, batch_size=1, steps=_WARMUP + num_steps, warmup=_WARMUP, model="light", workers=1,
+        profile=_PROFILE,
+    )  # fmt: skip
     runs = [
-        TrainRun(arguments, folder / name / "records", **{"profile": _PROFILE, **changes})
+        TrainRun(dataset, msgspec.structs.replace(options, **changes), folder / name / "records")
         for name, changes in plan.items()
     ]
     for run in runs:

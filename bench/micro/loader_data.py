@@ -34,7 +34,7 @@ def write_cameras(
     image: bytes | None = None,
     channels: Sequence[str] = CHANNELS,
 ) -> Dataset:
-    """Write it anew and open it; all images are one picture (``image``: a JPEG of 1600x900 to take), no lidar.
+    """Write it again and open it; all images are one picture (``image``: a JPEG of 1600x900 to take), no lidar.
 
     ``channels`` are the first cameras of the rig, or all.
     """

@@ -3,7 +3,7 @@
 ``python -m fuelrail.bench.micro.loader_first_batch WORK [--large N] [--rounds N] [--out FILE]``. Same shards, same
 batch (8 samples of six 1600x900 images to 704x256), in the page cache. Each start is a process of its own, the
 candidates taking turns, and its clock runs from the end of the imports. ``--large``: also start on a
-dataset of so many samples, whose index repeats the small one's entries.
+dataset of this size, whose index repeats the small one's entries.
 """
 
 from __future__ import annotations

@@ -54,5 +54,5 @@ def write_made_dataset(folder: Path, shard_lengths: Sequence[int], samples: Iter
 
 
 def even_lengths(num_samples: int, samples_per_shard: int) -> list[int]:
-    """Shards of so many samples each, the last one of what is left."""
+    """Shards of this number of samples each, the last one of the rest."""
     return [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]

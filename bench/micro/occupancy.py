@@ -35,9 +35,10 @@ import msgspec
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.rates import Interval, ratio_interval
 from fuelrail.bench.micro.loader_data import write_cameras
-from fuelrail.bench.micro.runs import arguments_for, made_profile
+from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
+from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
@@ -186,16 +187,9 @@ def _run(dataset: Path, folder: Path, what: Reference | float, capacity: float, 
     # What lay ready when the window opens must not feed a notable part of it: first the stock is used up.
     warmup = 4
     steps = warmup + max(10, round(seconds * steps_per_s))
-    arguments = arguments_for(
-        dataset,
-        ranks=_NUM_RANKS,
-        batch_size=_BATCH_SIZE,
-        steps=steps,
-        warmup=warmup,
-        model="light",
-    )
+    options = TrainOptions(ranks=_NUM_RANKS, batch_size=_BATCH_SIZE, steps=steps, warmup=warmup, model="light")
     if what == "alone":
-        return TrainRun(arguments, folder / "records", ("training",))
+        return TrainRun(dataset, msgspec.structs.replace(options, leave_out=("training",)), folder / "records")
     if isinstance(what, str):
         optimiser_ms = phases_ms = _INSTANT_MS
     else:
@@ -209,7 +203,7 @@ def _run(dataset: Path, folder: Path, what: Reference | float, capacity: float, 
         optimiser_ms=optimiser_ms,
         derivation="The loader's measured capacity times the demand.",
     )
-    return TrainRun(arguments, folder / "records", (), profile=profile)
+    return TrainRun(dataset, msgspec.structs.replace(options, profile=profile), folder / "records")
 
 
 def _rate(report: Report) -> float:

@@ -67,7 +67,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
-    """A cluster of so many nodes; of one core each."""
+    """A cluster of this number of nodes, of one core each."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(

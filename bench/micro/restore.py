@@ -4,7 +4,7 @@
 
 Each loader first runs its epoch up to 99 %, saving its state at each point and the batch that comes next. Then every
 start is a process of its own, the loaders taking turns; the time runs from the imports' end to the first batch, which
-is held against the one that the uninterrupted epoch had. Data lies in the page cache.
+is compared with the one that the uninterrupted epoch had. Data lies in the page cache.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
 
 
 def copy_files(files: Files, num_threads: int, digests: Collection[str], folder: Path) -> None:
-    """All frames, in so many threads."""
+    """All frames, in this number of threads."""
     with ThreadPoolExecutor(num_threads) as pool:
         parts = [
             files[len(files) * number // num_threads : len(files) * (number + 1) // num_threads]

@@ -2,12 +2,12 @@
 
 Each case shards one source with the command line, as a user does. *Killed* cases send SIGKILL to the command and its
 processes (of a Ray cluster, which lives on, every third time to a node instead) and run the same command again, until
-there were as many deaths as asked for; a run that finishes in between is compared and begun anew. Death comes a random
+there were as many deaths as asked for; a run that finishes in between is compared and repeated. Death comes a random
 moment after a random number of the shards that are left to be made, up to a third of them; one in six comes at any
 moment of a run, start and end included. What is compared is the SHA-256 of every file of the dataset.
 
-With ``--out`` the report is written after each case, and the same command goes on with the cases that it lacks; with
-``--seconds`` none is begun after that time.
+With ``--out`` the report is written after each case, and the same command continues with the cases that it lacks; with
+``--seconds`` none is started after that time.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Trial:
     def _run(self, kill_at: tuple[int, float] | None, at_deaths: list[int], *, node: bool = False) -> int:
         """Run the command, or kill it, or a node under it, and note how many shards there are; returns its exit code.
 
-        ``kill_at``: once there are so many shards, so many seconds later. Raises RuntimeError where it is not done
+        ``kill_at``: number of shards, and seconds to wait after that. Raises RuntimeError where it is not done
         within :data:`_RUN_S`.
         """
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -236,7 +236,7 @@ class Trial:
         return code
 
     def _is_done_before(self, run: subprocess.Popen[bytes], num_shards: int, pause_s: float) -> bool:
-        """Wait for so many shards and then so long; whether the run ended meanwhile."""
+        """Wait for this number of shards, then for this time; whether the run ended meanwhile."""
         deadline = time.monotonic() + _RUN_S
         while self._num_shards() < num_shards:
             if run.poll() is not None:
@@ -258,7 +258,7 @@ def measure(
     done: Sequence[Case],
     until_s: float,
 ) -> Iterator[Case]:
-    """The cases that are not ``done``, one after the other; none is begun after ``until_s`` on the monotonic clock."""
+    """Run the cases that are not ``done``; none is started after ``until_s`` on the monotonic clock."""
     draw = random.Random(len(done))
     for name in engines:
         known = [case for case in done if case.engine == name]

@@ -32,7 +32,7 @@ def make_dataroot(
 ) -> None:
     """A nuScenes dataroot of scenes of 40 frames: images of noise of about 150 kB, sweeps of smooth surfaces and rings.
 
-    ``num_files``: so many files for each sensor, which the frames name in turns (None: each frame has its own).
+    ``num_files``: number of files for each sensor, which the frames name in turns (None: each frame has its own).
     ``full_tables``: with annotations, and as many rows for each frame as nuScenes' own tables have.
     """
     num_files = num_files or num_frames

@@ -21,7 +21,7 @@ NUM_BOXES = 34
 """Annotations of a frame."""
 
 TRACK_FRAMES = 18
-"""Annotations of an instance: those of one place in the list of ``NUM_BOXES``, for so many frames in a row."""
+"""Annotations of an instance: those of one place in the list of ``NUM_BOXES``, for this number of frames in a row."""
 
 NUM_OTHER_ROWS = 70
 """Rows of ``sample_data`` of a frame that are no samples of cameras and lidar: radars, and sweeps of all sensors."""

@@ -43,7 +43,7 @@ FLOORS = {
     "floor: with SHA-256": ("sha256",),
     "floor: with SHA-256 and XXH3": ("sha256", "xxh3"),
 }
-"""What no program that does so much can be faster than, with as many threads as there are CPUs."""
+"""The limit of any program that does this work, with as many threads as there are CPUs."""
 
 
 @contextlib.contextmanager

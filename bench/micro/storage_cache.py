@@ -100,7 +100,7 @@ def _run_hits(
 
 
 def farthest_first_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
-    """Which reads hit in a cache of so many bytes that evicts and admits by all future uses."""
+    """Which reads hit in a cache of this number of bytes that evicts and admits by all future uses."""
     resident: set[int] = set()
     future_uses = FutureUses(lambda first, count: sequence[first : first + count], len(sequence) * 2)
     policy = FarthestFirst(future_uses, resident.__contains__)
@@ -131,7 +131,7 @@ def farthest_first_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64],
 
 
 def lru_hits(sequence: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
-    """Which reads hit in a cache of so many bytes that evicts what was used longest ago."""
+    """Which reads hit in a cache of this number of bytes that evicts what was used longest ago."""
     resident: dict[int, None] = {}
     hits = np.zeros(len(sequence), bool)
     room = capacity

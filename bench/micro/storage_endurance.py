@@ -145,7 +145,7 @@ def _timed(batches: Iterator[dict[str, object]]) -> Iterator[tuple[float, list[s
 
 
 def measure_memory(source: Dataset, folder: Path, num_samples: int, look_ahead_bytes: int) -> Peak:
-    """One epoch over a dataset of so many samples, all of them those of ``source``, in a process of its own."""
+    """One epoch over a dataset of this number of samples, all of them those of ``source``, in a process of its own."""
     root = write_large(folder / "large", source, num_samples).root
     with FaultServerProcess(root) as server:
         command = [

@@ -30,79 +30,92 @@ _AHEAD = 64
 def measure_raw(effort: Effort, dataset: Dataset) -> Iterator[Comparison]:
     """In a seeded random order; beside readers that only go forward, in stored order.
 
-    How large the kernel's pages are depends on who brought them into the page cache, and decides much: so all is read
-    with the cache as the shards' writer left it, as a copy of them does, and as our own reading from disk leaves it.
+    How large the kernel's pages are depends on what brought them into the page cache, and has a large effect. So all
+    readers run with the cache as the shards' writer left it, as a copy leaves it, and as our reading from disk does.
     """
-    order = np.random.default_rng(1).permutation(len(dataset.index)).tolist()
-    rows = [dataset.index.row(index) for index in order]
-    buffer = memoryview(bytearray(max(row.length for row in rows)))
+    readers = _Readers(dataset)
+    yield readers.warm("raw read, every byte checked, page cache as the writer left it", effort)
+    _copy_shards(dataset)
+    yield readers.warm("raw read, every byte checked, page cache as copying in pieces of 256 KiB left it", effort)
+    few = Effort(num_rounds=min(effort.num_rounds, 5), min_lap_s=0.0)
+    yield readers.from_disk("read from disk, every byte checked", few)
+    # What was read last was read mapped.
+    yield readers.warm("raw read, every byte checked, page cache as fuelrail's mapped reading left it", effort)
+    if importlib.util.find_spec("spdl") is not None:
+        yield from _unchecked(dataset, effort)
 
-    mapped = partial(open_storage, dataset, "mapped")
-    preads = partial(open_storage, dataset, "pread")
-    beyond_memory = partial(MappedShards, dataset, memory_bytes=1)
 
-    def pread() -> None:
-        files = [os.open(dataset.root / shard.name, os.O_RDONLY) for shard in dataset.manifest.shards]
-        for row in rows:
-            view = buffer[: row.length]
+class _Readers:
+    """Ways to read all samples in one random order."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._order = np.random.default_rng(1).permutation(len(dataset.index)).tolist()
+        self._rows = [dataset.index.row(index) for index in self._order]
+        self._buffer = memoryview(bytearray(max(row.length for row in self._rows)))
+        self._mapped = partial(open_storage, dataset, "mapped")
+        self._preads = partial(open_storage, dataset, "pread")
+
+    def warm(self, title: str, effort: Effort) -> Comparison:
+        """Compare the readers on what is in the page cache."""
+        checked = self._mapped()  # not longer than this: pages that are mapped stay in memory
+
+        def later() -> None:
+            for index in self._order:
+                row = self._dataset.index.row(index)
+                read_members(row, checked.span(index, row), "")
+
+        candidates: dict[str, Callable[[], object]] = {
+            "pread into a reused buffer + xxh3": self._pread,
+            "fuelrail, mapped + xxh3": later,
+            "fuelrail, mapped + xxh3, pages not mapped yet": partial(self._ours, self._mapped),
+            "fuelrail, pread + xxh3": partial(self._ours, self._preads),
+            "webdataset, nothing checked": partial(_webdataset, self._dataset),
+        }
+        return compare(title, candidates, effort)
+
+    def from_disk(self, title: str, effort: Effort) -> Comparison:
+        """Compare the readers with an empty page cache."""
+        beyond_memory = partial(MappedShards, self._dataset, memory_bytes=1)
+        candidates: dict[str, Callable[[], object]] = {
+            "pread into a reused buffer + xxh3": partial(self._pread, cold=True),
+            "fuelrail, pread + xxh3": partial(self._ours, self._preads, cold=True),
+            "fuelrail, mapped + xxh3, as beyond memory": partial(self._ours, beyond_memory, cold=True),
+            "fuelrail, mapped + xxh3": partial(self._ours, self._mapped, cold=True),
+        }
+        return compare(title, candidates, effort)
+
+    def _pread(self, *, cold: bool = False) -> None:
+        if cold:
+            _empty_page_cache(self._dataset)
+        files = [os.open(self._dataset.root / shard.name, os.O_RDONLY) for shard in self._dataset.manifest.shards]
+        for row in self._rows:
+            view = self._buffer[: row.length]
             os.preadv(files[row.shard], [view], row.offset)
             xxhash.xxh3_64_intdigest(view)
         for file in files:
             os.close(file)
 
-    def ours(make: Callable[[], Storage], *, cold: bool = False) -> None:
+    def _ours(self, make: Callable[[], Storage], *, cold: bool = False) -> None:
         if cold:
-            _empty_page_cache(dataset)
+            _empty_page_cache(self._dataset)
         storage = make()
         session = storage.session()
         pending: list[Callable[[], memoryview]] = []
-        for at, row in enumerate(rows):
-            while len(pending) < min(len(rows), at + _AHEAD):
+        for at, row in enumerate(self._rows):
+            while len(pending) < min(len(self._rows), at + _AHEAD):
                 first = len(pending)
-                asked = [(index, dataset.index.row(index)) for index in order[first : first + _AHEAD // 4]]
-                pending += session.request(asked)
+                wanted = self._order[first : first + _AHEAD // 4]
+                pending += session.request([(index, self._dataset.index.row(index)) for index in wanted])
             take, pending[at] = pending[at], _taken
             read_members(row, take(), "")
         session.close()
         storage.close()
 
-    def pread_cold() -> None:
-        _empty_page_cache(dataset)
-        pread()
 
-    def warm(title: str) -> Comparison:
-        checked = mapped()  # not longer than this: pages that are mapped stay in memory
-
-        def later() -> None:
-            for index in order:
-                row = dataset.index.row(index)
-                read_members(row, checked.span(index, row), "")
-
-        candidates: dict[str, Callable[[], object]] = {
-            "pread into a reused buffer + xxh3": pread,
-            "fuelrail, mapped + xxh3": later,
-            "fuelrail, mapped + xxh3, pages not mapped yet": partial(ours, mapped),
-            "fuelrail, pread + xxh3": partial(ours, preads),
-            "webdataset, nothing checked": partial(_webdataset, dataset),
-        }
-        return compare(title, candidates, effort)
-
-    yield warm("raw read, every byte checked, page cache as the writer left it")
-    _copy_shards(dataset)
-    yield warm("raw read, every byte checked, page cache as copying in pieces of 256 KiB left it")
-    from_disk: dict[str, Callable[[], object]] = {
-        "pread into a reused buffer + xxh3": pread_cold,
-        "fuelrail, pread + xxh3": partial(ours, preads, cold=True),
-        "fuelrail, mapped + xxh3, as beyond memory": partial(ours, beyond_memory, cold=True),
-        "fuelrail, mapped + xxh3": partial(ours, mapped, cold=True),
-    }
-    few = Effort(num_rounds=min(effort.num_rounds, 5), min_lap_s=0.0)
-    yield compare("read from disk, every byte checked", from_disk, few)
-    # What was read last was read mapped.
-    yield warm("raw read, every byte checked, page cache as fuelrail's mapped reading left it")
+def _unchecked(dataset: Dataset, effort: Effort) -> Iterator[Comparison]:
+    """Compare with SPDL, in stored order, without checksums."""
     unchecked = open_storage(dataset, "mapped", verify=False)
-    if importlib.util.find_spec("spdl") is None:
-        return
 
     def unchecked_members(touch: Callable[[memoryview], object] | None) -> None:
         for index in range(len(dataset.index)):

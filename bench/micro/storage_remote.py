@@ -85,9 +85,9 @@ def _taken() -> memoryview:
 def measure_http(
     effort: Effort, folder: Path, num_samples: int, passes_per_lap: Sequence[int]
 ) -> tuple[list[Comparison], Requests]:
-    """A server with 20 ms of latency, beside itself with faults, in laps of so many passes.
+    """A server with 20 ms of latency, beside itself with faults, in laps of this number of passes.
 
-    Each lap begins anew: client, connections, and knowledge of what is usual. In a short lap the start and a fault at
+    Each lap starts again: client, connections, and knowledge of what is usual. In a short lap the start and a fault at
     the very end weigh more; a long one tells the rate in the long run.
     """
     source = make_dataset(folder / "source", num_samples, 100, scale=0.25)

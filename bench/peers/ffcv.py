@@ -1,4 +1,4 @@
-"""FFCV over its own file, whose images it encodes anew."""
+"""FFCV over its own file, whose images it encodes again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer is: one folder written in its own format, and batches of images out of it."""
+"""The interface of a peer: it writes a folder in its own format, and yields batches of images from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NUMBER = struct.Struct("<q")
 
 
 class Work(Settings, frozen=True):
-    """What every loader is to deliver: uint8 RGB planes [batch_size, cameras, 3, height, width] of every sample.
+    """The work of every loader: uint8 RGB planes [batch_size, cameras, 3, height, width] of every sample.
 
     Each picture is shrunk so that it fills ``width`` (or ``height``, if that needs less shrinking), centred across and
     cut at the top, as BEVDet and its family evaluate. ``num_workers`` is the number of CPUs to keep busy: worker
@@ -178,7 +178,7 @@ class Contestant(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its process needs in its environment."""
+        """Environment variables of its process."""
         return MALLOC if self.recipe.endswith(f"+{TOPPAD}") else {}
 
 
@@ -197,7 +197,7 @@ def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
 
 
 def is_there(name: str) -> str | None:
-    """Why a peer cannot be had, without importing anything that is large; None if it seems to be there."""
+    """Return why a peer is not available, without large imports; None if it seems to be installed."""
     entry = PEERS[name]
     for module in entry.needs:
         # Submodules would import their parents; the process that runs the peer finds out about those.

@@ -48,7 +48,7 @@ Action = Literal["write", "check", "time"]
 
 
 class Task(Settings, frozen=True):
-    """What to do: for ``peer`` with ``recipe`` in ``folder``.
+    """A task for ``peer`` with ``recipe`` in ``folder``.
 
     ``dataset`` is the Fuelrail dataset that the samples are from; ``cpus`` are those that the process and its children
     may use. ``whole_epoch``: a check counts the samples of an epoch, not only those of some batches. "time" takes
@@ -68,20 +68,20 @@ class Task(Settings, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
-    """Why it could not be done, in one sentence; ``missing``: because something is not installed."""
+    """Reason why a task failed, in one sentence; ``missing``: because something is not installed."""
 
     message: str
     missing: bool
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
-    """The data was written in so many seconds."""
+    """The data was written in this number of seconds."""
 
     seconds: float
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """What a loader hands out, over some batches or over as many as an epoch has.
+    """Check of the batches that a loader delivers, some or a whole epoch.
 
     ``psnr_db`` holds its images against the definition (decode at full size, shrink by area, crop): the lowest and the
     mean of some samples' images. ``num_missing`` samples did not come, ``num_repeated`` came twice; ``fault`` says what

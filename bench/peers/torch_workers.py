@@ -1,4 +1,4 @@
-"""What the peers on torch's DataLoader share: worker processes that build whole batches."""
+"""Base of the peers on torch's DataLoader: worker processes that build whole batches."""
 
 from __future__ import annotations
 

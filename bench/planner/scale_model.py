@@ -1,4 +1,4 @@
-"""How data-parallel training scales: a discrete-event simulation of ranks that load, compute and wait for each other.
+"""Scaling of data-parallel training: a discrete-event simulation of ranks that load, compute and wait.
 
 One rank's loader makes batches one after another into a queue of bounded length; the rank takes one, computes, and
 waits until every rank has; then the gradients' exposed all-reduce and the rank's own overhead follow. With service
@@ -28,14 +28,14 @@ NUM_STEPS = 300
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of steps that are none of the rank's phases, with so many ranks on the host."""
+    """Times of steps outside the rank's phases, with this number of ranks on the host."""
 
     ranks_on_host: int
     ms: list[float]
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation draws from, measured on one host.
+    """Measurements on one host from which a simulation draws.
 
     ``service_ms``: times between batches of a loader alone on the host, for ``service_batch`` samples.
     ``forward_backward_ms`` a sample and ``optimiser_ms`` a step on the device. ``overheads``: what of the steps was
@@ -57,7 +57,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(NamedTuple):
-    """What is simulated.
+    """Parameters of a simulation.
 
     ``slow_share`` of the ranks compute ``slow_by`` (0.2 for 20 %) longer; ``storage_bytes_per_s`` is what all of them
     together can read, infinite by default.
@@ -72,7 +72,7 @@ class Cluster(NamedTuple):
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out: mean and 99th percentile of the step time, rate of all ranks, occupancy (mean over ranks)."""
+    """Result: mean and 99th percentile of the step time, rate of all ranks, occupancy (mean over ranks)."""
 
     num_ranks: int
     batch_size: int

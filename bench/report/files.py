@@ -1,4 +1,4 @@
-"""What every report of the harness says first, whatever its kind."""
+"""The header and the files of a report of any kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReportHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of a report.
 
     ``schema`` and ``version`` say its kind (:mod:`fuelrail.bench.studies.diff.kinds`). ``cut_off`` says why it is
-    partial, ``warnings`` what its figures must be doubted for.
+    partial, ``warnings`` why its figures may be wrong.
     """
 
     schema: str
@@ -108,8 +108,8 @@ def publish_json(path: Path, value: Any) -> None:  # noqa: ANN401 - whatever msg
         aside = Path(tempfile.gettempdir()) / f"{path.stem}.uncommitted.json"
         publish(aside, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
         raise ConfigError(
-            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so nobody could "
-            f"measure it again: it was written to '{aside}' instead; commit the changes and measure again"
+            f"result '{path}' was measured at commit {machine.commit} with uncommitted changes, so it cannot be "
+            f"reproduced: it was written to '{aside}' instead; commit the changes and measure again"
         )
     publish(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
@@ -140,15 +140,17 @@ def load_report_of(path: Path, kind: type[_R], schema: str, version: int) -> _R:
     return convert(raw, kind, str(path))
 
 
-def write_report(report: ReportHeader, out: Path, *, html: bool) -> list[Path]:
-    """Write a report of any kind into a folder, each file by rename; return the files. Raises ConfigError."""
-    written = [out / REPORT_JSON, out / REPORT_MARKDOWN]
-    publish_json(written[0], report)
-    publish(written[1], _render(report, "markdown").encode())
+def write_report(report: ReportHeader, out: Path, *, html: bool) -> None:
+    """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
+    publish_json(out / REPORT_JSON, report)
+    publish(out / REPORT_MARKDOWN, _render(report, "markdown").encode())
     if html:
-        written.append(out / REPORT_HTML)
-        publish(written[2], _render(report, "page").encode())
-    return written
+        publish(out / REPORT_HTML, _render(report, "page").encode())
+
+
+def report_files(out: Path, *, html: bool) -> list[Path]:
+    """Return the files that :func:`write_report` writes."""
+    return [out / name for name in (REPORT_JSON, REPORT_MARKDOWN, *([REPORT_HTML] if html else []))]
 
 
 def _render(report: ReportHeader, form: Literal["markdown", "page"]) -> str:

@@ -32,7 +32,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def head(report: ReportHeader, brand: str, title: str, about: str) -> list[str]:
-    """What a page begins with: what was measured (``about``, HTML), when, with what, and whether it is partial."""
+    """Render the start of a page: what was measured (``about``, HTML), when, with what, and whether it is partial."""
     machine = report.machine
     commit = f", commit {machine.commit[:10]}" if machine.commit else ""
     made = f"{when(report.created)}, fuelrail {escape(machine.fuelrail)}{commit}"
@@ -110,7 +110,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, total: bool =
 def facts(
     machine: MachineFacts, dataset: DatasetFacts, options: Mapping[str, Any], packages: Mapping[str, str] | None = None
 ) -> list[str]:
-    """What a page ends with: everything that its figures depend on; ``packages`` in place of the machine's."""
+    """Render the end of a page: everything that its figures depend on; ``packages`` in place of the machine's."""
     gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})" for gpu in machine.gpus)
     changed = " with uncommitted changes" if machine.uncommitted_changes else ""
     commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"

@@ -30,7 +30,7 @@ class RankExit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(NamedTuple):
-    """How the ranks ended: the launcher's exit code, whether we were asked to stop, and who failed."""
+    """Result of the launch: the launcher's exit code, whether it was interrupted, and the ranks that failed."""
 
     exit_code: int
     interrupted: bool

@@ -1,4 +1,4 @@
-"""The training loop: one function, from top to bottom, with a clock reading between any two things it does."""
+"""The training loop: one function, from top to bottom, with a clock reading between any two of its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
     from fuelrail.bench.measure.clock import Clock
     from fuelrail.bench.trainer.settings import ModelSettings
 
@@ -54,7 +54,7 @@ def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int |
 
 
 def _real_rows(presences: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
-    """Samples that are no padding, and their images that are there."""
+    """Count samples without padding, and their images without missing cameras."""
     rows = list(presences)
     num_images = sum(int((present != 0)[valid].sum()) for valid, present in rows)
     return sum(int(valid.sum()) for valid, _ in rows), num_images
@@ -123,36 +123,53 @@ def train(
         total_loss = float(torch.stack(losses).sum())
         num_samples, num_images = _real_rows(presences)
         step_end_ns = clock.now_ns()
-        accounted_ns = (
-            data_wait_ns
-            + device.host_to_device_ns
-            + device.forward_ns
-            + device.backward_ns
-            + device.all_reduce_ns
-            + device.optimiser_ns
-        )
-        yield StepRecord(
-            step=step,
-            epoch=epoch,
-            num_samples=num_samples,
-            num_images=num_images,
-            loss=total_loss if math.isfinite(total_loss) else None,
-            start_ns=step_start_ns,
-            end_ns=step_end_ns,
-            data_wait_ns=data_wait_ns,
-            host_to_device_ns=device.host_to_device_ns,
-            forward_ns=device.forward_ns,
-            backward_ns=device.backward_ns,
-            all_reduce_ns=device.all_reduce_ns,
-            optimiser_ns=device.optimiser_ns,
-            other_ns=step_end_ns - step_start_ns - accounted_ns,
-            all_reduce_total_ns=device.all_reduce_total_ns,
-            device_busy_ns=device.device_busy_ns,
-            overrun_ns=device.overrun_ns,
-            overshoot_ns=device.overshoot_ns,
-            stand_in_ns=device.stand_in_ns,
-            launch_ns=device.launch_ns,
+        yield _record(
+            step,
+            epoch,
+            (num_samples, num_images),
+            total_loss,
+            (step_start_ns, step_end_ns),
+            data_wait_ns,
+            device,
         )
         # What the caller did with the record belongs to the next step: no gap in the wall time.
         step_start_ns = step_end_ns
         step += 1
+
+
+def _record(
+    step: int,
+    epoch: int,
+    rows: tuple[int, int],
+    loss: float,
+    span_ns: tuple[int, int],
+    data_wait_ns: int,
+    device: DeviceTimes,
+) -> StepRecord:
+    """Return the record of a step; what is in no phase is ``other``."""
+    start_ns, end_ns = span_ns
+    phases = {
+        "data_wait_ns": data_wait_ns,
+        "host_to_device_ns": device.host_to_device_ns,
+        "forward_ns": device.forward_ns,
+        "backward_ns": device.backward_ns,
+        "all_reduce_ns": device.all_reduce_ns,
+        "optimiser_ns": device.optimiser_ns,
+    }
+    return StepRecord(
+        step=step,
+        epoch=epoch,
+        num_samples=rows[0],
+        num_images=rows[1],
+        loss=loss if math.isfinite(loss) else None,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        **phases,
+        other_ns=end_ns - start_ns - sum(phases.values()),
+        all_reduce_total_ns=device.all_reduce_total_ns,
+        device_busy_ns=device.device_busy_ns,
+        overrun_ns=device.overrun_ns,
+        overshoot_ns=device.overshoot_ns,
+        stand_in_ns=device.stand_in_ns,
+        launch_ns=device.launch_ns,
+    )

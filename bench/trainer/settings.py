@@ -1,4 +1,4 @@
-"""What a training run is: plain values, handed from the command line to the ranks as JSON."""
+"""A training run as plain values: what a caller asks for, and what the ranks get as JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.accelerator import AcceleratorProfile  # noqa: TC001 (msgspec resolves the field's type)
-from fuelrail.pipeline.settings import Settings
+from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, check_types
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Precision = Literal["fp32", "bf16"]
-# What a counterfactual run does without, in the order of the data's way.
+ModelName = Literal["light", "stand-in", "resnet50", "base"]
+# What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[
     "loading", "storage", "decompression", "decode", "transform", "copy", "launches", "all-reduce", "training"
 ]
@@ -66,15 +68,99 @@ class Injection(Settings, frozen=True):
     rank: int | None = None
 
 
-class TrainSettings(Settings, frozen=True):
-    """One run of the reference trainer, the same on all its ranks.
+# A bound for figures: msgspec knows no "finite".
+_LARGE = 1e9
 
-    ``num_steps`` counts optimiser steps; None runs ``num_epochs`` epochs. ``batch_size`` is samples a rank takes in one
-    micro-batch; ``accumulation`` micro-batches make a step. ``profile`` is None on CUDA. ``leave_out`` makes it a
-    counterfactual: without ``loading`` the first batches are trained on again and again, and the loader stands still;
-    without ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but that stage's work is not
-    done; without ``copy`` and ``launches`` the emulated device has a free bus and a fast host; without ``all-reduce``
-    each rank trains alone; without ``training`` batches are taken as fast as they come, and dropped.
+
+class TrainOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
+
+    ``leave_out`` switches parts off, to measure their cost. ``trace`` writes a trace of the run beside the report.
+    ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``inject`` puts faults into the
+    run. ``look_ahead_bytes`` is the DataLoader's.
+    """
+
+    split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
+    ranks: Annotated[Positive, msgspec.Meta(description="number of data-parallel ranks on this host")] = 1
+    batch_size: Annotated[Positive, msgspec.Meta(description="samples per rank in a batch")] = 4
+    steps: (
+        Annotated[Positive, msgspec.Meta(description="optimiser steps (default: 60, unless --epochs is given)")] | None
+    ) = None
+    epochs: Annotated[Positive, msgspec.Meta(description="whole epochs instead of a number of steps")] | None = None
+    warmup: Annotated[NotNegative, msgspec.Meta(description="warm-up steps, excluded from all results")] = 10
+    accelerator: Annotated[
+        str,
+        msgspec.Meta(
+            description=f"cuda, emulated:PROFILE, or auto: cuda if there is a GPU, else emulated:{DEFAULT_PROFILE}; "
+            f"profiles: {', '.join(profile_names())}, or a .yaml file (default: auto)"
+        ),
+    ] = "auto"
+    model: (
+        Annotated[ModelName, msgspec.Meta(description="model to train (default: stand-in if emulated, base on cuda)")]
+        | None
+    ) = None
+    precision: (
+        Annotated[
+            Precision, msgspec.Meta(description="fp32, or bf16 autocast (default: fp32 if emulated, bf16 on cuda)")
+        ]
+        | None
+    ) = None
+    accumulation: Annotated[Positive, msgspec.Meta(description="batches accumulated into one optimiser step")] = 1
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="learning rate of AdamW")] = 2e-3
+    workers: (
+        Annotated[
+            Positive, msgspec.Meta(description="decoding threads per rank (default: the rank's share of the CPUs)")
+        ]
+        | None
+    ) = None
+    decoder: Annotated[str, msgspec.Meta(description="decode backend, as in the DataLoader")] = "auto"
+    prefetch_factor: Annotated[Positive, msgspec.Meta(description="number of finished batches to keep ready")] = 2
+    storage: Annotated[str, msgspec.Meta(description="storage backend, as in the DataLoader")] = "auto"
+    cache_dir: Annotated[str, msgspec.Meta(description="folder on a local disk to cache samples in")] | None = None
+    window: (
+        Annotated[Positive, msgspec.Meta(description="shuffle in windows of N shards instead of the whole split")]
+        | None
+    ) = None
+    verify: Annotated[bool, msgspec.Meta(description="skip checksum verification")] = True
+    transform: (
+        Annotated[
+            str,
+            msgspec.Meta(description="function to call with each sample", extra={"metavar": "MODULE:FUNCTION"}),
+        ]
+        | None
+    ) = None
+    seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, augmentation and weights")] = 0
+    price_per_gpu_hour: (
+        Annotated[
+            float,
+            msgspec.Meta(
+                ge=0,
+                le=_LARGE,
+                description="price of a GPU-hour; adds the cost per million samples, in the same currency",
+                extra={"metavar": "PRICE"},
+            ),
+        ]
+        | None
+    ) = None
+    trace: bool = False
+    leave_out: tuple[LeaveOut, ...] = ()
+    profile: AcceleratorProfile | None = None
+    inject: Injection = Injection()
+    look_ahead_bytes: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, ConfigError)
+
+
+class TrainSettings(Settings, frozen=True):
+    """One run of the reference trainer, the same on all its ranks; made from :class:`TrainOptions`.
+
+    ``num_steps`` counts optimiser steps; None runs ``num_epochs`` epochs. ``batch_size`` is the number of samples per
+    rank in a micro-batch; ``accumulation`` micro-batches make a step. ``profile`` is None on CUDA. ``leave_out`` makes
+    it a counterfactual: without ``loading`` the first batches are repeated and the loader is closed; without
+    ``storage``, ``decompression``, ``decode`` or ``transform`` the loader runs, but skips that work; without ``copy``
+    and ``launches`` the emulated device has a free bus and a fast host; without ``all-reduce`` each rank trains alone;
+    without ``training`` batches are taken as fast as they come, and dropped.
 
     ``transform`` names the function of each sample as ``MODULE:FUNCTION``; ``trace``: folder for the ranks' traces.
     """

@@ -2,7 +2,7 @@
 
 A virtual machine's speed changes within seconds, by more than loaders differ. Two runs of some seconds, one behind the
 other, see different machines; laps of a second, in turns, see nearly the same one. A stopped process keeps its place:
-what lies in its queues, and half a picture decoded, are there when it goes on.
+what lies in its queues, and half a picture decoded, are there when it resumes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ITEM_BYTES = 8
 
 
 class Timed(NamedTuple):
-    """What laps show. Times are a process's running time [s]: they stand still while it is stopped.
+    """Arrivals and costs of laps. Times are a process's running time [s]: they stand still while it is stopped.
 
     ``arrival_s``: when batches came. ``others_cpus``: how many CPUs were busy with something else or kept back by the
     host, ``stolen_cpus``: how many the host kept back; None where that cannot be known. ``clock_jump_s``: by how much
@@ -45,7 +45,7 @@ class Timed(NamedTuple):
 
 
 class _Lap(NamedTuple):
-    """Where a lap begins and ends on the monotonic clock, and what it took."""
+    """Start and end of a lap on the monotonic clock, and its costs."""
 
     begin_s: float
     end_s: float
@@ -68,7 +68,7 @@ class LapProcess:
 
     @property
     def num_laps(self) -> int:
-        """How many it has run."""
+        """Number of laps so far."""
         return len(self._laps)
 
     def begin(self, warm_up_s: float, limit_s: float) -> bool:
@@ -90,7 +90,7 @@ class LapProcess:
         return self._process.poll() is None
 
     def lap(self, seconds: float) -> None:
-        """Let it go on for so long."""
+        """Resume it for this time."""
         pid = self._process.pid
         jump_s, own_s, all_s, stolen_s = clock_jump_s(), tree_cpu_s(pid), all_cpu_s(), stolen_cpu_s()
         begin_s = time.monotonic()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.compare.report import CompareReport, Contestant
 
 HEADER = (
-    "loader:recipe", "images/s", "lowest to highest", f"{REFERENCE} is ... times as fast", "95 % interval",
+    "loader:recipe", "images/s", "lowest to highest", f"speed-up of {REFERENCE}", "95 % interval",
     "CPU-s per 1,000 images", "peak MB", "first batch [s]", "PSNR dB, mean (lowest)", "runs",
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ def _row(entry: Contestant) -> list[str]:
 
 
 def describe(work: Work) -> str:
-    """What was to be done, in a sentence."""
+    """Return the work of the loaders in one sentence."""
     return (
         f"{work.num_samples:,} samples of {len(work.cameras)} images, {work.source_wh[0]}x{work.source_wh[1]} JPEG, to "
         f"uint8 batches of {work.batch_size} x {len(work.cameras)} x 3 x {work.height} x {work.width}, shuffled, on "

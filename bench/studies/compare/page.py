@@ -18,17 +18,17 @@ _GREEN = "#009e73"
 
 
 _METHOD = (
-    "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to"
-    f" 4 GiB). {REFERENCE} runs all along in a round; every other one is started anew, and runs four laps behind its"
-    " first batch and a lap that does not count. Between its laps the reference runs its own: whose turn it is not "
-    "is stopped with all its workers and keeps its place, and who is first changes from lap to lap. A rate is the "
-    "slope of the line through the batches' arrivals in all laps. Ratios are of laps in turns, one a round, so that"
-    " a machine whose speed changes within seconds disturbs both alike; the interval is Student's t on their "
-    "logarithms over the rounds. No run is left out but those that are named. Before anything is timed, every "
-    "loader's images are held against the definition (decode at full size, shrink by area, crop), and an epoch's "
-    "samples are counted. The consumer takes batches and does nothing with them. Memory counts pages that processes"
-    " share once, and those of mapped files, which Fuelrail and SPDL read their shards from. Fuelrail's batches "
-    "hold matrices and boxes besides the images, the others' the images alone."
+    "Every loader runs in a process of its own, all pinned to the same CPUs, with its data in the page cache (up to 4 "
+    f"GiB). {REFERENCE} runs during the whole round. Every other loader is started once per round and runs four laps, "
+    "after its first batch and a warm-up lap. The two loaders alternate: the waiting loader is paused with all its "
+    "workers, and the one that starts changes from lap to lap. A rate is the slope of the line through the arrival "
+    "times of the batches in all laps. A ratio compares laps in turns, one ratio a round, so that a machine whose "
+    "speed changes within seconds disturbs both alike. The interval is Student's t on the logarithms over the rounds. "
+    "Every run is included unless listed otherwise. Before the timing, the images of every loader are checked against "
+    "the reference (decode at full size, shrink by area, crop), and the samples of an epoch are counted. The consumer "
+    "takes batches and does nothing with them. Memory counts shared pages once, and pages of mapped files, from which "
+    "Fuelrail and SPDL read their shards. Fuelrail's batches contain matrices and boxes as well as images; those of "
+    "the others contain images only."
 )
 
 
@@ -43,13 +43,13 @@ def render_page(report: CompareReport) -> str:
         times = best.figures.ours_times_as_fast
         interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.is_told else ""
         holds_one = times.is_told and times.low <= 1 <= times.high
-        undecided = " The interval holds 1: these rounds don't show which is faster." if holds_one else ""
+        undecided = " The interval contains 1: these rounds do not show which is faster." if holds_one else ""
         parts.append(
             hero(
                 f"{times.median:.2f} x",
                 f"{REFERENCE} against {best.name}, the fastest of the others",
-                f"{REFERENCE} hands out images {times.median:.2f} times as fast as {best.name}{interval}, on the same "
-                f"CPUs, of the same files.{undecided} {len(others)} other ways to load were timed.",
+                f"{REFERENCE} delivers images {times.median:.2f} times as fast as {best.name}{interval}, on the same "
+                f"CPUs and files.{undecided} {len(others)} other ways to load were timed.",
             )
         )
     parts += map(note, report.warnings)

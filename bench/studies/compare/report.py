@@ -59,7 +59,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContestantFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rounds say about a contestant.
+    """Figures of a contestant over the rounds.
 
     ``ours_times_as_fast``: the reference's rate over this one's in laps in turns; geometric mean over the rounds with a
     95 % interval. None without the reference, and without an interval after a single round.
@@ -192,16 +192,16 @@ def _median(entry: Contestant) -> float:
 def _warnings(contestants: Sequence[Contestant]) -> list[str]:
     warnings = []
     runs = [(entry.name, run) for entry in contestants for run in entry.runs]
-    doubted = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
-    if doubted:
-        warnings.append(f"{len(doubted)} of {len(runs)} runs do not count: {'; '.join(doubted)}.")
+    excluded = [f"{name} in round {run.round + 1}: {run.doubt}" for name, run in runs if run.doubt is not None]
+    if excluded:
+        warnings.append(f"{len(excluded)} of {len(runs)} runs do not count: {'; '.join(excluded)}.")
     others = [run.others_cpus for _, run in runs if run.others_cpus is not None and run.doubt is None]
     if others and max(others) > 0.1:
         stolen = [run.stolen_cpus for _, run in runs if run.stolen_cpus is not None and run.doubt is None]
         warnings.append(
-            f"Up to {max(others):.1f} CPUs were busy with something else during a run (median "
-            f"{float(np.median(others)):.2f}), of which its host kept back up to {max(stolen, default=0.0):.2f}: rates "
-            "are too low by about that share; ratios suffer less."
+            f"Up to {max(others):.1f} CPUs were used by other processes during a run (median "
+            f"{float(np.median(others)):.2f}), of which the hypervisor took up to {max(stolen, default=0.0):.2f}: "
+            "rates are too low by about that share; ratios suffer less."
         )
     return warnings
 

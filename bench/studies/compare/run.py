@@ -64,14 +64,14 @@ class _Runner(NamedTuple):
 
 
 class _Done(msgspec.Struct, frozen=True):
-    """What a peer's finished folder was made from."""
+    """Inputs of a peer's finished folder."""
 
     fingerprint: str
     work: Work
 
 
 class Workshop:
-    """Where the peers' data lies, and how their processes are run. ``cpus`` are those that each may use."""
+    """Prepares the peers' data and runs their processes. ``cpus`` are those that each may use."""
 
     def __init__(self, data: Path, dataset: Dataset, work: Work, cpus: tuple[int, ...], seconds: float) -> None:
         self._data, self._dataset, self._work = data, dataset, work

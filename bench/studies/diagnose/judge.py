@@ -1,4 +1,4 @@
-"""What bounds a training run, found by leaving things out: the run as it is against the same run without each. Pure.
+"""Find the bottleneck of a training run: the baseline compared with runs that leave out one part each. Pure.
 
 Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
 as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
@@ -36,7 +36,7 @@ Bound = Literal[
     "slow rank",
     "host",
     "compute",
-    "not told apart",
+    "undecided",
 ]
 
 # A gain below this, or one that noise explains, is none.
@@ -65,16 +65,16 @@ class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
     gain_high: float
 
     @property
-    def counts(self) -> bool:
-        """Whether the gain is worth a word and no noise."""
+    def is_significant(self) -> bool:
+        """Whether the gain is notable and larger than noise."""
         return self.gain > _NOTABLE and self.gain_low > 0
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds the run, why we say so, what to do, and how much faster the run would be without that bound.
+    """The bottleneck of a run, the evidence, advice, and the speed-up without that bottleneck.
 
-    ``noise``: by how much the same run differed from its repeat; None where it was not repeated. A gain counts when its
-    whole interval lies above the noise. ``num_rounds``: how many times all runs were made.
+    ``noise``: by how much the same run differed from its repeat; None where it was not repeated. A gain counts if its
+    whole interval is above the noise. ``num_rounds``: how many times all runs were made.
     """
 
     bound: Bound
@@ -96,7 +96,7 @@ class _Verdict(NamedTuple):
 
 
 class Round(NamedTuple):
-    """All runs once more: as it is, without each thing, and as it is again."""
+    """One round of all runs: the baseline, without each part, and the baseline repeated."""
 
     as_it_is: Report
     without: Mapping[LeaveOut, Report]
@@ -104,7 +104,7 @@ class Round(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Runs that differ in nothing but what was left out; all have figures.
+    """Runs that differ only in what was left out; all have figures.
 
     ``again`` is the same run a second time, over the same samples. ``shard_scaling``: how many times as fast reads
     spread over all shards are as reads of one; None where that was not looked at. ``more``: further rounds of all runs.
@@ -118,7 +118,7 @@ class Evidence(NamedTuple):
     more: Sequence[Round] = ()
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
+def find_bound(evidence: Evidence) -> Diagnosis:
     """Judge the runs."""
     base = evidence.as_it_is
     figures = base.figures
@@ -136,13 +136,13 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if again is not None and _was_cold(evidence, again):
         bound, finding, advice, gain = _cold(again)
     else:
-        counting = {name: entry for name, entry in found.items() if entry.counts and entry.gain_low > noise}
+        counting = {name: entry for name, entry in found.items() if entry.is_significant and entry.gain_low > noise}
         bound, finding, advice, gain = _judge(evidence, figures, counting)
         largest = max(found.values(), key=lambda entry: entry.gain, default=None)
         open_ = largest is not None and largest.gain > _NOTABLE and largest.gain_high > _SLOWER
         # A bound that a run shows by itself, such as time on the host, stands if it is larger than the noise.
         if not counting and largest is not None and open_ and gain <= noise:
-            bound, finding, advice, gain = _not_told(largest, noise)
+            bound, finding, advice, gain = _undecided(largest, noise)
     shown = [*found.values(), *([again] if again is not None else [])]
     return Diagnosis(
         bound=bound,
@@ -172,10 +172,10 @@ def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfa
     )
 
 
-def _not_told(largest: Counterfactual, noise: float) -> _Verdict:
+def _undecided(largest: Counterfactual, noise: float) -> _Verdict:
     return _Verdict(
-        "not told apart",
-        f"Not told apart from noise: the repeat of the same run differed by {noise:.1%}, and the largest gain, without "
+        "undecided",
+        f"No gain is larger than noise: the repeated baseline differed by {noise:.1%}, and the largest gain, without "
         f"{largest.left_out}, is {largest.gain:+.1%} ({largest.gain_low:+.1%} to {largest.gain_high:+.1%}).",
         "Run it on an idle machine, with more --steps, or with more --max-rounds.",
         0.0,
@@ -183,7 +183,7 @@ def _not_told(largest: Counterfactual, noise: float) -> _Verdict:
 
 
 def counterfactual(name: str, as_it_is: Report, without: Report) -> Counterfactual:
-    """How much faster one run is than another, per sample."""
+    """Compute how much faster one run is than another, per sample."""
     change = next(change for change in compare(as_it_is, without) if change.name.startswith("mean step time"))
     # Steps of other sizes: more samples a step make up for a longer one.
     work = _samples_a_step(without) / _samples_a_step(as_it_is)
@@ -207,7 +207,7 @@ def _judge(
     if slow is not None and "all-reduce" in counting and _is_slow_alone(evidence, slow.rank):
         return _Verdict(
             "slow rank",
-            f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its own part of the step, most of it "
+            f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its compute time, most of it "
             f"in '{slow.most_in.replace('_', ' ')}'; the others wait for it in the all-reduce.",
             f"Look at rank {slow.rank}'s host and device: clock, temperature, other processes, its shards' storage.",
             slow.slower,
@@ -271,7 +271,7 @@ def _in_the_loader(
 ) -> _Verdict:
     stages = [counting[name] for name in _IN_THE_LOADER if name in counting]
     worst = max(stages, key=lambda entry: entry.gain, default=None)
-    start = f"With batches from memory the run would be {loading.gain:.0%} faster"
+    start = f"Without any loading the run would be {loading.gain:.0%} faster"
     if worst is None:
         return _Verdict(
             "loader",
@@ -280,7 +280,7 @@ def _in_the_loader(
             loading.gain,
         )
     gain = worst.gain
-    start = f"{start}; {gain:.0%} of it without "
+    start = f"{start}; {gain:.0%} faster without "
     if worst.left_out == "storage":
         return _storage(evidence, f"{start}reading.", gain)
     if worst.left_out == "decompression":
@@ -302,9 +302,9 @@ def _in_the_loader(
 
 
 def _was_cold(evidence: Evidence, again: Counterfactual) -> bool:
-    """Whether the second run was faster because reading was: the runs in between differ from the first by that, too."""
+    """Return whether the second run was faster because reading was: then the runs between differ by that too."""
     first, second = _fetch_busy(evidence.as_it_is), _fetch_busy(evidence.again)
-    return again.counts and again.gain > _SLOWER and first > _READING and second < _WARMED * first
+    return again.is_significant and again.gain > _SLOWER and first > _READING and second < _WARMED * first
 
 
 def _fetch_busy(report: Report | None) -> float:
@@ -317,9 +317,9 @@ def _cold(again: Counterfactual) -> _Verdict:
     return _Verdict(
         "cold cache",
         f"The second run over the same samples was {again.gain:.0%} faster: what the first one read from slow storage "
-        "lay in a cache by then.",
-        "Nothing to mend where epochs fit into memory or the cache: the first one pays. Else warm it up before the job "
-        "(`cat OUT/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
+        "was in a cache then.",
+        "No change is needed if epochs fit into memory or the cache: only the first one is slow. Else "
+        "warm it up before the job (`cat DATASET/*.tar* > /dev/null`), or give --cache-dir on a local disk.",
         again.gain,
     )
 
@@ -331,7 +331,7 @@ def _storage(evidence: Evidence, start: str, gain: float) -> _Verdict:
             "too few shards",
             f"{start} Reads spread over the {count} shards are {evidence.shard_scaling:.1f} times as fast as reads of "
             f"one: the storage serves each file slowly, and {count} are too few to add up.",
-            "Shard anew with a smaller --shard-size (`fuelrail reshard OUT NEW --shard-size 64MB`), so that "
+            "Reshard with a smaller --shard-size (`fuelrail reshard DATASET NEW --shard-size 64MB`), so that "
             "more files are read at once.",
             gain,
         )
@@ -361,7 +361,9 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         )
     other = next(phase.share for phase in figures.phases if phase.phase == "other")
     if other > _SLOWER:
-        finding = f"Neither loading nor all-reduce holds the run up, but {other:.0%} of its time goes by on the host."
+        finding = (
+            f"Neither loading nor all-reduce slows the run down, but {other:.0%} of its time is spent on the host."
+        )
         advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
         return _Verdict("host", finding, advice, other / (1 - other))
     finding = (
@@ -372,7 +374,7 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
 
 
 def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
-    """Whether a rank is slow where nobody waits for it, too.
+    """Return whether a rank is also slow without all-reduce.
 
     In step, of two ranks that starve alike one gets its batch last every time, while the other's lie ready.
     """
@@ -381,7 +383,7 @@ def _is_slow_alone(evidence: Evidence, rank: int) -> bool:
 
 
 def _is_contention(evidence: Evidence) -> bool:
-    """Whether leaving out the decoding shortens forward and backward themselves, by more than the wait for data."""
+    """Return whether leaving out decoding shortens forward and backward by more than the wait for data."""
     undecoded = evidence.without.get("decode")
     if undecoded is None:
         return False

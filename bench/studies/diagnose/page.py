@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.diagnose.report import DiagnoseReport
 
 _METHOD = (
-    "The same training is run as it is, then once without each thing that may hold it up, and once more as it is. "
-    "What a run gains without something is what lifting that bound would bring, as far as the next bound. Intervals "
-    "hold the gain of the mean step with 95% probability, from a block bootstrap over the steps of both runs; from "
-    "three rounds on, from the rounds' differences (Student's t). A gain counts if it is more than 2% and its whole "
-    "interval lies above what the two runs as it is differ by. Otherwise all runs are made again, up to --max-rounds. "
-    "Each run's own report lies in a folder beside this page."
+    "The baseline is run first. Then one part is left out in each run, and the baseline is repeated. The gain of a run "
+    "is the speed-up that removing this bottleneck would bring, until the next one. Intervals contain the gain of the "
+    "mean step with 95% probability: from a block bootstrap over the steps of both runs, and with three rounds or more "
+    "from the differences between rounds (Student's t). A gain is significant if it exceeds 2% and its whole interval "
+    "is above the difference of the two baselines. Otherwise all runs are repeated, up to --max-rounds times. The "
+    "report of each run is in a folder beside this page."
 )
 
 
@@ -41,14 +41,14 @@ def render_page(report: DiagnoseReport) -> str:
     else:
         gain = f"; without it {diagnosis.expected_gain:.0%} faster" if diagnosis.expected_gain else ""
         rounds = f"; {diagnosis.num_rounds} rounds" if diagnosis.num_rounds > 1 else ""
-        what = "the bound of this run" if diagnosis.bound == "not told apart" else "bounds this run"
+        what = "the bound of this run" if diagnosis.bound == "undecided" else "bounds this run"
         meaning = f"{what}{gain}; occupancy {diagnosis.occupancy:.1%}{rounds}"
         parts.append(hero(diagnosis.bound, meaning, f"{diagnosis.finding} {diagnosis.advice}"))
     parts += map(note, report.warnings)
     if diagnosis is not None:
         caption = (
             "How much faster the run is without each; lines: 95% intervals. Grey band: what two runs that differ in "
-            "nothing differ by. Blue counts, grey is noise or too little."
+            "nothing differ by. Blue: significant. Grey: noise, or too small."
         )
         parts += ["<h2>What if it cost nothing?</h2>", figure(_bars(diagnosis), caption)]
         parts.append(table(list(map(escape, RUNS_HEADER)), ([*map(escape, row)] for row in run_rows(diagnosis))))
@@ -68,8 +68,10 @@ def _bars(diagnosis: Diagnosis) -> str:
     with style():
         drawn, axes = new_figure(0.6 + 0.3 * len(entries))
         for row, entry in enumerate(entries):
-            counts = entry.counts and entry.left_out != "again" and entry.gain_low > (diagnosis.noise or 0.0)
-            colour = BLUE if counts else GREY
+            stands_out = (
+                entry.is_significant and entry.left_out != "again" and entry.gain_low > (diagnosis.noise or 0.0)
+            )
+            colour = BLUE if stands_out else GREY
             axes.barh(row, entry.gain, 0.62, color=colour, linewidth=0)
             axes.plot([entry.gain_low, entry.gain_high], [row, row], color="#222222", linewidth=1.0)
         if diagnosis.noise:
@@ -79,5 +81,5 @@ def _bars(diagnosis: Diagnosis) -> str:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlabel("more samples/s than as it is")
+        axes.set_xlabel("more samples/s than the baseline")
         return to_svg(drawn, "Gain of each run without something")

@@ -1,4 +1,4 @@
-"""The report of ``fuelrail bench diagnose``: what was found, from which runs, and what came of the advice."""
+"""The report of ``fuelrail bench diagnose``: the bottleneck, the runs, and the effect of the suggestions."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 SCHEMA = "fuelrail-bench-diagnose"
 
 
-VERSION = 4
+VERSION = 5
 
 
 class RunMade(msgspec.Struct, frozen=True, kw_only=True):
-    """One run that was made whole; its own report lies in a folder beside this one."""
+    """One complete run; its own report is in a folder beside this one."""
 
     name: str
     report: str
@@ -51,24 +51,24 @@ class DiagnoseReport(ReportHeader, frozen=True, kw_only=True):
 RUNS_HEADER = ("run", "step ms", "faster by", "95 % interval")
 
 
-TRIED_HEADER = ("tried", "samples/s", "faster by", "95 % interval", "")
+TRIED_HEADER = ("settings tried", "samples/s", "faster by", "95 % interval", "")
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """The verdict in a few words."""
-    if diagnosis.bound == "not told apart":
-        return f"not told apart from noise (the repeat differed by {diagnosis.noise or 0:.1%})"
+    """Return the verdict in a few words."""
+    if diagnosis.bound == "undecided":
+        return f"undecided: within noise (the repeat differed by {diagnosis.noise or 0:.1%})"
     return f"bound by: {diagnosis.bound}"
 
 
 def title_of(entry: Counterfactual) -> str:
-    """What a run was made without, for readers."""
-    return "as it is, again" if entry.left_out == "again" else f"without {entry.left_out}"
+    """Return the title of a run."""
+    return "baseline, repeated" if entry.left_out == "again" else f"without {entry.left_out}"
 
 
 def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
-    """The run as it is, and each of the others against it."""
-    rows = [["as it is", f"{diagnosis.step_ms:.2f}", "", ""]]
+    """Return table rows: the baseline, and each other run compared with it."""
+    rows = [["baseline", f"{diagnosis.step_ms:.2f}", "", ""]]
     return rows + [
         [
             title_of(entry),
@@ -81,7 +81,7 @@ def run_rows(diagnosis: Diagnosis) -> list[list[str]]:
 
 
 def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
-    """What was tried, and what came of it."""
+    """Return table rows: the settings tried, and their effect."""
     return [
         [
             entry.options,
@@ -95,18 +95,18 @@ def tried_rows(tried: Sequence[Tried]) -> list[list[str]]:
 
 
 def verdict_on(entry: Tried) -> str:
-    """Whether something that was tried helps."""
-    return "helps" if entry.helps else "no difference shown" if entry.gain_high > -entry.noise else "is slower"
+    """Return whether a setting that was tried helps."""
+    return "helps" if entry.helps else "no significant difference" if entry.gain_high > -entry.noise else "is slower"
 
 
 def conclusion(tried: Sequence[Tried] | None) -> str:
-    """What to use; empty where nothing was to be tried."""
+    """Return what to use; empty if trials were not asked for."""
     if tried is None:
         return ""
     if not tried:
-        return "tried nothing: no setting of this command lifts that bound; see the advice"
+        return "nothing was tried: no setting of this command removes this bottleneck; see the advice"
     winner = best(list(tried))
-    return "none of the settings tried is shown to help; see the advice" if winner is None else f"use: {winner.options}"
+    return "none of the settings tried helped; see the advice" if winner is None else f"use: {winner.options}"
 
 
 _LOOK_AHEAD_BYTES = 512 << 20
@@ -116,10 +116,10 @@ _LOOK_AHEAD_BYTES = 512 << 20
 _WORTH = 0.02
 
 
-class Trial(NamedTuple):
-    """Something to try: the options that do it, and the settings that they change.
+class Suggestion(NamedTuple):
+    """A suggestion: the options on the command line, and the fields of `TrainOptions` that they change.
 
-    ``twice``: it pays from the second time on that samples are read, so that one counts.
+    ``twice``: it helps when samples are read again, so the second run counts.
     """
 
     options: str
@@ -128,7 +128,7 @@ class Trial(NamedTuple):
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial brought: samples/s against the run as it is, with a 95 % interval, beside the noise of a repeat."""
+    """The effect of a suggestion: samples/s compared with the baseline, a 95 % interval, and the noise of a repeat."""
 
     options: str
     samples_per_s: float
@@ -143,38 +143,44 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
         return self.gain > _WORTH and self.gain_low > self.noise
 
 
-def trials(bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path) -> list[Trial]:
-    """What may help against a bound, within the settings of `bench train`; empty where no setting does."""
+def suggestions(
+    bound: Bound, settings: TrainSettings, *, num_shards: int, num_ranks: int, out: Path
+) -> list[Suggestion]:
+    """Return what may remove a bottleneck, within the options of `bench train`; empty if no option does."""
     workers = settings.num_workers or max(1, default_num_workers() // num_ranks)
-    more = [Trial(f"--workers {count}", {"num_workers": count}) for count in (workers + 1, 2 * workers + 1)]
-    ahead = Trial("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
-    window = [Trial("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []
-    cache = Trial(
+    more = [Suggestion(f"--workers {count}", {"workers": count}) for count in (workers + 1, 2 * workers + 1)]
+    ahead = Suggestion("look_ahead_bytes=512 MiB", {"look_ahead_bytes": _LOOK_AHEAD_BYTES})
+    window = [Suggestion("--window 4", {"window": 4})] if settings.window is None and num_shards > 1 else []
+    cache = Suggestion(
         "--cache-dir OUT/cache", {"cache_dir": str((out / "cache").absolute()), "storage": "auto"}, twice=True
     )
     doubled = 2 * settings.accumulation
-    known: dict[str, list[Trial]] = {
+    known: dict[str, list[Suggestion]] = {
         "CPU decode": more,
         "decompression": more,
         "loader": more,
-        "Python": [*([Trial("--workers 1", {"num_workers": 1})] if workers > 1 else []), *more[:1]],
+        "Python": [*([Suggestion("--workers 1", {"workers": 1})] if workers > 1 else []), *more[:1]],
         "storage": [*more[1:], ahead, *window, *([] if settings.cache_dir else [cache])],
-        "cold cache": [Trial("nothing changed, the same samples again", {}, twice=True)],
+        "cold cache": [Suggestion("nothing changed, the same samples again", {}, twice=True)],
         "network": [ahead, *([] if settings.cache_dir else [cache])],
         "too few shards": [ahead, *([] if settings.cache_dir else [cache])],
-        "GPU decode contention": [Trial("--decoder turbo", {"decoder": "turbo"})] if settings.decoder == "dali" else [],
-        "kernel launches": [Trial(f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size})],
-        "all-reduce": [Trial(f"--accumulation {doubled}", {"accumulation": doubled})],
+        "GPU decode contention": [Suggestion("--decoder turbo", {"decoder": "turbo"})]
+        if settings.decoder == "dali"
+        else [],
+        "kernel launches": [
+            Suggestion(f"--batch-size {2 * settings.batch_size}", {"batch_size": 2 * settings.batch_size})
+        ],
+        "all-reduce": [Suggestion(f"--accumulation {doubled}", {"accumulation": doubled})],
     }
     return known.get(bound, [])
 
 
-def judge(trial: Trial, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
-    """What a trial brought; both reports have figures. ``noise``: by how much a repeat of the same run differed."""
+def judge(suggestion: Suggestion, as_it_is: Report, tried: Report, noise: float = 0.0) -> Tried:
+    """Return the effect of a suggestion; both reports have figures. ``noise``: by how much a repeat differed."""
     assert tried.figures is not None
-    found = counterfactual(trial.options, as_it_is, tried)
+    found = counterfactual(suggestion.options, as_it_is, tried)
     return Tried(
-        options=trial.options,
+        options=suggestion.options,
         samples_per_s=tried.figures.throughput.samples_per_s,
         gain=found.gain,
         gain_low=found.gain_low,
@@ -184,5 +190,5 @@ def judge(trial: Trial, as_it_is: Report, tried: Report, noise: float = 0.0) -> 
 
 
 def best(tried: list[Tried]) -> Tried | None:
-    """The one that helps most, if any does."""
+    """Return the suggestion that helps most, if any."""
     return max((entry for entry in tried if entry.helps), key=lambda entry: entry.gain, default=None)

@@ -1,4 +1,4 @@
-"""Two reports of the same kind held against each other: what became faster or slower, beyond the noise of both."""
+"""Two reports of the same kind compared: what became faster or slower, beyond the noise of both."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def refuse_other_data(before: Comparable, after: Comparable) -> None:
 
 
 def differences(before: Comparable, after: Comparable) -> list[str]:
-    """What else differs between two measurements and may explain a change, one line each."""
+    """List other differences of two measurements that may explain a change, one line each."""
     return [
         f"{name}: {old} -> {new}"
         for name, old, new in _differing(_conditions(before), _conditions(after))

@@ -76,7 +76,7 @@ def load_comparable(path: Path) -> Comparable:
 
 
 def schema_path(kind: Kind) -> Path:
-    """Where the JSON Schema of a kind lies."""
+    """Return the path of a kind's JSON Schema."""
     return SCHEMAS / f"{kind.schema}-v{kind.version}.json"
 
 

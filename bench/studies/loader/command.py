@@ -1,20 +1,17 @@
-"""``fuelrail bench loader``: how fast a dataset can be loaded here, where the time goes, and what bounds it."""
+"""``fuelrail bench loader``: arguments, and the figures as text."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.measure.machine import machine_facts, usable_cpus
 from fuelrail.bench.measure.processes import exit_code, report_console
-from fuelrail.bench.report.files import prepare_folder
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.bench.report.files import report_files
+from fuelrail.bench.report.options import add_dataset, add_output_flags, print_json, print_partial
+from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.pipeline.cli import add_flags, from_flags
 
 if TYPE_CHECKING:
     import argparse
@@ -23,113 +20,38 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Rate
     from fuelrail.bench.studies.loader.report import LoaderFigures, LoaderReport
 
-HELP = "measure how fast a dataset can be loaded, stage by stage, and what bounds it"
+HELP = "measure how fast a dataset can be loaded, stage by stage, and what limits it"
 DESCRIPTION = (
-    "Runs the loader as fast as it goes, each of its stages alone, and this machine's limits on the same bytes, all "
-    "from the page cache. Tells rates, CPU time, the time to the first batch, and what bounds the loader."
+    "Runs the loader at full speed, each of its stages alone, and this machine's limits on the same bytes, all from "
+    "the page cache. Reports rates, CPU time, the time to the first batch, and the bottleneck of the loader."
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench loader``."""
-    add = parser.add_argument
-    add("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
-    add("--split", default="train", help="split to load (default: %(default)s)")
-    add("--batch-size", type=int, default=8, help="samples of a batch (default: %(default)s)")
-    add("--workers", type=int, help="decoding threads (default: one for each usable CPU)")
-    add("--image", metavar="YAML", help="image settings (default: 704x256 from the bottom)")
-    add("--decoder", default="auto", help="decode backend, as the DataLoader takes it (default: %(default)s)")
-    add("--points", action="store_true", help="also decode the lidar sweep")
-    add("--no-verify", action="store_true", help="don't hold samples against their digests")
-    add("--seed", type=int, default=0, help="seed of the order (default: %(default)s)")
-    add("--repeats", type=int, default=5, help="rounds of measurement (default: %(default)s)")
-    add("--seconds", type=float, default=3.0, help="length of one run of the loader (default: %(default)s)")
-    add("--out", type=Path, default=Path("bench-loader"), help="folder for the report (default: %(default)s)")
-    add("--json", action="store_true", help="print the figures as JSON instead of a table")
-    add("--no-html", action="store_true", help="write no report.html; needs no matplotlib")
+    add_dataset(parser)
+    add_flags(parser, LoaderOptions)
+    add_output_flags(parser, "bench-loader")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure limits, stages and the whole loader; write the report; print it."""
-    # torch, only where something is measured
-    from fuelrail.bench.measure.machine import dataset_facts
-    from fuelrail.bench.measure.rates import median_rates
-    from fuelrail.bench.report.files import write_report
-    from fuelrail.bench.studies.loader.report import build_loader_report
-    from fuelrail.bench.studies.loader.run import measure_rounds
-    from fuelrail.bench.studies.loader.stages import LoaderChoice
-    from fuelrail.loaders import Transforms
-    from fuelrail.pipeline.settings import load_yaml
-    from fuelrail.pipeline.transforms.image import ImageAugment
+    """Measure, write the report's files and print the figures."""
+    from fuelrail.bench.studies.loader.measure import bench_loader  # imports torch
 
-    _check(arguments)
-    dataset = open_dataset(arguments.dataset)
-    facts = dataset_facts(dataset, arguments.split)
-    if facts.num_samples < arguments.batch_size:
-        raise ConfigError(
-            f"split '{arguments.split}' has {facts.num_samples} samples, fewer than a batch of "
-            f"{arguments.batch_size}: use a smaller --batch-size"
-        )
-    prepare_folder(arguments.out, html=not arguments.no_html)
-    image = load_yaml(arguments.image, ImageAugment) if arguments.image else Transforms().image
-    choice = LoaderChoice(
-        split=arguments.split,
-        batch_size=arguments.batch_size,
-        num_workers=arguments.workers or max(1, int(usable_cpus())),
-        decoder=arguments.decoder,
-        verify=not arguments.no_verify,
-        points=arguments.points,
-        seed=arguments.seed,
-    )
-    with Console(stderr=True).status("") as status:
-        measured = measure_rounds(
-            dataset, image, choice, num_rounds=arguments.repeats, seconds=arguments.seconds, tell=status.update
-        )
-    rounds, sizes, peak_rss_bytes, cut_off = measured
-    report = build_loader_report(
-        machine=machine_facts(),
-        dataset=facts,
-        options={**msgspec.to_builtins(choice), "image": msgspec.to_builtins(image), "seconds": arguments.seconds},
-        sizes=sizes,
-        limits=median_rates([each.limits for each in rounds]),
-        stages=median_rates([each.stages for each in rounds]),
-        stacked=median_rates([each.stacked for each in rounds]),
-        runs=[each.run for each in rounds],
-        peak_rss_bytes=peak_rss_bytes,
-        cut_off=cut_off,
-    )
-    written = write_report(report, arguments.out, html=not arguments.no_html)
+    options, html = from_flags(arguments, LoaderOptions), not arguments.no_html
+    report = bench_loader(arguments.dataset, options, out=arguments.out, html=html)
     if arguments.json:
-        summary = {
-            "cut_off": cut_off,
-            "figures": report.figures,
-            "too_short": report.too_short,
-            "warnings": report.warnings,
-        }
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=1).decode() + "\n")
+        print_json({name: getattr(report, name) for name in ("cut_off", "figures", "too_short", "warnings")})
     else:
         print_loader_report(report, report_console())
-        Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, written)), highlight=False)
-    return exit_code(cut_off, interrupted=cut_off is not None)
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    for name in ("batch_size", "workers", "repeats"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    if not arguments.seconds > 0:
-        raise ConfigError(f"--seconds {arguments.seconds:g} must be more than 0")
-    if arguments.decoder != "auto":
-        from fuelrail.loaders.decode import make_decoder
-
-        make_decoder(arguments.decoder)  # refuses a name that it does not know, and one that is not installed
+        files = report_files(arguments.out, html=html)
+        Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, files)), highlight=False)
+    return exit_code(report.cut_off, interrupted=report.cut_off is not None)
 
 
 def print_loader_report(report: LoaderReport, console: Console) -> None:
-    """The figures as text."""
-    if report.cut_off is not None:
-        console.print(f"[bold]PARTIAL:[/bold] {report.cut_off}", highlight=False)
+    """Print the figures as text."""
+    print_partial(report.cut_off, console)
     if report.figures is None:
         console.print(f"No figures: {report.too_short}.", highlight=False)
     else:

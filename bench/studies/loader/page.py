@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _METHOD = (
     "Rounds alternate between the whole loader, each of its stages alone, and this machine's limits, so that a "
-    "disturbance hits all three. Of each run of the loader, the part counts that is steady: the marginal standard "
-    "error rule cuts off the start. Medians over the rounds are told, with the lowest and the highest; for five rounds "
-    "that is a 94% confidence interval of the median, whatever the distribution. The consumer does nothing with the "
+    "disturbance affects all three. Only the steady part of each run counts: the marginal standard error rule cuts "
+    "off the start. The report has the medians over the rounds, with the lowest and the highest value; for five "
+    "rounds that is a 94% confidence interval of the median, for any distribution. The consumer does nothing with the "
     "batches."
 )
 
@@ -188,7 +188,7 @@ def _batches(report: LoaderReport) -> str:
 
 
 def _queues(report: LoaderReport) -> str:
-    """How full each stage's queue was over the time of the last run."""
+    """Plot the fill of each stage's queue over the last run."""
     run = report.runs[-1]
     figure, axes = new_figure(2.5)
     at_s = [depths.at_s for depths in run.queues]

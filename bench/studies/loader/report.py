@@ -55,7 +55,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the repeats say together; rates of the steady part of each.
+    """Figures over all repeats; rates are those of the steady parts.
 
     ``waterfall_doubt`` says why the waterfall is not to be taken at its word. ``is_waterfall_noise``: the repeats
     differ by more than any of its steps, so it is not shown.
@@ -152,7 +152,7 @@ def _figures(
     middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
     assert middle.samples_per_s is not None
     waterfall = _waterfall(limits, stages, stacked, samples_per_s.median)
-    doubt, is_noise = _doubt_of(waterfall, samples_per_s)
+    doubt, is_noise = _warning_of(waterfall, samples_per_s)
     return LoaderFigures(
         samples_per_s=samples_per_s,
         images_per_s=interval_of([rate * num_cameras for rate in rates]),
@@ -174,7 +174,7 @@ def _waterfall(
     limits: Sequence[Rate], stages: Sequence[Rate], stacked: Sequence[Rate], samples_per_s: float
 ) -> list[Step]:
     """From the bare JPEG library over the decode stage to the whole loader, all with the same number of threads; and
-    what of it reaches the device, if there is one. Copies go on beside the loading, so the slower of both counts.
+    what of it reaches the device, if there is one. Copies run beside the loading, so the slower of both counts.
     """
     named = []
     jpeg = jpeg_limit(limits)
@@ -202,8 +202,8 @@ def _waterfall(
     return steps
 
 
-def _doubt_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bool]:
-    """What speaks against the waterfall, None if nothing does; and whether the repeats' spread hides all its steps."""
+def _warning_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bool]:
+    """Return a warning about the waterfall, if any, and whether the spread of the repeats hides all its steps."""
     changes = [step.of_previous for step in waterfall[1:] if step.of_previous is not None]
     if not changes:
         return None, False
@@ -212,7 +212,7 @@ def _doubt_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, bo
     if spread > largest:
         noise = (
             f"not shown: the repeats of the same run differ by {spread:.0%}, the steps by {largest:.0%} at most, so "
-            "they are not told apart from noise. Repeat the measurement on an idle machine, or with more --repeats."
+            "they are within noise. Repeat the measurement on an idle machine, or with more --repeats."
         )
         return noise, True
     above = [step for step in waterfall[1:] if step.of_previous is not None and step.of_previous > 1 + _ABOVE]
@@ -277,10 +277,10 @@ _COMPUTING = 0.5
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds the loader.
+    """The bottleneck of the loader.
 
     ``gain`` is the factor by which the loader could be faster at best if the advice were followed, as far as the next
-    bound that is known; None where it cannot be told.
+    bound that is known; None if unknown.
     """
 
     kind: Kind
@@ -343,9 +343,9 @@ def find_bound(
 def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequence[Rate], jpeg: Rate | None) -> Bound:
     dearest = max(alone, key=lambda rate: rate.cpu_ms_per_sample)
     share = min(dearest.cpu_ms_per_sample / cpu_ms_per_sample, 1.0)
-    left = f" that others left of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
+    left = f" that other processes left free of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
     finding = (
-        f"The CPUs are used up: the loader took {cpu.own:.1f} of the {free:.1f}{left}. '{dearest.name}' makes "
+        f"The CPUs are used up: the loader used {cpu.own:.1f} of the {free:.1f} CPUs{left}. '{dearest.name}' makes "
         f"{share:.0%} of its work: {dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
     )
     if dearest.name == "decode" and jpeg is not None and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample:
@@ -360,7 +360,7 @@ def _cpu_bound(cpu_ms_per_sample: float, cpu: CpuUse, free: float, alone: Sequen
         return Bound(
             kind="cpu",
             stage="decode",
-            finding=f"{finding} The JPEG library alone takes {jpeg.cpu_ms_per_sample:.1f} ms of that.",
+            finding=f"{finding} The JPEG library alone takes {jpeg.cpu_ms_per_sample:.1f} ms of it.",
             advice="Give each rank more CPU cores, store smaller images, or decode on the GPU; on these cores and with "
             "these images no loader can do better than the library.",
             gain=cpu_ms_per_sample / jpeg.cpu_ms_per_sample,

@@ -33,7 +33,7 @@ _QUEUE_EVERY_S = 0.02
 
 
 class QueueDepths(msgspec.Struct, frozen=True, kw_only=True):
-    """How many results stood behind each stage, in the stages' order, when a batch was taken."""
+    """Number of results waiting after each stage, in the stages' order, when a batch was taken."""
 
     at_s: float
     waiting: list[int]
@@ -79,7 +79,7 @@ def run_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice, seco
                     break
         stages = snapshot(len(batch_s), loader.stats().stages).stages
     cpu = watch.use()
-    # The first batch waits for threads to start and queues to fill; it is told by itself.
+    # The first batch waits for threads to start and queues to fill; it is reported separately.
     warm_up = 1 + warm_up_length(batch_s[1:])
     steady = batch_s[warm_up:]
     num_loaded = stages[-1].items * choice.batch_size
@@ -132,16 +132,16 @@ def measure_rounds(
     *,
     num_rounds: int,
     seconds: float,
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> Rounds:
-    """Warm up and measure; ``tell`` is told what is under way.
+    """Warm up and measure; ``show`` is called with the current part of the measurement.
 
-    Interrupted, it returns the rounds before; raises KeyboardInterrupt, saying so, where there are none.
+    Interrupted, it returns the complete rounds; raises KeyboardInterrupt with a message where there are none.
     """
     rounds: list[Round] = []
     cut_off = None
     try:
-        tell("warming up")
+        show("warming up")
         run_loader(dataset, image, choice, seconds)
         # Read now: what follows keeps batches that a loader would not.
         peak_rss_bytes = peak_memory_bytes()
@@ -149,7 +149,7 @@ def measure_rounds(
         bench = _Bench(dataset, image, choice, record_stages(dataset, image, choice, num_batches), seconds)
         for number in range(num_rounds):
             where = f"round {number + 1} of {num_rounds}"
-            rounds.append(bench.round(where, tell))
+            rounds.append(bench.round(where, show))
     except KeyboardInterrupt:
         if not rounds:
             raise KeyboardInterrupt(NOTHING_MEASURED) from None
@@ -177,20 +177,20 @@ class _Bench:
         self._to_device = pinned_copy(self._output_bytes)
 
     def sizes(self) -> SampleSizes:
-        """How large the recorded samples are."""
+        """Return the sizes of the recorded samples."""
         return sample_sizes(self._items["parse"], self._items["decode"], self._output_bytes)
 
-    def round(self, where: str, tell: Callable[[str], None]) -> Round:
+    def round(self, where: str, show: Callable[[str], None]) -> Round:
         """Measure all four once."""
         dataset, image, choice, part_s = self._dataset, self._image, self._choice, self._part_s
-        tell(f"{where}: the whole loader")
+        show(f"{where}: the whole loader")
         run = run_loader(dataset, image, choice, self._seconds)
-        tell(f"{where}: each stage alone")
+        show(f"{where}: each stage alone")
         alone = measure_stages(self._recorded, choice.batch_size, part_s)
-        tell(f"{where}: stage upon stage")
+        show(f"{where}: stage upon stage")
         names = [entry.stage.name for entry in self._recorded]
         stacked = measure_stacked(dataset, image, choice, names[:-1], part_s)
-        tell(f"{where}: this machine's limits")
+        show(f"{where}: this machine's limits")
         limits = measure_limits(
             self._items["parse"],
             self._items["decode"],

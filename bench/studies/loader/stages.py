@@ -1,4 +1,4 @@
-"""What each of the loader's stages costs on its own: the stages of a real loader, on items that it had in flight."""
+"""Cost of each loader stage on its own: the stages of a real loader, on items that it had in flight."""
 
 from __future__ import annotations
 

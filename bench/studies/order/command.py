@@ -1,4 +1,4 @@
-"""``fuelrail order describe``: what an order does to a dataset, with figures that say how well it shuffles."""
+"""``fuelrail order describe``: arguments, and the figures of an order as a table."""
 
 from __future__ import annotations
 
@@ -6,152 +6,58 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.studies.order.report import (
-    WEBDATASET_SAMPLE_BUFFER,
-    OrderFigures,
-    Placed,
-    describe,
-    true_shuffle,
-    webdataset_order,
-)
-from fuelrail.pipeline.cli import Command
-from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import compile_order
-from fuelrail.pipeline.order.spec import Kind, Layout, OrderSpec
+from fuelrail.bench.report.options import add_dataset, print_json
+from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
+from fuelrail.pipeline.cli import Command, add_flags, from_flags
+from fuelrail.pipeline.order.spec import Kind, OrderSpec
 from fuelrail.pipeline.settings import load_yaml
-from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
+    from fuelrail.bench.studies.order.describe import Description
+    from fuelrail.bench.studies.order.report import OrderFigures
 
-    from fuelrail.pipeline.order.epoch import EndlessOrder
-
-_MAX_GLOBAL_BATCH = 1_000_000_000
 DESCRIPTION = (
-    "Shows what an order selects from a dataset, how long an epoch is, and how well it is shuffled, beside what "
-    "webdataset's buffer shuffle gives on the same shards and what a true shuffle gives. A z is in standard "
-    "deviations from a true shuffle's mean: within about 4 is as good as random."
+    "Shows which samples an order selects from a dataset, how long an epoch is, and how random the order is compared "
+    "with webdataset's shuffle buffer on the same shards and with a true shuffle. A z is in standard deviations from "
+    "the mean of true shuffles: within about 4 is as good as random."
 )
-
-
-class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What is printed, for ``--json``."""
-
-    dataset: str
-    split: str
-    epoch: int
-    global_batch: int
-    num_samples: int
-    num_selected: int
-    epoch_length: int
-    num_steps: int
-    num_padding: int
-    identity: dict[str, object]
-    figures: list[OrderFigures]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail order``."""
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    add = words.add_parser("describe", help="figures and a plot of one epoch", description=DESCRIPTION).add_argument
-    add("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
-    add("--split", default="train", help="default: %(default)s")
-    add("--config", metavar="YAML", help="the whole order specification; replaces all options of it below")
-    add("--kind", choices=get_args(Kind), default="shuffled", help="default: %(default)s")
-    add("--seed", type=int, default=0, help="default: %(default)s")
+    describe = words.add_parser("describe", help="figures and a plot of one epoch", description=DESCRIPTION)
+    add_dataset(describe)
+    add = describe.add_argument
+    add("--config", metavar="YAML", help="file with the whole order; replaces --kind, --seed, --window, ...")
+    add("--kind", choices=get_args(Kind), default="shuffled", help="kind of order (default: %(default)s)")
+    add("--seed", type=int, default=0, help="random seed of the order (default: %(default)s)")
     add("--window", type=int, help="shards in a window, for --kind windowed")
-    add("--pieces-per-clip", type=int, help="for --kind lanes")
-    add("--filter", metavar="EXPRESSION", help='only samples for which it holds, such as "night and num_car >= 3"')
-    add("--subset", metavar="FILE", help="only samples whose keys the file lists")
-    add("--epoch", type=int, default=0, help="default: %(default)s")
-    add("--global-batch", type=int, default=64, help="samples a step over all ranks (default: %(default)s)")
-    add(
-        "--buffer",
-        type=int,
-        default=WEBDATASET_SAMPLE_BUFFER,
-        help="webdataset's shuffle buffer (default: %(default)s)",
-    )
+    add("--pieces-per-clip", type=int, help="pieces that a clip is cut into, for --kind lanes")
+    add("--filter", metavar="EXPRESSION", help='only samples that match, such as "night and num_car >= 3"')
+    add("--subset", metavar="FILE", help="only samples whose keys are in the file")
+    add_flags(describe, DescribeOptions)
     add("--plot", type=Path, metavar="FILE", help="draw the orders: .png, .svg or .pdf")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, draw."""
-    if arguments.buffer < 1 or arguments.global_batch < 1:
-        raise ConfigError(
-            f"--buffer and --global-batch must be 1 or more, got {arguments.buffer} and {arguments.global_batch}"
-        )
-    if arguments.global_batch > _MAX_GLOBAL_BATCH:
-        raise ConfigError(f"--global-batch {arguments.global_batch} must be {_MAX_GLOBAL_BATCH:,} or less")
-    if arguments.buffer > _MAX_GLOBAL_BATCH:
-        raise ConfigError(f"--buffer {arguments.buffer} must be {_MAX_GLOBAL_BATCH:,} or less")
+    """Measure, print and draw."""
+    options = from_flags(arguments, DescribeOptions)
     spec = load_yaml(arguments.config, OrderSpec) if arguments.config else _spec(arguments)
-    dataset = open_dataset(arguments.dataset)
-    order = compile_order(spec, dataset, arguments.split, global_batch=arguments.global_batch)
-    entry = dataset.split(arguments.split)
-    first, end = entry.first_sample, entry.first_sample + entry.num_samples
-    samples = _epoch(order, arguments.epoch)
-    selected = np.unique(samples)
-    clips, shards = dataset.index.clip_numbers(first, end), dataset.index.column("shard", first, end)
-    lengths = Layout.of_split(dataset.manifest, arguments.split).shard_lengths
-    chances, equal = np.zeros(entry.num_samples), np.zeros(entry.num_samples)
-    chances[order.selected()], equal[selected] = order.expected_counts(), 1.0
-    num_epochs = min(_EPOCHS, _SHUFFLED_IN_ALL // len(selected))
-    at = [0, len(selected) // 2, -1]
-
-    def webdataset(epoch: int) -> NDArray[np.int64]:
-        return webdataset_order(lengths, selected, seed=spec.seed + epoch, sample_buffer=arguments.buffer)
-
-    def true(epoch: int) -> NDArray[np.int64]:
-        return true_shuffle(selected, seed=(spec.seed, epoch))
-
-    placed = [
-        Placed(name=f"fuelrail {spec.kind}", samples=samples, over_epochs=_over_epochs(order), chances=chances),
-        *(
-            Placed(
-                name=name,
-                samples=shuffle(arguments.epoch),
-                over_epochs=np.array([shuffle(epoch)[at] for epoch in range(num_epochs)]).reshape(-1, len(at)),
-                chances=equal,
-            )
-            for name, shuffle in ((f"webdataset {arguments.buffer:,}", webdataset), ("true shuffle", true))
-        ),
-    ]
-    figures = [describe(each, clips, shards, arguments.global_batch) for each in placed]
-    description = Description(
-        dataset=shown(dataset.manifest.name),
-        split=arguments.split,
-        epoch=arguments.epoch,
-        global_batch=arguments.global_batch,
-        num_samples=entry.num_samples,
-        num_selected=order.num_selected,
-        epoch_length=order.epoch_length,
-        num_steps=order.epoch_length // arguments.global_batch,
-        num_padding=order.epoch_length - len(samples),
-        identity=order.identity,
-        figures=figures,
-    )
+    description = describe_order(arguments.dataset, spec, options, plot=arguments.plot)
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(description), indent=2).decode())  # noqa: T201
-    else:
-        _print(description)
+        print_json(description)
+        return 0
+    _print(description)
     if arguments.plot is not None:
-        from fuelrail.bench.studies.order.plot import plot_orders
-
-        plot_orders(
-            arguments.plot, placed, figures, f"{description.dataset}, {description.split}, epoch {description.epoch}"
-        )
-        if not arguments.json:
-            print(f"plot: {arguments.plot}")  # noqa: T201
+        print(f"plot: {arguments.plot}")  # noqa: T201
     return 0
 
 
@@ -165,26 +71,6 @@ def _spec(arguments: argparse.Namespace) -> OrderSpec:
         pieces_per_clip=arguments.pieces_per_clip,
     )
 
-
-def _epoch(order: EndlessOrder, epoch: int) -> NDArray[np.int64]:
-    """The samples of one epoch, padding of lanes left out."""
-    positions = np.arange(order.epoch_length)
-    entries = order.epoch(epoch).entries(positions)
-    return entries.samples[entries.valid]
-
-
-def _over_epochs(order: EndlessOrder) -> NDArray[np.int64]:
-    """What stands at the first, middle and last position of many epochs; of lanes, where it is always valid."""
-    at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
-    entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
-    always = np.all([each.valid for each in entries], axis=0)
-    return np.array([each.samples[always] for each in entries])
-
-
-_EPOCHS = 1000
-"""Epochs over which equal chance is measured, ..."""
-_SHUFFLED_IN_ALL = 2_000_000
-"""... or so many that others have to shuffle this many samples."""
 
 _ROWS = (
     ("rank correlation", "rank_correlation", "+.4f"),

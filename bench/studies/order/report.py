@@ -1,4 +1,4 @@
-"""How well an order shuffles a dataset, beside what webdataset's buffer shuffle and a true shuffle give."""
+"""Figures on how random an order is, compared with webdataset's buffer shuffle and a true shuffle."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def describe(
 def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
     """Chi-square, as a z, of what stands at some positions (num_epochs, num_positions) against the samples' chances.
 
-    Samples are put in buckets of about equal chance, so many that 8 are expected in each, 16 at most. Positions are
+    Samples are put in at most 16 buckets of about equal chance, with 8 expected in each. Positions are
     taken to be independent of one another, which they nearly are in long epochs. NaN for fewer than 16 epochs.
     """
     num_epochs, num_positions = over_epochs.shape

@@ -1,4 +1,4 @@
-"""How well an order is shuffled: figures for any order given as an array, each with what a true shuffle would give.
+"""Measure the randomness of any order given as an array, compared with a true shuffle.
 
 An order is an integer array of length n that holds each of 0 .. n-1 once: ``order[position] = sample``. Each figure
 comes as a z-score (standard deviations from the mean over uniformly random permutations: within about 4 is as good as

@@ -68,7 +68,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _simulated_batch(report: ScaleReport, scaling: Scaling) -> str:
-    """What the lines of strong scaling share, which the dots do not."""
+    """Label what the lines of strong scaling share and the dots do not."""
     first = next((curve.points[0].result for curve in report.curves if curve.scaling == scaling), None)
     if scaling == "weak" or first is None:
         return ""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCHEMA = "fuelrail-bench-scale"
 VERSION = 1
 FITTED_RANKS = 2
-"""Runs with up to so many ranks feed the model; those with more are held out to try it."""
+"""Runs with up to this number of ranks feed the model; those with more are compared with it."""
 
 Scaling = Literal["weak", "strong"]
 
@@ -82,7 +82,7 @@ class ScaleReport(ReportHeader, frozen=True, kw_only=True):
 
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated besides the cluster as it was measured.
+    """Conditions of the simulation besides the measured cluster.
 
     ``strong_batch``: samples that strong scaling shares among all ranks; None for one on each of ``max_ranks``, or as
     many as were measured if that is more.
@@ -134,7 +134,7 @@ def try_model(fit: Fit, runs: Sequence[Measured], seed: int) -> list[Trial]:
 
 
 def make_curves(fit: Fit, batch_size: int, global_batch: int, conditions: Conditions) -> list[Curve]:
-    """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with storage that gives so much.
+    """Weak and strong scaling to ``max_ranks``: as measured, with stragglers, and with a limited storage bandwidth.
 
     Strong scaling shares ``conditions.strong_batch`` samples, and ends where each rank has one. ``global_batch`` is
     what it shared as it was measured.

@@ -2,74 +2,169 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
+from rich.console import Console
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE
 from fuelrail.bench.measure.machine import usable_cpus
+from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scale_model import Fit, Overhead
+from fuelrail.bench.report.files import prepare_folder, write_report
+from fuelrail.bench.report.options import make_options, output_folder
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import LoaderChoice
-from fuelrail.bench.studies.scale.report import FITTED_RANKS, Measured, Scaling
-from fuelrail.bench.studies.train import command as train_command
+from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.bench.studies.scale.report import (
+    FITTED_RANKS,
+    Conditions,
+    Measured,
+    Scaling,
+    build_scale_report,
+    make_curves,
+)
 from fuelrail.bench.studies.train.run import Made, TrainRun, measure_all
+from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.loaders import Transforms
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from fuelrail.bench.measure.accelerator import AcceleratorProfile
+    from fuelrail.bench.studies.scale.report import ScaleReport
     from fuelrail.bench.studies.train.report import Report
 
 
-class ScalePlan:
-    """The runs of one measurement, checked; ``arguments`` are those of ``fuelrail bench scale``.
+def scale(
+    dataset: str | os.PathLike[str],
+    options: ScaleOptions | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    html: bool = True,
+    **changes: Any,  # noqa: ANN401 - fields of ScaleOptions
+) -> ScaleReport:
+    """Measure weak and strong scaling on this host with emulated accelerators, and simulate more ranks.
 
-    Every number of ranks runs its points one after another on the same processes: the fixed batch a rank (weak
+    ``fuelrail.scale("DATASET", ranks=(1, 2))`` takes the fields of :class:`ScaleOptions` as keywords. ``out`` is a
+    folder for the report; None: nothing is written. Runs that end early make the report partial (``cut_off``), also
+    after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where no step was made.
+    """
+    return run_scaling(dataset, make_options(ScaleOptions, options, changes), out, html=html).report
+
+
+class Scaled(NamedTuple):
+    """A measurement of scaling; ``interrupted``: it was ended by Ctrl+C or SIGTERM."""
+
+    report: ScaleReport
+    interrupted: bool
+
+
+def run_scaling(
+    dataset: str | os.PathLike[str], options: ScaleOptions, out: str | os.PathLike[str] | None, *, html: bool
+) -> Scaled:
+    """Measure, fit, simulate, and write the report into ``out``, if given; see :func:`scale`."""
+    html = html and out is not None
+    with output_folder(out) as folder:
+        plan = ScalePlan(dataset, options, folder / "records")
+        prepare_folder(folder, html=html)
+        (folder / "records").mkdir(exist_ok=True)
+        reports, fit, cut_off, interrupted = _measure(plan)
+        report = _report(plan, reports, fit, cut_off)
+        write_report(report, folder, html=html)
+    return Scaled(report, interrupted)
+
+
+class _Measurement(NamedTuple):
+    """The runs that were made, and what the simulation needs; None if it was cut off before."""
+
+    reports: list[Report]
+    fit: Fit | None
+    cut_off: str | None
+    interrupted: bool
+
+
+def _measure(plan: ScalePlan) -> _Measurement:
+    """Make all runs; those before an interruption are returned, with ``cut_off``."""
+    reports: list[Report] = []
+    cut_off, interrupted, fit = None, False, None
+    try:
+        for count in plan.ranks:
+            made = plan.measure(count)
+            reports += made.reports
+            interrupted = made.interrupted
+            if made.cut_off is not None:
+                cut_off = f"{count} ranks: {made.cut_off}"
+                break
+        if cut_off is None:
+            with Console(stderr=True).status("the loader alone"):
+                fit = plan.fit(reports)
+    except KeyboardInterrupt:
+        if not reports:
+            raise KeyboardInterrupt(NOTHING_MEASURED) from None
+        cut_off, interrupted = "the run was interrupted", True
+    except FuelrailError as error:
+        if not reports:
+            raise
+        cut_off = str(error)
+    return _Measurement(reports, fit, cut_off, interrupted)
+
+
+class ScalePlan:
+    """The runs of one measurement, checked.
+
+    Each number of ranks makes its runs one after another in the same processes: the fixed batch per rank (weak
     scaling), and its part of the largest number's global batch (strong scaling), which for the largest is the same run.
     Raises ConfigError and DatasetErrors.
     """
 
-    def __init__(self, arguments: argparse.Namespace, ranks: Sequence[int], records: Path) -> None:
-        self.ranks, self.batch_size = ranks, arguments.batch_size
-        self.global_batch = ranks[-1] * arguments.batch_size
-        uneven = [count for count in ranks if self.global_batch % count]
+    def __init__(self, dataset: str | os.PathLike[str], options: ScaleOptions, records: Path) -> None:
+        self._dataset, self.options = dataset, options
+        self.ranks, self.batch_size = sorted(set(options.ranks)), options.batch_size
+        if not self.ranks or self.ranks[0] != 1:
+            raise ConfigError(f"ranks {self.ranks} must contain 1: efficiency is relative to one rank; begin with 1")
+        self.global_batch = self.ranks[-1] * options.batch_size
+        uneven = [count for count in self.ranks if self.global_batch % count]
         if uneven:
             raise ConfigError(
-                f"--ranks {','.join(map(str, ranks))}: strong scaling shares {self.global_batch} samples among them, "
-                f"which {uneven[0]} ranks cannot do evenly; use powers of two"
+                f"ranks {self.ranks}: strong scaling divides {self.global_batch} samples among the ranks, which is not "
+                f"even for {uneven[0]} ranks; use powers of two"
             )
-        self._arguments = arguments
-        self.runs = {count: self._runs(count, records) for count in ranks}
-        profile = self.runs[ranks[0]][0].settings.profile
+        self.runs = {count: self._runs(count, records) for count in self.ranks}
+        profile = self.runs[self.ranks[0]][0].settings.profile
         if profile is None:
             raise ConfigError("bench scale runs on emulated accelerators: use --accelerator emulated:PROFILE")
         self.profile: AcceleratorProfile = profile
 
     def _runs(self, count: int, records: Path) -> list[TrainRun]:
         sizes = sorted({self.batch_size, self.global_batch // count})
-        return [TrainRun(self._train(count, size), records / f"ranks-{count}-batch-{size}") for size in sizes]
+        return [
+            TrainRun(self._dataset, self._training(count, size), records / f"ranks-{count}-batch-{size}")
+            for size in sizes
+        ]
 
-    def _train(self, count: int, batch_size: int) -> argparse.Namespace:
-        """The arguments of ``fuelrail bench train`` for one run."""
-        given = self._arguments
-        parser = argparse.ArgumentParser()
-        train_command.configure_run(parser)
-        accelerator = f"emulated:{DEFAULT_PROFILE}" if given.accelerator == "auto" else given.accelerator
-        values = {
-            "ranks": count, "batch-size": batch_size, "steps": given.steps, "warmup": given.warmup,
-            "accelerator": accelerator, "split": given.split, "decoder": given.decoder, "seed": given.seed,
-        }  # fmt: skip
-        words = [str(given.dataset), *(f"--{name}={value}" for name, value in values.items())]
-        return parser.parse_args(words if given.workers is None else [*words, f"--workers={given.workers}"])
+    def _training(self, count: int, batch_size: int) -> TrainOptions:
+        given = self.options
+        return TrainOptions(
+            ranks=count,
+            batch_size=batch_size,
+            steps=given.steps,
+            warmup=given.warmup,
+            accelerator=f"emulated:{DEFAULT_PROFILE}" if given.accelerator == "auto" else given.accelerator,
+            split=given.split,
+            decoder=given.decoder,
+            seed=given.seed,
+            workers=given.workers,
+        )
 
     def measure(self, count: int) -> Made:
         """Run all points of a number of ranks."""
@@ -99,12 +194,12 @@ class ScalePlan:
             efficiency={},
         )
 
-    def fit(self, reports: Sequence[Report], loader_seconds: float) -> Fit:
+    def fit(self, reports: Sequence[Report]) -> Fit:
         """Measure the loader alone and put together what the simulation draws from.
 
         Only runs of up to ``FITTED_RANKS`` ranks are looked at: the others are there to try the model.
         """
-        dataset, settings = open_dataset(self._arguments.dataset), self.runs[self.ranks[0]][0].settings
+        dataset, settings = open_dataset(self._dataset), self.runs[self.ranks[0]][0].settings
         choice = LoaderChoice(
             split=settings.split,
             batch_size=self.batch_size,
@@ -114,7 +209,7 @@ class ScalePlan:
             points=False,
             seed=settings.seed,
         )
-        run = run_loader(dataset, Transforms().image, choice, loader_seconds)
+        run = run_loader(dataset, Transforms().image, choice, self.options.loader_seconds)
         num_cameras = len(dataset.manifest.cameras)
         per_sample = 1 if self.profile.per == "sample" else num_cameras
         seen = [report for report in reports if report.num_ranks <= FITTED_RANKS and report.figures is not None]
@@ -137,7 +232,7 @@ class ScalePlan:
         )
 
     def _overhead_ms(self, report: Report, num_cameras: int) -> list[float]:
-        """What is left of each step after data wait, device time and exposed all-reduce; all ranks."""
+        """Return the rest of each step after data wait, device time and exposed all-reduce; all ranks."""
         device_ms = self.profile.step_ms(self.batch_size, self.batch_size * num_cameras)
         rest = _column(report, "wall") - _column(report, "data_wait") - _column(report, "all_reduce") - device_ms
         values: list[float] = np.maximum(rest, 0.0).ravel().tolist()
@@ -154,3 +249,55 @@ def _column(report: Report, name: str) -> NDArray[np.float64]:
     first, count = report.window.num_warmup_steps, report.window.num_measured_steps
     columns = [series.wall_ms if name == "wall" else series.phases_ms[name] for series in report.series]
     return np.array([column[first : first + count] for column in columns], dtype=np.float64)
+
+
+def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: str | None) -> ScaleReport:
+    given = plan.options
+    conditions = Conditions(
+        max_ranks=given.max_ranks,
+        ranks_per_host=given.ranks_per_host,
+        slow_share=given.straggler_share,
+        slow_by=given.straggler_slowdown,
+        storage_gb_per_s=given.storage_gb_per_s,
+        seed=given.seed,
+        strong_batch=given.strong_batch,
+    )
+    points = [point for report in reports if (point := plan.point(report)) is not None]
+    too_short = next((report.window.too_short for report in reports if report.window.too_short), None)
+    usable = fit if fit is not None and too_short is None and fit.service_ms else None
+    curves = [] if usable is None else make_curves(usable, plan.batch_size, plan.global_batch, conditions)
+    warnings = merged_warnings([report.warnings for report in reports])
+    if too_short is not None:
+        warnings.insert(0, f"No figures: {too_short}.")
+    elif fit is not None and not fit.service_ms:
+        warnings.insert(0, "No simulation: the loader alone made too few batches; give it more --loader-seconds.")
+    options = {
+        "batch_size": plan.batch_size, "global_batch": plan.global_batch, "steps": given.steps,
+        "warmup": given.warmup, "workers": given.workers, "decoder": given.decoder,
+        **msgspec.to_builtins(conditions),
+    }  # fmt: skip
+    return build_scale_report(
+        machine=reports[0].machine,
+        dataset=reports[0].dataset,
+        accelerator=reports[0].accelerator,
+        options=options,
+        runs=points,
+        fit=usable,
+        curves=curves,
+        cut_off=cut_off,
+        warnings=warnings,
+        seed=given.seed,
+    )
+
+
+def merged_warnings(warnings: Sequence[Sequence[str]]) -> list[str]:
+    """The runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
+    alike: dict[str, list[str]] = {}
+    for warning in (warning for run in warnings for warning in run):
+        alike.setdefault(re.sub(r"\d[\d.,]*", "#", warning), []).append(warning)
+    return sorted(
+        found[0]
+        if len(set(found)) == 1
+        else f"{found[0]} (So in {len(found)} of {len(warnings)} runs, with other figures.)"
+        for found in alike.values()
+    )

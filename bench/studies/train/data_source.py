@@ -1,4 +1,4 @@
-"""Where a run's bytes came from: how many samples it took, how often the same ones, and what storage really read."""
+"""The source of a run's bytes: number of samples, number of repeats, and bytes that storage read."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
         return min(1.0, self.read_bytes / self.stored_bytes)
 
     def sentence(self) -> str:
-        """The facts for a reader."""
+        """Return the facts as text."""
         taken = (
             f"The run took {self.num_taken:,} samples, {self.num_distinct:,} distinct ones: {self.passes:.1f} times "
             f"through the split, {self.stored_bytes / 1e6:,.0f} MB as stored."
         )
         share = self.from_storage
         if share is None:
-            return f"{taken} Whether the bytes came from the page cache is not known."
+            return f"{taken} It is unknown whether the bytes came from the page cache."
         return f"{taken} Storage read {share:.0%} of these bytes; the rest came from the page cache."
 
 
 def data_source(settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts) -> DataSource | None:
-    """What the ranks took; None for a run that loads nothing, or whose dataset does not say its size."""
+    """Return what the ranks took; None for a run that loads nothing, or if the size of the dataset is unknown."""
     if not {"loading", "storage"}.isdisjoint(settings.leave_out) or dataset.mean_sample_bytes is None:
         return None
     taken = sum(step.num_samples for log in logs for step in log.steps)
@@ -70,8 +70,8 @@ def data_source(settings: TrainSettings, logs: Sequence[RankLog], dataset: Datas
     )
 
 
-def doubts_of_source(source: DataSource) -> Iterator[str]:
-    """What speaks against taking the run for one on a large dataset."""
+def warnings_of_source(source: DataSource) -> Iterator[str]:
+    """Yield the reasons why the run says little about a large dataset."""
     share = source.from_storage
     if share is not None and share < _FROM_STORAGE:
         yield (

@@ -63,7 +63,7 @@ def _figures(report: Report, figures: Figures) -> list[str]:
     if stages:
         header = ("loader stage", "threads, all ranks", "items/s", "busy", "starved", "blocked")
         lines += ["", *table(header, stages)]
-    lines += ["", *table(("rank", "occupancy", "with all-reduce", "own part ms"), ranks)]
+    lines += ["", *table(("rank", "occupancy", "with all-reduce", "compute time ms"), ranks)]
     gpus = [
         [str(gpu.index), f"{gpu.kernels:.0%}", "unknown" if gpu.jpeg is None else f"{gpu.jpeg:.0%}",
          f"{gpu.peak_memory_bytes / 2**30:.1f}", f"{gpu.mean_sm_clock_mhz:.0f}"]

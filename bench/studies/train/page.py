@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _NOTABLE = 0.02
 
 _EMULATION = (
-    "There was no GPU in this run: an imaginary one stood in, as MLPerf Storage does it. The figures say whether this "
-    "host and this dataset would keep such an accelerator fed, not how fast it trains."
+    "This run used an emulated GPU, as MLPerf Storage does. The figures say whether this host and this dataset would "
+    "keep such an accelerator fed, not how fast it trains."
 )
 
 
@@ -25,7 +25,7 @@ _OCCUPANCY = (
     "<b>Occupancy</b> is the time in which the accelerator computes forward, backward and optimiser, divided by wall "
     "time, over all steps after warm-up: MLPerf Storage’s accelerator utilisation (AU = total compute time / total "
     "running time), mean over ranks. Stricter than there: exposed all-reduce doesn’t count as busy, because a rank "
-    "that waits in it for a starved neighbour does no work; the column “with all-reduce” counts it."
+    "that waits in it for a starved neighbour does no work; the column “with all-reduce” includes it."
 )
 
 
@@ -259,8 +259,8 @@ def _ranks(report: Report) -> list[str]:
         "all-reduce by",
         "occupancy",
         "with all-reduce",
-        "own part [ms]",
-        "last in",
+        "compute time [ms]",
+        "slowest",
         "steps",
         "host memory [GiB]",
     ]
@@ -269,14 +269,14 @@ def _ranks(report: Report) -> list[str]:
     else:
         header.append("GPU memory [GiB]")
     legend_of = (
-        '<p class="small">Memory: the peak. <b>Own part</b>: the step without the all-reduce, and how it compares with '
-        "the other ranks’; <b>last in</b>: in how many steps the others waited for this rank.</p>"
+        '<p class="small">Memory: the peak. <b>Compute time</b>: step time without all-reduce, compared with the '
+        "other ranks’. <b>Slowest</b>: share of steps in which the other ranks waited for this one.</p>"
     )
     return ["<h2>Ranks</h2>", table(header, rows), legend_of, *_gpus(report)]
 
 
 def _gpus(report: Report) -> list[str]:
-    """What NVML saw."""
+    """Render the measurements of NVML."""
     if not report.gpus:
         return []
     rows = [

@@ -96,7 +96,7 @@ def _occupancy(report: Report) -> str:
 
 
 def _timeline(report: Report) -> str:
-    """What each rank did when, over the first steps of the measured window; nothing is averaged."""
+    """Plot the phases of each rank over the first steps of the measured window, without averaging."""
     first = report.window.num_warmup_steps
     shown = report.series[:_MAX_TIMELINE_RANKS]
     origin = min(series.end_s[first] - series.wall_ms[first] / 1e3 for series in shown)

@@ -26,7 +26,7 @@ from fuelrail.bench.measure.occupancy import (
 )
 from fuelrail.bench.measure.records import PHASES, RankLog, Stage, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
-from fuelrail.bench.studies.train.data_source import DataSource, data_source, doubts_of_source
+from fuelrail.bench.studies.train.data_source import DataSource, data_source, warnings_of_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What may be said when the measured window is long enough.
+    """Figures of a run whose measured window is long enough.
 
     ``launch_share``: what the host took to queue the device's work, in parts of what the device took for it; near 1 the
     device waits for the host. ``mfu``: the model's arithmetic (the profile's, when emulated) over what the devices
@@ -183,7 +183,7 @@ def build_report(
         model={"name": settings.model_name, "num_parameters": header.num_parameters if header else None},
         window=window,
         figures=figures,
-        warnings=doubts(settings, logs, window, figures, cpu, source),
+        warnings=find_warnings(settings, logs, window, figures, cpu, source),
         source=source,
         cpu=cpu,
         gpus=gpus,
@@ -199,7 +199,7 @@ def load_report(path: Path) -> Report:
 
 
 def _options(settings: TrainSettings) -> dict[str, Any]:
-    """The run's settings without what is told elsewhere or would name a place on this machine."""
+    """Return the run's settings, without those reported elsewhere and paths of this machine."""
     options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     return {key: value for key, value in options.items() if key not in _TOLD_ELSEWHERE}
 
@@ -322,14 +322,14 @@ def _series(rank: int, steps: Sequence[StepRecord], start_ns: int) -> Series:
     )
 
 
-# Shares of the wall time or of the steps below which nothing is said.
+# Shares of the wall time or of the steps below which there is no warning.
 _NOISE = 0.01
 
 
 _NOTABLE = 0.02
 
 
-def doubts(
+def find_warnings(
     settings: TrainSettings,
     logs: Sequence[RankLog],
     window: Window,
@@ -337,7 +337,7 @@ def doubts(
     cpu: CpuUse | None,
     source: DataSource | None = None,
 ) -> list[str]:
-    """All doubts about a run; ``figures`` is None when its window is too short, ``source`` when nothing was loaded."""
+    """Return all warnings; ``figures`` is None if the window is too short, ``source`` if nothing was loaded."""
     found = [*_of_the_run(settings, logs), *_of_the_input(settings, logs)]
     if cpu is not None and cpu.disturbed:
         found.append(
@@ -345,24 +345,24 @@ def doubts(
             "Repeat it on an idle machine for valid figures."
         )
     if source is not None and figures is not None:
-        found += doubts_of_source(source)
+        found += warnings_of_source(source)
     if figures is not None:
         found += [*_of_the_emulation(figures), *_of_the_window(settings, logs, window, figures)]
     return found
 
 
 def ranks_disagree(logs: Sequence[RankLog]) -> bool:
-    """Whether ranks that came to their end did so with different weights."""
+    """Return whether ranks that completed have different weights."""
     return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
 
 
 def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
     if settings.leave_out:
-        yield f"This run left out {' and '.join(settings.leave_out)}: it shows what that costs, and trains nothing."
+        yield f"This run left out {' and '.join(settings.leave_out)}: it measures what that costs, not training."
     elif ranks_disagree(logs):
-        yield "The ranks ended with different weights: their gradients were not the same. Don't trust this run."
+        yield "The ranks ended with different weights: their gradients differed. Do not trust this run."
     if any(step.loss is None for log in logs for step in log.steps):
-        yield "The loss was not finite in some steps: lower the learning rate. The times are as they are."
+        yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
 
 
 def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:
@@ -370,7 +370,7 @@ def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[
     if facts is None:
         return
     if not facts.labelled:
-        yield "The first batch had no boxes: times are as they are, the loss means little."
+        yield "The first batch had no boxes: the times are valid, the loss is not."
     if settings.profile is not None:
         reference = settings.profile.reference_input
         want = (reference.cameras, reference.width, reference.height)
@@ -378,7 +378,7 @@ def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[
         if want != got:
             yield (
                 f"The profile's times hold for {want[0]} x {want[1]}x{want[2]} pixels, the batches had "
-                f"{got[0]} x {got[1]}x{got[2]}: the emulated step is not this input's."
+                f"{got[0]} x {got[1]}x{got[2]}: the emulated step times do not fit this input."
             )
 
 
@@ -392,8 +392,8 @@ def _of_the_emulation(figures: Figures) -> Iterator[str]:
     if figures.overshoot_share > _NOISE:
         yield (
             f"The CPUs are overloaded: emulated phases ended late by {figures.overshoot_share:.1%} of the wall time. "
-            "What of that lengthened the step counts as “other”, so occupancy is a lower bound. Ranks that may "
-            "schedule themselves in real time (CAP_SYS_NICE) wake in time."
+            "What lengthened the step counts as “other”, so occupancy is a lower bound. With CAP_SYS_NICE, ranks use "
+            "real-time scheduling and wake in time."
         )
 
 
@@ -403,8 +403,8 @@ def _of_the_window(settings: TrainSettings, logs: Sequence[RankLog], window: Win
     if wait_share > _NOTABLE and at_turns > 0.5:
         yield (
             f"{at_turns:.0%} of the data wait fell on the first step of an epoch, and an epoch of this split has only "
-            f"{steps_per_epoch} steps: the loader fills its queues anew at each turn. In an epoch of a thousand steps "
-            "the same turn would hardly show."
+            f"{steps_per_epoch} steps: the loader refills its queues at the start of each epoch. In an epoch of a "
+            "thousand steps this would be negligible."
         )
     stock = _share_from_stock(logs, window, settings.accumulation)
     if stock > _NOTABLE:

@@ -1,12 +1,12 @@
-"""One measured training run: from the command line's arguments to the ranks, and from their records to a report."""
+"""A measured training run: from options to the ranks, and from their records to a report."""
 
 from __future__ import annotations
 
-import math
+import os
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -15,15 +15,16 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, pr
 from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
+from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder, write_report
+from fuelrail.bench.report.options import make_options, output_folder
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
-from fuelrail.bench.trainer.settings import LeaveOut, TrainSettings
+from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
     from fuelrail.bench.measure.accelerator import AcceleratorProfile
@@ -33,23 +34,56 @@ if TYPE_CHECKING:
 _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
 _RECORDS = "records"
+_TRACES = "trace"
+
+
+def train(
+    dataset: str | os.PathLike[str],
+    options: TrainOptions | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    html: bool = True,
+    **changes: Any,  # noqa: ANN401 - fields of TrainOptions
+) -> Report:
+    """Train a small multi-camera model on a dataset and report how busy the accelerators were.
+
+    ``fuelrail.train("DATASET", ranks=2, steps=100)`` takes the fields of :class:`TrainOptions` as keywords. ``out`` is
+    a folder for report.json, report.md and (with ``html``) report.html; None: nothing is written. A run that ends early
+    is reported as partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where
+    no step was made.
+    """
+    return run_training(dataset, make_options(TrainOptions, options, changes), out, html=html).reports[0]
+
+
+def run_training(
+    dataset: str | os.PathLike[str], options: TrainOptions, out: str | os.PathLike[str] | None, *, html: bool
+) -> Made:
+    """Make one run and write its report into ``out``, if given; see :func:`train`."""
+    if options.trace and out is None:
+        raise ConfigError("trace=True writes a file: give out=FOLDER")
+    with output_folder(out) as folder:
+        training = TrainRun(dataset, options, folder / _RECORDS)
+        prepare_folder(folder, html=html and out is not None)
+        made = measure_all([training])
+        if out is not None:
+            write_report(made.reports[0], folder, html=html)
+        if options.trace:
+            merge_traces(folder / _TRACES, folder / TRACE_JSON)
+            shutil.rmtree(folder / _TRACES, ignore_errors=True)
+    return made
 
 
 class TrainRun:
-    """A training run whose arguments are checked; :func:`measure_all` runs it.
+    """A training run whose options are checked; :func:`measure_all` runs it.
 
-    ``arguments`` are those of ``fuelrail bench train``; ``changes`` replaces fields of the settings made of them.
-    Raises ConfigError and DatasetErrors.
+    ``records`` is the folder for the ranks' records. Raises ConfigError and DatasetErrors.
     """
 
-    def __init__(
-        self, arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut] = (), **changes: object
-    ) -> None:
-        self._dataset = dataset_facts(open_dataset(arguments.dataset), arguments.split)
-        settings = msgspec.structs.replace(_settings(arguments, records, leave_out), **changes)
-        self.settings = settings
-        self.num_ranks: int = arguments.ranks
-        self._price: float | None = arguments.price_per_gpu_hour
+    def __init__(self, dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> None:
+        self._dataset = dataset_facts(open_dataset(dataset), options.split)
+        self.settings = _settings(os.fspath(dataset), options, records)
+        self.num_ranks = options.ranks
+        self._price = options.price_per_gpu_hour
         self.records = records
         _check_world(self.num_ranks, self.settings, self._dataset)
         check_decoder(self.settings)
@@ -79,8 +113,7 @@ class TrainRun:
 class Made(NamedTuple):
     """The reports of runs that were made one after the other.
 
-    ``cut_off`` says why there are fewer than there should be, or why the last one is partial; ``interrupted``, that
-    somebody asked for it.
+    ``cut_off`` says why reports are missing, or why the last one is partial; ``interrupted``: by Ctrl+C or SIGTERM.
     """
 
     reports: list[Report]
@@ -89,11 +122,11 @@ class Made(NamedTuple):
 
 
 def measure_all(runs: Sequence[TrainRun]) -> Made:
-    """Run several runs one after the other on the same ranks, whose start they share; a report of each.
+    """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
-    it made a step; those behind it are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
-    raises. Who used the CPUs is told of all runs together.
+    it made a step; later runs are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
+    raises. The use of the CPUs is reported for all runs together.
     """
     for run in runs:
         _prepare(run.records)
@@ -122,40 +155,37 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
     return Made(reports, cut_off, outcome.interrupted)
 
 
-def _settings(arguments: argparse.Namespace, records: Path, leave_out: Sequence[LeaveOut]) -> TrainSettings:
-    counts = ("ranks", "batch_size", "steps", "epochs", "workers", "accumulation", "prefetch_factor", "window")
-    positive = dict.fromkeys(counts, 1)
-    not_negative = dict.fromkeys(("warmup", "seed", "price_per_gpu_hour", "learning_rate"), 0)
-    for name, least in (positive | not_negative).items():
-        value = getattr(arguments, name)
-        if value is not None and not least <= value < math.inf:  # so put, NaN is refused too
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be {least} or more")
-    profile = _profile(arguments.accelerator)
-    steps = arguments.steps if arguments.steps is not None or arguments.epochs is not None else 60
+def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettings:
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
+    profile = options.profile or _profile(options.accelerator)
+    steps = 60 if options.steps is None and options.epochs is None else options.steps
     return TrainSettings(
-        dataset=arguments.dataset if is_url(arguments.dataset) else str(Path(arguments.dataset).absolute()),
-        split=arguments.split,
-        batch_size=arguments.batch_size,
+        dataset=dataset if is_url(dataset) else str(Path(dataset).absolute()),
+        split=options.split,
+        batch_size=options.batch_size,
         num_steps=steps,
-        num_epochs=arguments.epochs,
-        num_warmup_steps=arguments.warmup,
-        num_workers=arguments.workers,
-        decoder=arguments.decoder,
-        seed=arguments.seed,
-        accumulation=arguments.accumulation,
-        precision=arguments.precision or ("fp32" if profile else "bf16"),
-        learning_rate=arguments.learning_rate,
-        model_name=arguments.model or ("stand-in" if profile else "base"),
+        num_epochs=options.epochs,
+        num_warmup_steps=options.warmup,
+        num_workers=options.workers,
+        decoder=options.decoder,
+        seed=options.seed,
+        accumulation=options.accumulation,
+        precision=options.precision or ("fp32" if profile else "bf16"),
+        learning_rate=options.learning_rate,
+        model_name=options.model or ("stand-in" if profile else "base"),
         profile=profile,
         records=str(records.absolute()),
-        leave_out=tuple(leave_out),
-        prefetch_factor=arguments.prefetch_factor,
-        storage=arguments.storage,
-        cache_dir=None if arguments.cache_dir is None else str(arguments.cache_dir.absolute()),
-        window=arguments.window,
-        verify=not arguments.no_verify,
-        transform=arguments.transform,
-        trace=str((records.parent / "trace").absolute()) if getattr(arguments, "trace", False) else None,
+        leave_out=options.leave_out,
+        prefetch_factor=options.prefetch_factor,
+        storage=options.storage,
+        cache_dir=None if options.cache_dir is None else str(Path(options.cache_dir).absolute()),
+        look_ahead_bytes=options.look_ahead_bytes,
+        window=options.window,
+        verify=options.verify,
+        transform=options.transform,
+        inject=options.inject,
+        trace=str((records.parent / _TRACES).absolute()) if options.trace else None,
     )
 
 
@@ -165,12 +195,14 @@ def _profile(choice: str) -> AcceleratorProfile | None:
         return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
     if choice == "cuda":
         if not installed_gpus():
-            raise ConfigError("--accelerator cuda: the NVIDIA driver shows no GPU here; use emulated:PROFILE")
+            raise ConfigError(
+                "accelerator 'cuda' needs a GPU, and the NVIDIA driver shows no GPU here; use emulated:PROFILE"
+            )
         return None
     kind, _, name = choice.partition(":")
     if kind != "emulated" or not name:
         raise ConfigError(
-            f"--accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
+            f"accelerator {choice!r} must be auto, cuda or emulated:PROFILE; profiles: {', '.join(profile_names())}"
         )
     return load_profile(name)
 
@@ -197,7 +229,9 @@ def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts)
         )
     num_gpus = len(installed_gpus())
     if settings.profile is None and num_ranks > num_gpus:
-        raise ConfigError(f"--ranks {num_ranks}: each rank takes a GPU, and the NVIDIA driver shows {num_gpus} here")
+        raise ConfigError(
+            f"{num_ranks} ranks need a GPU each, and the NVIDIA driver shows {num_gpus} here; use fewer ranks"
+        )
 
 
 def _prepare(records: Path) -> None:
@@ -207,7 +241,9 @@ def _prepare(records: Path) -> None:
             shutil.rmtree(records)
         records.mkdir()
     except OSError as error:
-        raise ConfigError(f"--out '{records.parent}' cannot be written: {error.strerror}") from error
+        raise ConfigError(
+            f"folder '{records.parent}' cannot be written: {error.strerror}; choose another one"
+        ) from error
 
 
 def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:

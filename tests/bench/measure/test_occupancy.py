@@ -43,7 +43,7 @@ def test_the_window_ends_where_the_shortest_rank_ends():
 @pytest.mark.parametrize(("count", "warmup"), [(0, 0), (4, 4), (4 + MIN_MEASURED_STEPS - 1, 4), (3, 10)])
 def test_too_few_steps_give_no_window_and_say_so(count, warmup):
     window = window_of([steps(count)], warmup)
-    assert f"{count} steps were run" in window.too_short
+    assert f"{count} steps - {warmup} warm-up" in window.too_short
 
 
 def test_no_ranks_give_no_window():

@@ -11,11 +11,12 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.measure.machine import CpuUse
-from fuelrail.bench.studies.diagnose.command import told
-from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counterfactual, diagnose
-from fuelrail.bench.studies.diagnose.report import DiagnoseReport, headline, trials, verdict_on
+from fuelrail.bench.studies.diagnose.command import trial_lines
+from fuelrail.bench.studies.diagnose.judge import Bound, Evidence, Round, counterfactual, find_bound
+from fuelrail.bench.studies.diagnose.report import DiagnoseReport, headline, suggestions, verdict_on
 from fuelrail.bench.studies.diagnose.report import judge as judge_trial
 from fuelrail.bench.studies.train.report import load_report
+from fuelrail.bench.trainer.settings import TrainOptions
 from support.bench_runs import MS, SETTINGS, log, report_of, step
 from support.datasets import build_dataset
 
@@ -46,7 +47,7 @@ def judge(base, *, without=None, again=None, **facts):
         name: training(number, leave_out=(name,), **times) for number, (name, times) in enumerate(runs.items(), 1)
     }
     second = None if again is None else training(99, **again)
-    return diagnose(Evidence(base, reports, second, **facts))
+    return find_bound(Evidence(base, reports, second, **facts))
 
 
 def everywhere(**times):
@@ -59,7 +60,7 @@ def test_nothing_wrong_is_called_healthy():
     assert found.bound == "compute"
     assert found.finding.startswith("Healthy")
     assert found.expected_gain == 0
-    assert not any(entry.counts for entry in found.counterfactuals)
+    assert not any(entry.is_significant for entry in found.counterfactuals)
 
 
 WAITS = {"wait_ms": 15.0}
@@ -71,7 +72,7 @@ def test_the_stage_whose_absence_helps_is_named(left_out, bound):
     without = everywhere(**WAITS) | {"loading": {}, left_out: {"wait_ms": 1.0}}
     found = judge(training(0, **WAITS), without=without, again=WAITS)
     assert found.bound == bound
-    assert "With batches from memory the run would be" in found.finding
+    assert "Without any loading the run would be" in found.finding
     assert found.expected_gain == pytest.approx(46.2 / 32.2 - 1, abs=0.03)
 
 
@@ -87,7 +88,7 @@ def test_a_cache_that_was_cold():
     """Whatever comes after the first run is faster, by the same."""
     cold, warm = reading(training(0, **WAITS), 0.9), reading(training(1), 0.1)
     reports = {name: training(number, leave_out=(name,)) for number, name in enumerate(LOADER, 2)}
-    found = diagnose(Evidence(cold, reports, warm))
+    found = find_bound(Evidence(cold, reports, warm))
     assert found.bound == "cold cache"
     assert found.expected_gain == pytest.approx(46.2 / 31.2 - 1, abs=0.03)
 
@@ -168,17 +169,17 @@ def test_steps_of_other_sizes_are_compared_by_sample():
 @pytest.mark.parametrize(("num_workers", "options"), [(1, ["--workers 2"]), (3, ["--workers 1", "--workers 4"])])
 def test_nothing_is_tried_that_changes_nothing(num_workers, options, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, num_workers=num_workers)
-    found = trials("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
+    found = suggestions("Python", settings, num_shards=4, num_ranks=2, out=tmp_path)
     assert [trial.options for trial in found] == options
 
 
 @pytest.mark.parametrize("bound", [*get_args(Bound)])
 def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
-    found = trials(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
-    lines = told([judge_trial(trial, training(0, **WAITS), training(1)) for trial in found])
-    assert lines[-1].startswith("use: " if found else "tried nothing")
+    found = suggestions(bound, SETTINGS, num_shards=4, num_ranks=2, out=tmp_path)
+    lines = trial_lines([judge_trial(trial, training(0, **WAITS), training(1)) for trial in found])
+    assert lines[-1].startswith("use: " if found else "nothing was tried")
     for trial in found:
-        msgspec.structs.replace(SETTINGS, **trial.changes)
+        msgspec.structs.replace(TrainOptions(), **trial.changes)
 
 
 def test_the_command_runs_and_tells(tmp_path, capsys):
@@ -206,7 +207,7 @@ def test_the_command_runs_and_tells(tmp_path, capsys):
 def test_a_run_too_short_is_refused_before_it_is_made(tmp_path, capsys):
     options = ["--steps", "12", "--warmup", "5", "--out", str(tmp_path / "out")]
     assert main(["bench", "diagnose", str(tmp_path / "data"), *options]) == 2
-    assert "leave 7 steps to measure" in capsys.readouterr().err
+    assert "12 steps - 5 warm-up = 7 measured; at least 8" in capsys.readouterr().err
 
 
 def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
@@ -216,10 +217,10 @@ def test_a_gain_within_the_noise_of_a_repeat_gives_no_verdict():
     found = judge(training(0, **steps), without=noisy, again={"wait_ms": 7.5, "noise_ms": 6.0})
     decode = next(entry for entry in found.counterfactuals if entry.left_out == "decode")
     assert 0 < decode.gain_low < found.noise < decode.gain
-    assert found.bound == "not told apart"
-    assert f"the repeat of the same run differed by {found.noise:.1%}" in found.finding
+    assert found.bound == "undecided"
+    assert f"the repeated baseline differed by {found.noise:.1%}" in found.finding
     assert found.expected_gain == 0
-    assert headline(found) == f"not told apart from noise (the repeat differed by {found.noise:.1%})"
+    assert headline(found) == f"undecided: within noise (the repeat differed by {found.noise:.1%})"
 
 
 def test_further_rounds_tell_what_one_could_not():
@@ -235,17 +236,17 @@ def test_further_rounds_tell_what_one_could_not():
         }
 
     first = Evidence(training(0, **waits), without(10), training(99, wait_ms=1.5, noise_ms=6.0))
-    assert diagnose(first).bound == "not told apart"
+    assert find_bound(first).bound == "undecided"
     more = [Round(training(n, **waits), without(n + 10), training(n + 99, **waits)) for n in (100, 200, 300, 400)]
-    found = diagnose(first._replace(more=more))
+    found = find_bound(first._replace(more=more))
     assert (found.bound, found.num_rounds) == ("CPU decode", 5)
     assert found.noise < 0.1
 
 
 def test_a_trial_within_noise_shows_no_difference():
     base, same = training(0, **WAITS), training(1, **WAITS)
-    trial = trials("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
-    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no difference shown"
+    trial = suggestions("CPU decode", SETTINGS, num_shards=2, num_ranks=1, out=Path())[0]
+    assert verdict_on(judge_trial(trial, base, same, 0.1)) == "no significant difference"
     better = judge_trial(trial, base, training(2), 0.1)
     assert verdict_on(better) == "helps"
     assert not msgspec.structs.replace(better, noise=0.6).helps

@@ -123,10 +123,10 @@ def test_a_run_too_short_gives_no_figure_and_says_so(dataset, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--batch-size", 0), "--batch-size 0 must be 1 or more"),
-        (("--workers", 0), "--workers 0 must be 1 or more"),
-        (("--repeats", 0), "--repeats 0 must be 1 or more"),
-        (("--seconds", 0), "--seconds 0 must be more than 0"),
+        (("--batch-size", 0), "--batch-size 0: Expected `int` >= 1"),
+        (("--workers", 0), "--workers 0: Expected `int` >= 1"),
+        (("--repeats", 0), "--repeats 0: Expected `int` >= 1"),
+        (("--seconds", 0), "--seconds 0.0: Expected `float` > 0.0"),
         (("--split", "test"), "no split 'test'"),
         (("--batch-size", 99), "has 9 samples, fewer than a batch of 99"),
         (("--decoder", "quartz"), "quartz"),

@@ -47,7 +47,7 @@ IDLE = {"fetch": 0.1, "parse": 0.1, "decode": 0.5, "collate": 0.1}
 def test_cpus_used_up_by_decoding():
     bound = judge(samples_per_s=180, busy=IDLE | {"decode": 0.99})
     assert (bound.kind, bound.stage) == ("cpu", "decode")
-    assert "15.0 ms of that" in bound.finding
+    assert "15.0 ms of it" in bound.finding
     assert bound.gain == pytest.approx(21.2 / 15)
 
 
@@ -68,7 +68,7 @@ def test_cpus_used_up_by_reading():
 def test_cpus_that_others_took_count_as_used_up():
     bound = judge(samples_per_s=45, busy=IDLE | {"decode": 0.99}, others=3.0)
     assert bound.kind == "cpu"
-    assert "of the 1.0 that others left of 4" in bound.finding
+    assert "of the 1.0 CPUs that other processes left free of 4" in bound.finding
 
 
 def test_too_few_threads():

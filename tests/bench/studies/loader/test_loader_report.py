@@ -103,7 +103,7 @@ def test_the_waterfall_is_refused_where_the_repeats_differ_by_more_than_its_step
     assert figures.is_waterfall_noise
     assert "the repeats of the same run differ by 38%" in figures.waterfall_doubt
     for text in both_texts(loader_report_of([loader_run(rate) for rate in (80.0, 120.0, 125.0)])):
-        assert "not told apart from noise" in text
+        assert "they are within noise" in text
         assert "whole loader: batches assembled" not in text
 
 

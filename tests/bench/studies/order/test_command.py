@@ -10,7 +10,7 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.micro.synthetic_index import write_synthetic_index
-from fuelrail.bench.studies.order import command as order_command
+from fuelrail.bench.studies.order import describe as order_describe
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(order_command, "_SHUFFLED_IN_ALL", 100_000)
-    monkeypatch.setattr(order_command, "_EPOCHS", 50)
+    monkeypatch.setattr(order_describe, "_SHUFFLED_IN_ALL", 100_000)
+    monkeypatch.setattr(order_describe, "_EPOCHS", 50)
 
 
 def described(capsys, *arguments):
@@ -98,7 +98,7 @@ def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):
         (["--kind", "lanes", "--global-batch", "61"], "60 pieces of clips for 61 lanes"),
         (["--split", "val"], "no split 'val'; it has: train"),
         (["--subset", "no-such-file"], "keys file 'no-such-file' cannot be read"),
-        (["--buffer", "0"], "--buffer and --global-batch must be 1 or more, got 0 and 64"),
+        (["--buffer", "0"], "--buffer 0: Expected `int` >= 1"),
         (["--plot", "order.nonsense"], "plot 'order.nonsense' cannot be written"),
         (["--config", "no-such.yaml"], "no-such.yaml"),
     ],

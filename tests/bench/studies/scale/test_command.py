@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.studies.scale.command import merged_warnings
 from fuelrail.bench.studies.scale.report import load_scale_report
+from fuelrail.bench.studies.scale.run import merged_warnings
 from support.datasets import build_dataset
 
 _PROFILE = """
@@ -57,13 +57,13 @@ def test_one_and_two_ranks_are_measured_and_more_simulated(dataset, tmp_path, ca
         (("--ranks", "x"), "must be a list of numbers"),
         (("--ranks", "2,4"), "begin with 1"),
         (("--ranks", "1,3,4"), "use powers of two"),
-        (("--steps", 0), "--steps 0 must be 1 or more"),
-        (("--strong-batch", 0), "--strong-batch 0 must be 1 or more"),
+        (("--steps", 0), "--steps 0: Expected `int` >= 1"),
+        (("--strong-batch", 0), "--strong-batch 0: Expected `int` >= 1"),
         (("--batch-size", 99), "has 16 samples"),
         (("--decoder", "nope"), "nope"),
         (("--accelerator", "emulated:nope"), "nope"),
-        (("--straggler-share", 2), "must be 1 or less"),
-        (("--loader-seconds", 0), "must be more than 0"),
+        (("--straggler-share", 2), "--straggler-share 2.0: Expected `float` <= 1.0"),
+        (("--loader-seconds", 0), "--loader-seconds 0.0: Expected `float` > 0.0"),
     ],
 )
 def test_what_cannot_be_scaled_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):

@@ -87,11 +87,12 @@ def _row_of_step(folder, step):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--ranks", 0), "--ranks 0 must be 1 or more"),
-        (("--batch-size", -1), "--batch-size -1 must be 1 or more"),
-        (("--warmup", -1), "--warmup -1 must be 0 or more"),
-        (("--learning-rate", "nan"), "--learning-rate nan must be 0 or more"),
-        (("--price-per-gpu-hour", "inf"), "--price-per-gpu-hour inf must be 0 or more"),
+        (("--ranks", 0), "--ranks 0: Expected `int` >= 1"),
+        (("--batch-size", -1), "--batch-size -1: Expected `int` >= 1"),
+        (("--warmup", -1), "--warmup -1: Expected `int` >= 0"),
+        (("--learning-rate", "nan"), "--learning-rate nan: Expected `float` >= 0.0"),
+        (("--price-per-gpu-hour", "inf"), "--price-per-gpu-hour inf: Expected `float` <= 1000000000.0"),
+        (("--steps", 9, "--epochs", 1), "steps=9 and epochs=1 exclude each other"),
         (("--ranks", 5, "--batch-size", 5), "has 24 samples, one step takes 25"),
         (("--split", "test"), "no split 'test'"),
         (("--accelerator", "tpu"), "must be auto, cuda or emulated:PROFILE"),

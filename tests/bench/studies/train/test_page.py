@@ -48,7 +48,7 @@ def test_the_page_tells_what_the_report_tells(run):
 def test_an_emulated_run_says_on_every_occasion_that_it_is(run):
     report, page = run
     emulated = report.accelerator["kind"] == "emulated"
-    assert ("There was no GPU in this run" in page.text) == emulated
+    assert ("This run used an emulated GPU" in page.text) == emulated
     assert ("emulated Test GPU" in page.text) == emulated
     assert ("a test's invention" in page.text) == emulated
 

@@ -1,0 +1,233 @@
+"""A comparison of loaders: from options to the report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+
+from fuelrail.bench.measure.machine import dataset_facts, machine_facts
+from fuelrail.bench.peers.peer import PEERS, contestants, is_there
+from fuelrail.bench.peers.process import describe_work
+from fuelrail.bench.report.files import REPORT_JSON, prepare_folder, write_report
+from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.studies.compare.options import CompareOptions
+from fuelrail.bench.studies.compare.report import (
+    CompareReport,
+    build_compare_report,
+    load_compare_report,
+    make_run,
+)
+from fuelrail.bench.studies.compare.report import Contestant as Entry
+from fuelrail.bench.studies.compare.run import Workshop, affinity
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.sharding.planning.recipe import make_recipe
+from fuelrail.sharding.progress import make_progress
+from fuelrail.sharding.run import shard
+from fuelrail.sharding.sources.source import parse_source
+
+if TYPE_CHECKING:
+    from fuelrail.bench.peers.peer import Contestant, Work
+    from fuelrail.bench.studies.compare.run import Measured
+    from fuelrail.pipeline.format.dataset import Dataset
+
+_UNDER_WAY = "the run is under way, or was killed"
+
+
+class _Output(NamedTuple):
+    folder: Path
+    html: bool
+
+
+def compare(
+    source: str | os.PathLike[str],
+    options: CompareOptions | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
+    html: bool = True,
+    **changes: Any,  # noqa: ANN401 - fields of CompareOptions
+) -> CompareReport:
+    """Compare the speed of all installed loaders on the images of a dataset, or of a source as in `shard`.
+
+    ``fuelrail.compare("DATASET", rounds=3)`` takes the fields of :class:`CompareOptions` as keywords. ``out`` is a
+    folder for the report; None: nothing is written. ``data`` keeps the samples in each loader's format for the next
+    comparison; None: in ``out``, if given. After Ctrl+C the report holds the runs that are complete (``cut_off``).
+    Raises ConfigError and DatasetErrors.
+    """
+    options = make_options(CompareOptions, options, changes)
+    entrants = contestants(options.only)
+    cpus = affinity(options.cpus)
+    with output_folder(out) as folder:
+        output = _Output(folder, html and out is not None)
+        samples = folder / "data" if data is None else Path(data)
+        dataset = _dataset(source, options, samples)
+        work = describe_work(
+            dataset,
+            height=options.height,
+            width=options.width,
+            batch_size=options.batch_size,
+            num_workers=len(cpus),
+            seed=options.seed,
+        )
+        session = _Session(options, output, dataset, work, cpus)
+        prepare_folder(folder, html=output.html)
+        workshop = Workshop(samples, dataset, work, cpus, options.seconds)
+        cut_off: str | None = "the command failed"
+        try:
+            session.prepare(workshop, entrants)
+            session.measure(workshop)
+            cut_off = None
+        except KeyboardInterrupt:
+            cut_off = "the run was interrupted"
+        finally:
+            # An error of our own must not lose the rounds before it.
+            session.publish(cut_off)
+        return session.report()
+
+
+class _Session:
+    """The contestants with what is known of each so far, and the report on them."""
+
+    def __init__(
+        self,
+        options: CompareOptions,
+        output: _Output,
+        dataset: Dataset,
+        work: Work,
+        cpus: tuple[int, ...],
+    ) -> None:
+        self._given, self._output, self._work = options, output, work
+        path = output.folder / REPORT_JSON
+        before = load_compare_report(path) if options.resume and path.exists() else None
+        self._facts, self._machine = dataset_facts(dataset, next(iter(dataset.manifest.splits))), machine_facts()
+        self._options: dict[str, Any] = {"seconds": options.seconds, "psnr_db": options.psnr, "cpus": list(cpus)}
+        self._packages = _versions()
+        self._rounds = before.num_rounds if before else 0
+        self._entries = {entry.name: entry for entry in before.contestants} if before else {}
+        self._cut_off: str | None = None
+        self._console = Console(stderr=True, soft_wrap=True)
+        if before is not None:
+            self._refuse_other(before)
+
+    def prepare(self, workshop: Workshop, entrants: list[Contestant]) -> None:
+        """Data and images of every contestant; those that fail are noted and stay out."""
+        self._entrants = []
+        for number, contestant in enumerate(entrants):
+            name = contestant.name
+            with self._console.status(f"{name} ({number + 1} of {len(entrants)}): data") as status:
+                known = self._entries.get(name)
+                check, reason = (known.check, known.left_out) if known else (None, None)
+                if known is None or known.left_out is not None:
+                    reason = is_there(contestant.peer) or workshop.prepare(contestant)
+                    if reason is None:
+                        status.update(f"{name} ({number + 1} of {len(entrants)}): images")
+                        counts = contestant.recipe == PEERS[contestant.peer].recipes[-1]
+                        check, reason = workshop.check(contestant, self._given.psnr, whole_epoch=counts)
+                else:
+                    reason = workshop.prepare(contestant)
+            runs = known.runs if known else []
+            self._entries[name] = Entry(
+                name=name, peer=contestant.peer, recipe=contestant.recipe, check=check, left_out=reason, runs=runs,
+                figures=None,
+            )  # fmt: skip
+            if reason is not None:
+                self._console.print(f"left out: {name}: {reason}", highlight=False, markup=False)
+            else:
+                self._entrants.append(contestant)
+            self.publish(cut_off=_UNDER_WAY)
+
+    def measure(self, workshop: Workshop) -> None:
+        """The rounds; the report is written after each run, so that nothing measured is lost."""
+        for _ in range(self._given.rounds):
+            turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
+            with self._console.status(f"round {self._rounds + 1}") as status:
+                for number, measured in enumerate(workshop.round(turns)):
+                    self._note(measured)
+                    status.update(f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {measured.contestant.name}")
+                    self.publish(cut_off=_UNDER_WAY)
+            self._rounds += 1
+
+    def _note(self, measured: Measured) -> None:
+        contestant = measured.contestant
+        entry = self._entries[contestant.name]
+        if measured.timed is None:
+            why = f"it failed while timed: {measured.failure}"
+            self._entries[contestant.name] = msgspec.structs.replace(entry, left_out=why)
+            self._entrants = [other for other in self._entrants if other != contestant]
+            return
+        images_per_batch = self._work.batch_size * len(self._work.cameras)
+        made = make_run(self._rounds, measured.timed, measured.beside, images_per_batch)
+        self._entries[contestant.name] = msgspec.structs.replace(entry, runs=[*entry.runs, made])
+
+    def report(self) -> CompareReport:
+        """Return the report of what is known so far."""
+        return build_compare_report(
+            machine=self._machine, packages=self._packages, dataset=self._facts, work=self._work,
+            options=self._options, num_rounds=self._rounds, contestants=list(self._entries.values()),
+            cut_off=self._cut_off,
+        )  # fmt: skip
+
+    def publish(self, cut_off: str | None) -> None:
+        """Write the report's files; the page only of what is finished."""
+        self._cut_off = cut_off
+        finished = cut_off != _UNDER_WAY
+        write_report(self.report(), self._output.folder, html=finished and self._output.html)
+
+    def _refuse_other(self, before: CompareReport) -> None:
+        pairs = {
+            "dataset": (before.dataset.fingerprint, self._facts.fingerprint),
+            "work": (before.work, self._work),
+            "options": (before.options, self._options),
+            "processor": (before.machine.cpu, self._machine.cpu),
+            "packages": ((before.packages, before.machine.packages), (self._packages, self._machine.packages)),
+        }
+        for name, (old, new) in pairs.items():
+            if old != new:
+                raise ConfigError(
+                    f"--continue: the report in '{self._output.folder}' has another {name}: {old}, now {new}; use "
+                    "another --out"
+                )
+
+
+def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:
+    """Open the dataset, or make one of a source in the data folder."""
+    kind, colon, _ = os.fspath(place).partition(":")
+    if not colon or "/" in kind or Path(place).is_dir():
+        dataset = open_dataset(place)
+        return dataset if options.split is None else _one_split(dataset, options.split, data)
+    if options.split is not None:
+        raise ConfigError("--split is for datasets; of a source, compare loads all samples as one split")
+    named = {} if options.version is None else {"version": options.version}
+    out = data / "fuelrail"
+    with make_progress(as_json=False) as progress:
+        shard(parse_source(os.fspath(place), named), out, make_recipe(splits={"train": 1.0}), 1, progress)
+    return open_dataset(out)
+
+
+def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
+    """The dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
+    entry = dataset.split(split)  # refuses one that is not there
+    if len(dataset.manifest.splits) == 1:
+        return dataset
+    source = parse_source(f"fuelrail:{dataset.root}", {})
+    clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
+    out = data / f"split-{split}"
+    with make_progress(as_json=False) as progress:
+        shard(source, out, make_recipe(splits={split: clips}), 1, progress)
+    return open_dataset(out)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in sorted({package for entry in PEERS.values() for package in entry.packages}):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

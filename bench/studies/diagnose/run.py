@@ -1,0 +1,266 @@
+"""Counterfactual runs: a baseline, and the same training run with one part left out at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
+
+from fuelrail.bench.measure.limits import shard_scaling
+from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
+from fuelrail.bench.measure.processes import NOTHING_MEASURED
+from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder, write_report
+from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.studies.diagnose.judge import Diagnosis, Evidence, Round, find_bound
+from fuelrail.bench.studies.diagnose.report import (
+    SCHEMA,
+    VERSION,
+    DiagnoseReport,
+    RunMade,
+    Suggestion,
+    Tried,
+    judge,
+    suggestions,
+)
+from fuelrail.bench.studies.train.run import TrainRun, measure_all
+from fuelrail.bench.trainer.settings import Positive, TrainOptions
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.storage.filesystem import is_url
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from fuelrail.bench.studies.train.report import Report
+    from fuelrail.bench.trainer.settings import LeaveOut, TrainSettings
+
+_AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
+
+
+class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
+    """Options of `fuelrail.diagnose`: those of each training run, and what to do with the result."""
+
+    apply: Annotated[bool, msgspec.Meta(description="try the settings that may help, and report their effect")] = False
+    max_rounds: Annotated[
+        Positive,
+        msgspec.Meta(description="maximum number of rounds; all runs are repeated while noise hides their differences"),
+    ] = 5
+
+
+class _CutOff(Exception):  # noqa: N818 - a reason to stop, no error of the program
+    """A run, or one after it, ended early."""
+
+    def __init__(self, reason: str, *, interrupted: bool) -> None:
+        super().__init__(reason)
+        self.interrupted = interrupted
+
+
+class Examined(NamedTuple):
+    """A diagnosis; ``interrupted``: it was ended by Ctrl+C or SIGTERM."""
+
+    report: DiagnoseReport
+    interrupted: bool
+
+
+def diagnose(
+    dataset: str | os.PathLike[str],
+    options: DiagnoseOptions | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    html: bool = True,
+    **changes: Any,  # noqa: ANN401 - fields of DiagnoseOptions
+) -> DiagnoseReport:
+    """Find the bottleneck of a training run by leaving out one part at a time.
+
+    ``fuelrail.diagnose("DATASET", steps=100)`` takes the fields of :class:`DiagnoseOptions` as keywords. ``out`` is a
+    folder for the report and for those of the runs; None: nothing is written. Runs that end early make the report
+    partial (``cut_off``), also after Ctrl+C. Raises ConfigError, DatasetErrors, and FuelrailError where a run is too
+    short to show anything.
+    """
+    return run_diagnosis(dataset, make_options(DiagnoseOptions, options, changes), out, html=html).report
+
+
+def run_diagnosis(
+    dataset: str | os.PathLike[str], options: DiagnoseOptions, out: str | os.PathLike[str] | None, *, html: bool
+) -> Examined:
+    """Make the runs, write their reports and the diagnosis into ``out``, if given; see :func:`diagnose`."""
+    _check(options)
+    with output_folder(out) as folder:
+        return _Examination(dataset, options, folder, html=html and out is not None).run()
+
+
+def _check(options: DiagnoseOptions) -> None:
+    if options.leave_out or options.trace:
+        raise ConfigError("leave_out and trace are for `train`: diagnose chooses itself what to leave out")
+    num_measured = None if options.steps is None else options.steps - options.warmup
+    if num_measured is not None and num_measured < MIN_MEASURED_STEPS:
+        raise ConfigError(
+            f"{options.steps} steps - {options.warmup} warm-up = {num_measured} measured; at least "
+            f"{MIN_MEASURED_STEPS} are needed: use more --steps"
+        )
+
+
+class _Examination:
+    """The runs of one diagnosis; ``made`` holds the reports of those that are complete."""
+
+    def __init__(self, dataset: str | os.PathLike[str], options: DiagnoseOptions, out: Path, *, html: bool) -> None:
+        self._dataset, self._options, self._out, self._html = dataset, options, out, html
+        self._made: dict[str, Report] = {}
+        self._settings = self._run(_AS_IT_IS).settings
+        self._left_out = {f"without-{name}": name for name in _what_to_leave_out(self._settings, options.ranks)}
+
+    def run(self) -> Examined:
+        """Make the runs, judge them and write the report; see :func:`diagnose`."""
+        first_round = self._round("")  # checks all settings before the first run
+        prepare_folder(self._out, html=self._html)
+        diagnosis, tried, cut_off, interrupted = None, None, None, False
+        try:
+            self._measure(first_round)
+            num_rounds = 1
+            diagnosis = self._judge(num_rounds)
+            while diagnosis.bound == "undecided" and num_rounds < self._options.max_rounds:
+                num_rounds += 1
+                self._measure(self._round(_prefix(num_rounds)))
+                diagnosis = self._judge(num_rounds)
+            if self._options.apply:
+                tried = self._try(diagnosis)
+        except _CutOff as error:
+            if not self._made:
+                if error.interrupted:
+                    raise KeyboardInterrupt(NOTHING_MEASURED) from error
+                raise FuelrailError(f"no run is complete: {error}") from error
+            cut_off, interrupted = str(error), error.interrupted
+        except KeyboardInterrupt:
+            if not self._made:
+                raise KeyboardInterrupt(NOTHING_MEASURED) from None
+            cut_off, interrupted = "the run was interrupted", True
+        report = _report(self._made, diagnosis, tried, cut_off)
+        write_report(report, self._out, html=self._html)
+        return Examined(report, interrupted)
+
+    def _run(self, name: str, **changes: object) -> TrainRun:
+        options = msgspec.structs.replace(_training(self._options), **changes)
+        return TrainRun(self._dataset, options, self._out / name / "records")
+
+    def _round(self, prefix: str) -> dict[str, TrainRun]:
+        plan: dict[str, tuple[LeaveOut, ...]] = {
+            _AS_IT_IS: (),
+            **{name: (what,) for name, what in self._left_out.items()},
+            _AGAIN: (),
+        }
+        return {prefix + name: self._run(prefix + name, leave_out=what) for name, what in plan.items()}
+
+    def _judge(self, num_rounds: int) -> Diagnosis:
+        rounds = [
+            Round(
+                self._made[prefix + _AS_IT_IS],
+                {what: self._made[prefix + name] for name, what in self._left_out.items()},
+                self._made[prefix + _AGAIN],
+            )
+            for prefix in map(_prefix, range(1, num_rounds + 1))
+        ]
+        evidence = Evidence(*rounds[0], is_remote=is_url(self._dataset), more=rounds[1:])
+        diagnosis = find_bound(evidence)
+        if diagnosis.bound in ("network", "storage"):
+            settings = self._settings
+            scaling = shard_scaling(settings.dataset, settings.split, storage=settings.storage)
+            diagnosis = find_bound(evidence._replace(shard_scaling=scaling))
+        return diagnosis
+
+    def _measure(self, runs: dict[str, TrainRun]) -> None:
+        """Make the runs and add their reports to those made, each written into its folder; raises _CutOff."""
+        for name in runs:
+            prepare_folder(self._out / name, html=self._html)
+        reports, cut_off, interrupted = measure_all(list(runs.values()))
+        for name, report in zip(runs, reports, strict=False):
+            write_report(report, self._out / name, html=self._html)
+            if report.cut_off is not None:
+                raise _CutOff(f"the run '{name}': {report.cut_off}", interrupted=interrupted)
+            if report.figures is None:
+                raise FuelrailError(f"the run '{name}' is too short: {report.window.too_short}")
+            self._made[name] = report
+        if cut_off is not None:
+            raise _CutOff(f"the runs after '{list(runs)[len(reports) - 1]}': {cut_off}", interrupted=interrupted)
+
+    def _try(self, diagnosis: Diagnosis) -> list[Tried]:
+        """Run what may help, after one more unchanged run: the machine may have drifted since the first."""
+        facts = self._made[_AS_IT_IS].dataset
+        found = suggestions(
+            diagnosis.bound,
+            self._settings,
+            num_shards=facts.num_shards,
+            num_ranks=self._options.ranks,
+            out=self._out,
+        )
+        if not found:
+            return []
+        plan: list[tuple[str, Suggestion]] = []
+        for number, one in enumerate(found):
+            plan += [
+                (f"trial-{number}{'-first-time' if first else ''}", one) for first in ((1, 0) if one.twice else (0,))
+            ]
+        runs = {"before-trials": self._run("before-trials")}
+        self._measure(runs | {name: self._run(name, **one.changes) for name, one in plan})
+        # A cold cache is warm now, so a trial is compared with the very first run.
+        is_cold = diagnosis.bound == "cold cache"
+        base = self._made[_AS_IT_IS if is_cold else "before-trials"]
+        noise = 0.0 if is_cold or diagnosis.noise is None else diagnosis.noise
+        return [judge(one, base, self._made[f"trial-{number}"], noise) for number, one in enumerate(found)]
+
+
+def _training(options: DiagnoseOptions) -> TrainOptions:
+    return TrainOptions(**{name: getattr(options, name) for name in TrainOptions.__struct_fields__})
+
+
+def _prefix(number: int) -> str:
+    """Return the start of the folders' names in a round; the first round's have none."""
+    return "" if number == 1 else f"round-{number}-"
+
+
+def _report(
+    made: Mapping[str, Report], diagnosis: Diagnosis | None, tried: list[Tried] | None, cut_off: str | None
+) -> DiagnoseReport:
+    base = made[_AS_IT_IS]
+    runs = []
+    for name, report in made.items():
+        figures = report.figures
+        assert figures is not None, "runs without figures are refused"
+        runs.append(
+            RunMade(
+                name=name,
+                report=f"{name}/{REPORT_JSON}",
+                step_ms=figures.step_time.mean_ms,
+                occupancy=figures.occupancy.mean,
+                samples_per_s=figures.throughput.samples_per_s,
+            )
+        )
+    return DiagnoseReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        cut_off=cut_off,
+        machine=base.machine,
+        dataset=base.dataset,
+        accelerator=base.accelerator,
+        options=base.options,
+        num_ranks=base.num_ranks,
+        diagnosis=diagnosis,
+        tried=tried,
+        runs=runs,
+        warnings=base.warnings,
+    )
+
+
+def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
+    """List the parts that a run has; on a GPU the copy and the launches show without a run of their own."""
+    found: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
+    if settings.transform is not None:
+        found.append("transform")
+    if settings.profile is not None and settings.profile.copy_gb_per_s is not None:
+        found.append("copy")
+    if settings.profile is not None and settings.profile.launch_us:
+        found.append("launches")
+    if num_ranks > 1:
+        found.append("all-reduce")
+    return found

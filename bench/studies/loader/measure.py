@@ -1,0 +1,84 @@
+"""A measurement of the loader: from options to the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+
+from fuelrail.bench.measure.machine import dataset_facts, machine_facts, usable_cpus
+from fuelrail.bench.measure.rates import median_rates
+from fuelrail.bench.report.files import prepare_folder, write_report
+from fuelrail.bench.report.options import make_options
+from fuelrail.bench.studies.loader.options import LoaderOptions
+from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
+from fuelrail.bench.studies.loader.run import measure_rounds
+from fuelrail.bench.studies.loader.stages import LoaderChoice
+from fuelrail.loaders import Transforms
+from fuelrail.loaders.decode import make_decoder
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import load_yaml
+from fuelrail.pipeline.transforms.image import ImageAugment
+
+if TYPE_CHECKING:
+    import os
+
+
+def bench_loader(
+    dataset: str | os.PathLike[str],
+    options: LoaderOptions | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    html: bool = True,
+    **changes: Any,  # noqa: ANN401 - fields of LoaderOptions
+) -> LoaderReport:
+    """Measure how fast a dataset can be loaded here, stage by stage, and what limits it.
+
+    ``fuelrail.bench_loader("DATASET", repeats=3)`` takes the fields of :class:`LoaderOptions` as keywords. ``out`` is a
+    folder for the report; None: nothing is written. After Ctrl+C the report holds the complete rounds (``cut_off``).
+    Raises ConfigError and DatasetErrors.
+    """
+    options = make_options(LoaderOptions, options, changes)
+    if options.decoder != "auto":
+        make_decoder(options.decoder)  # refuses an unknown name, and one that is not installed
+    opened = open_dataset(dataset)
+    facts = dataset_facts(opened, options.split)
+    if facts.num_samples < options.batch_size:
+        raise ConfigError(
+            f"split '{options.split}' has {facts.num_samples} samples, fewer than a batch of {options.batch_size}: use "
+            "a smaller --batch-size"
+        )
+    if out is not None:
+        prepare_folder(Path(out), html=html)
+    image = Transforms().image if options.image is None else load_yaml(options.image, ImageAugment)
+    choice = LoaderChoice(
+        split=options.split,
+        batch_size=options.batch_size,
+        num_workers=options.workers or max(1, int(usable_cpus())),
+        decoder=options.decoder,
+        verify=options.verify,
+        points=options.points,
+        seed=options.seed,
+    )
+    with Console(stderr=True).status("") as status:
+        rounds, sizes, peak_rss_bytes, cut_off = measure_rounds(
+            opened, image, choice, num_rounds=options.repeats, seconds=options.seconds, show=status.update
+        )
+    report = build_loader_report(
+        machine=machine_facts(),
+        dataset=facts,
+        options={**msgspec.to_builtins(choice), "image": msgspec.to_builtins(image), "seconds": options.seconds},
+        sizes=sizes,
+        limits=median_rates([each.limits for each in rounds]),
+        stages=median_rates([each.stages for each in rounds]),
+        stacked=median_rates([each.stacked for each in rounds]),
+        runs=[each.run for each in rounds],
+        peak_rss_bytes=peak_rss_bytes,
+        cut_off=cut_off,
+    )
+    if out is not None:
+        write_report(report, Path(out), html=html)
+    return report

@@ -1,0 +1,160 @@
+"""A description of an order: from options to figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import numpy as np
+
+from fuelrail.bench.report.options import make_options
+from fuelrail.bench.studies.order.report import (
+    WEBDATASET_SAMPLE_BUFFER,
+    OrderFigures,
+    Placed,
+    describe,
+    true_shuffle,
+    webdataset_order,
+)
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.order.compile import LaneOrder, compile_order
+from fuelrail.pipeline.order.spec import Layout, OrderSpec
+from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    import os
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.order.compile import AnyOrder
+
+_MAX: Final = 1_000_000_000
+_EPOCHS = 1000
+"""Epochs over which equal chance is measured; fewer where others would shuffle more than _SHUFFLED_IN_ALL samples."""
+_SHUFFLED_IN_ALL = 2_000_000
+
+
+class DescribeOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.describe_order`, and flags of ``fuelrail order describe``."""
+
+    split: Annotated[str, msgspec.Meta(description="split to describe")] = "train"
+    epoch: Annotated[int, msgspec.Meta(ge=0, description="epoch to describe")] = 0
+    global_batch: Annotated[int, msgspec.Meta(ge=1, le=_MAX, description="samples per step over all ranks")] = 64
+    buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX, description="size of webdataset's shuffle buffer")] = (
+        WEBDATASET_SAMPLE_BUFFER
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self, ConfigError)
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True):
+    """An order, and how well it shuffles beside a shuffle buffer and a true shuffle."""
+
+    dataset: str
+    split: str
+    epoch: int
+    global_batch: int
+    num_samples: int
+    num_selected: int
+    epoch_length: int
+    num_steps: int
+    num_padding: int
+    identity: dict[str, object]
+    figures: list[OrderFigures]
+
+
+def describe_order(
+    dataset: str | os.PathLike[str],
+    order: OrderSpec | None = None,
+    options: DescribeOptions | None = None,
+    *,
+    plot: str | os.PathLike[str] | None = None,
+    **changes: Any,  # noqa: ANN401 - fields of DescribeOptions
+) -> Description:
+    """Measure which samples an order selects and how random it is; ``order`` None: a seeded shuffle.
+
+    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as keywords. ``plot``:
+    file to draw the orders in (.png, .svg or .pdf). Raises ConfigError, DatasetErrors and OrderError.
+    """
+    options = make_options(DescribeOptions, options, changes)
+    spec = OrderSpec(kind="shuffled") if order is None else order
+    opened = open_dataset(dataset)
+    compiled = compile_order(spec, opened, options.split, global_batch=options.global_batch)
+    entry = opened.split(options.split)
+    first, end = entry.first_sample, entry.first_sample + entry.num_samples
+    clips, shards = opened.index.clip_numbers(first, end), opened.index.column("shard", first, end)
+    lengths = Layout.of_split(opened.manifest, options.split).shard_lengths
+    placed = _placed(compiled, spec, lengths, options)
+    figures = [describe(each, clips, shards, options.global_batch) for each in placed]
+    description = Description(
+        dataset=shown(opened.manifest.name),
+        split=options.split,
+        epoch=options.epoch,
+        global_batch=options.global_batch,
+        num_samples=entry.num_samples,
+        num_selected=compiled.num_selected,
+        epoch_length=compiled.epoch_length,
+        num_steps=compiled.epoch_length // options.global_batch,
+        num_padding=compiled.lanes.num_padding if isinstance(compiled, LaneOrder) else 0,
+        identity=compiled.identity,
+        figures=figures,
+    )
+    if plot is not None:
+        from fuelrail.bench.studies.order.plot import plot_orders  # imports matplotlib
+
+        title = f"{description.dataset}, {description.split}, epoch {description.epoch}"
+        plot_orders(Path(plot), placed, figures, title)
+    return description
+
+
+def _placed(order: AnyOrder, spec: OrderSpec, lengths: Any, options: DescribeOptions) -> list[Placed]:  # noqa: ANN401
+    """Return one epoch of the order, of webdataset's and of a true shuffle, over the same samples."""
+    samples = _epoch(order, options.epoch)
+    selected = np.unique(samples)
+    num_samples = sum(lengths)
+    chances, equal = np.zeros(num_samples), np.zeros(num_samples)
+    chances[order.selected()], equal[selected] = order.expected_counts(), 1.0
+    num_epochs = min(_EPOCHS, _SHUFFLED_IN_ALL // len(selected))
+    at = [0, len(selected) // 2, -1]
+
+    def webdataset(epoch: int) -> NDArray[np.int64]:
+        return webdataset_order(lengths, selected, seed=spec.seed + epoch, sample_buffer=options.buffer)
+
+    def true(epoch: int) -> NDArray[np.int64]:
+        return true_shuffle(selected, seed=(spec.seed, epoch))
+
+    return [
+        Placed(name=f"fuelrail {spec.kind}", samples=samples, over_epochs=_over_epochs(order), chances=chances),
+        *(
+            Placed(
+                name=name,
+                samples=shuffle(options.epoch),
+                over_epochs=np.array([shuffle(epoch)[at] for epoch in range(num_epochs)]).reshape(-1, len(at)),
+                chances=equal,
+            )
+            for name, shuffle in ((f"webdataset {options.buffer:,}", webdataset), ("true shuffle", true))
+        ),
+    ]
+
+
+def _epoch(order: AnyOrder, epoch: int) -> NDArray[np.int64]:
+    """The samples of one epoch, padding of lanes left out."""
+    positions = np.arange(order.epoch_length)
+    if isinstance(order, LaneOrder):
+        entries = order.epoch(epoch).entries(positions)
+        return entries.samples[entries.valid]
+    return order.epoch(epoch)(positions)
+
+
+def _over_epochs(order: AnyOrder) -> NDArray[np.int64]:
+    """Return the samples at the first, middle and last position of many epochs; for lanes, where always valid."""
+    at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
+    if isinstance(order, LaneOrder):
+        entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
+        always = np.all([each.valid for each in entries], axis=0)
+        return np.array([each.samples[always] for each in entries])
+    return np.array([order.epoch(epoch)(at) for epoch in range(_EPOCHS)])

@@ -1,0 +1,65 @@
+"""Options of a measurement of scaling."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from fuelrail.bench.trainer.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, check_types
+
+_LARGE = 1e9  # msgspec knows no "finite"
+
+
+class ScaleOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.scale`. What has a description is a flag of ``fuelrail bench scale`` too.
+
+    ``ranks``: numbers of ranks to measure, 1 among them.
+    """
+
+    ranks: tuple[Positive, ...] = (1, 2, 4)
+    split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
+    batch_size: Annotated[Positive, msgspec.Meta(description="samples per rank in weak scaling")] = 2
+    steps: Annotated[Positive, msgspec.Meta(description="steps of each run")] = 50
+    warmup: Annotated[NotNegative, msgspec.Meta(description="warm-up steps, excluded from all results")] = 10
+    accelerator: Annotated[str, msgspec.Meta(description="emulated:PROFILE, as in `bench train`")] = "auto"
+    workers: (
+        Annotated[
+            Positive, msgspec.Meta(description="decoding threads per rank (default: the rank's share of the CPUs)")
+        ]
+        | None
+    ) = None
+    decoder: Annotated[str, msgspec.Meta(description="decode backend, as in the DataLoader")] = "auto"
+    seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, weights and simulation")] = 0
+    loader_seconds: Annotated[
+        float, msgspec.Meta(gt=0, le=_LARGE, description="seconds for which the loader runs alone")
+    ] = 6.0
+    max_ranks: Annotated[Positive, msgspec.Meta(description="largest number of ranks to simulate")] = 4096
+    strong_batch: (
+        Annotated[
+            Positive,
+            msgspec.Meta(description="global batch of simulated strong scaling (default: one sample per --max-ranks)"),
+        ]
+        | None
+    ) = None
+    ranks_per_host: Annotated[Positive, msgspec.Meta(description="ranks that share a host like this one")] = 1
+    straggler_share: Annotated[float, msgspec.Meta(ge=0, le=1, description="share of ranks that are slow")] = 0.01
+    straggler_slowdown: Annotated[
+        float, msgspec.Meta(ge=0, le=_LARGE, description="extra compute time of slow ranks (0.2 = 20 %)")
+    ] = 0.2
+    storage_gb_per_s: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="total storage bandwidth in GB/s")] = (
+        10.0
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self, ConfigError)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as ``1,2,4``. Raises ConfigError."""
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError(f"--ranks {text!r} must be a list of numbers such as 1,2,4")
+    return tuple(map(int, words))

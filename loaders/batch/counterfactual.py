@@ -1,0 +1,145 @@
+"""Counterfactual runs: a loader that leaves out the work of some parts, to measure what they cost."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from fuelrail.loaders.records import Fetched
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from fuelrail.loaders.batch.stages import Production
+    from fuelrail.loaders.records import DecodedSample, Parsed, Source, Task
+    from fuelrail.loaders.schedule.schedule import Schedule
+    from fuelrail.loaders.storage.cache.future_uses import FutureUses
+    from fuelrail.loaders.storage.protocol import PendingSpan, Storage, StorageStats
+    from fuelrail.loaders.storage.reader import FetchedSpan
+    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.runtime.stages import Stage
+
+LoaderPart = Literal["storage", "decompression", "decode", "transform"]
+"""The parts of a loader that can be left out, in the order of the data's way."""
+
+# Samples whose bytes or parsed members replace those of all others; enough that their sizes average out.
+_NUM_KEPT = 8
+
+
+class LeftOut(NamedTuple):
+    """The parts that a loader leaves out; ``kept`` holds the stored samples of each source that replace all reads."""
+
+    parts: frozenset[LoaderPart] = frozenset()
+    kept: Mapping[int, Sequence[FetchedSpan]] = {}
+
+    def stages(self, stages: list[Stage]) -> list[Stage]:
+        """Replace the work of the stages whose part is left out."""
+        if not self.parts:
+            return stages
+        empty: dict[str, Callable[[Stage], Callable[[Any], Any]]] = {}
+        if "storage" in self.parts:
+            empty["fetch"] = lambda _: self._fetch
+        if "decompression" in self.parts:
+            empty["parse"] = lambda stage: _Remembered(stage.work)
+        if "decode" in self.parts:
+            empty["decode"] = lambda _: _undecoded
+        return [replace(stage, work=empty[stage.name](stage)) if stage.name in empty else stage for stage in stages]
+
+    def _fetch(self, task: Task) -> Fetched:
+        kept = self.kept[task.source.base]
+        return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
+
+
+def leave_out(
+    parts: Collection[LoaderPart], supply: Schedule, make: Production
+) -> tuple[LeftOut, Schedule, Production]:
+    """Prepare to leave out parts. Returns what to load, which reads nothing without ``storage``, and the stages.
+
+    Raises ConfigError for a part that does not exist.
+    """
+    allowed = get_args(LoaderPart)
+    if unknown := sorted(set(parts) - {*allowed}):
+        raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
+    if "transform" in parts and make.transform is not None:
+        make = make._replace(transform=_keep_sample)
+    if "storage" not in parts:
+        return LeftOut(frozenset(parts)), supply, make
+    kept = {source.base: _read_some(source, supply.identity.split) for source in supply.sources}
+    silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in supply.sources)
+    return LeftOut(frozenset(parts), kept), supply._replace(sources=silent), make
+
+
+def _read_some(source: Source, split: str) -> list[FetchedSpan]:
+    """Read some samples of all shards: neighbours may be of one clip."""
+    entry = source.dataset.split(split)
+    stride = max(1, entry.num_samples // _NUM_KEPT)
+    rows = range(entry.first_sample, entry.first_sample + entry.num_samples, stride)[:_NUM_KEPT]
+    spans = [source.reader.fetch(row) for row in rows]
+    return [span._replace(span=memoryview(bytes(span.span))) for span in spans]
+
+
+class _SilentStorage:
+    """The storage of a source, with sessions that read nothing: no background reads either."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self.look_ahead_bytes = inner.look_ahead_bytes
+
+    def span(self, index: int, row: IndexRow) -> memoryview:
+        return self._inner.span(index, row)
+
+    def recheck(self, index: int) -> None:
+        """Nothing is read, so nothing can have changed."""
+
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _SilentSession:  # noqa: ARG002
+        return _SilentSession()
+
+    def stats(self) -> StorageStats:
+        return self._inner.stats()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _SilentSession:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+        return [lambda: memoryview(b"") for _ in rows]
+
+    def close(self) -> None:
+        """Nothing was requested."""
+
+
+class _Remembered:
+    """Parsing of the first samples only; their results replace those of all others."""
+
+    def __init__(self, work: Callable[[Fetched], Parsed]) -> None:
+        self._work, self._lock = work, threading.Lock()
+        self._kept: list[Parsed] = []
+
+    def __call__(self, fetched: Fetched) -> Parsed:
+        with self._lock:
+            if len(self._kept) < _NUM_KEPT:
+                parsed = self._work(fetched)
+                # The storage may reuse the buffer that holds the bytes.
+                samples = tuple(
+                    replace(sample, images={name: bytes(image) for name, image in sample.images.items()})
+                    for sample in parsed.samples
+                )
+                self._kept.append(parsed._replace(samples=samples))
+                return parsed
+        parsed = self._kept[fetched.task.row % len(self._kept)]
+        return parsed._replace(task=fetched.task)
+
+
+def _undecoded(parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSample]:
+    """Return a sample, or those of a batch, without writing their images into the batch's buffer."""
+    if isinstance(parsed, list):
+        return [one.decoded(one.task.slot) for one in parsed]
+    return parsed.decoded(parsed.task.slot)
+
+
+def _keep_sample(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return the sample: replaces a transform that is left out."""
+    return sample
