@@ -1,20 +1,25 @@
-"""What a folder hands to the command line: one `Command` for each word of ``fuelrail WORD``."""
+"""What a folder hands to the command line: one `Command` for each word of ``fuelrail WORD``, and flags from structs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import argparse
+import re
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, convert
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
 
 class Command(NamedTuple):
     """One command: its one-line help, the function that declares its arguments, and the one that runs it.
 
-    ``run`` returns the process's exit code. What the user can mend is raised as a
+    ``run`` returns the process's exit code. An error that the user can fix is raised as a
     :class:`fuelrail.pipeline.errors.FuelrailError`; the entry point prints it as one sentence.
     """
 
@@ -28,25 +33,158 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def add_flags(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,  # noqa: SLF001 - argparse has no public name for it
+    kind: type[msgspec.Struct],
+    *,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Add a flag for every field of a struct that has a description; :func:`from_flags` makes the struct.
+
+    Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1, description="...")] = 4``,
+    or ``Annotated[...] | None = None`` for a flag without default. A field without a default is a required flag.
+    Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A bool
+    that is True by default becomes ``--no-NAME``; a list takes one or more values. ``Meta(extra={"metavar": "SIZE",
+    "parse": parse_size})`` names the value in the help, and converts its text where the type alone does not say how.
+    """
+    flags: dict[str, str] = {}
+    for field in _described(kind):
+        flags[field.name] = f"--{(names or {}).get(field.name, field.flag)}"
+        parser.add_argument(
+            flags[field.name],
+            dest=f"{kind.__name__}.{field.name}",
+            required=field.required,
+            default=argparse.SUPPRESS,
+            help=field.help,
+            **field.arguments,
+        )
+    parser.set_defaults(**{_flags_of(kind): flags})
+
+
+def given_flags(args: argparse.Namespace, kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the flags of a struct that the command line has: field to flag."""
+    flags: dict[str, str] = getattr(args, _flags_of(kind))
+    return {name: flag for name, flag in flags.items() if f"{kind.__name__}.{name}" in args}
+
+
+def from_flags(args: argparse.Namespace, kind: type[S]) -> S:
+    """Return the struct that the flags describe; raises ConfigError naming the flag whose value is not allowed."""
+    flags = given_flags(args, kind)
+    texts = {name: getattr(args, f"{kind.__name__}.{name}") for name in flags}
+    values = dict(texts)
+    for field in _described(kind):
+        if field.parse is not None and field.name in flags:
+            try:
+                values[field.name] = field.parse(texts[field.name])
+            except ConfigError as error:
+                raise ConfigError(f"{flags[field.name]} {texts[field.name]!r}: {error}") from error
+    try:
+        return convert(values, kind, "options")
+    except ConfigError as error:
+        match = re.fullmatch(r"options: at '(\w+)[^']*': (.*)", str(error), re.DOTALL)
+        if match is None or match[1] not in flags:
+            raise
+        raise ConfigError(f"{flags[match[1]]} {texts[match[1]]}: {match[2]}") from error
+
+
+class _Field(NamedTuple):
+    """A field of a struct as a flag: ``arguments`` are argparse's for its type."""
+
+    name: str
+    flag: str
+    help: str
+    required: bool
+    parse: Callable[[str], object] | None
+    arguments: dict[str, Any]
+
+
+def _flags_of(kind: type[msgspec.Struct]) -> str:
+    return f"flags of {kind.__name__}"
+
+
+def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType), "a struct"
+    for field in info.fields:
+        about: dict[str, Any] = {}
+        types = list(_plain_types(field.type, about))
+        if "description" not in about:
+            continue
+        name, help_text, default = field.name.replace("_", "-"), str(about["description"]), field.default
+        if isinstance(types[0], inspect.BoolType):
+            flag, arguments = (f"no-{name}", "store_false") if default is True else (name, "store_true")
+            yield _Field(field.name, flag, help_text, field.required, None, {"action": arguments})
+            continue
+        if not field.required and isinstance(default, int | float | str) and "default" not in help_text:
+            help_text += f" (default: {default})"
+        parse = about.get("parse")
+        arguments = {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
+        if "choices" not in arguments:
+            arguments["metavar"] = about.get("metavar", "N" if arguments.get("type") is int else field.name.upper())
+        yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments)
+
+
+def _plain_types(kind: inspect.Type, about: dict[str, Any]) -> Iterator[inspect.Type]:
+    """Yield the types of a field, without None; ``about`` gets what their Meta says."""
+    if isinstance(kind, inspect.Metadata):
+        about.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
+        yield from _plain_types(kind.type, about)
+    elif isinstance(kind, inspect.UnionType):
+        for part in kind.types:
+            yield from _plain_types(part, about)
+    elif not isinstance(kind, inspect.NoneType):
+        yield kind
+
+
+def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
+    """Return argparse's arguments for a value of these types."""
+    kinds = {type(kind) for kind in types}
+    if kinds == {inspect.LiteralType}:
+        return {"choices": [value for kind in types if isinstance(kind, inspect.LiteralType) for value in kind.values]}
+    if isinstance(types[0], inspect.ListType | inspect.VarTupleType):
+        return {"nargs": "+", **_arguments(list(_plain_types(types[0].item_type, {})), field)}
+    if inspect.FloatType in kinds and kinds <= {inspect.FloatType, inspect.IntType}:
+        return {"type": float}
+    if inspect.IntType in kinds and kinds <= {inspect.IntType, inspect.LiteralType, inspect.StrType}:
+        return {"type": int if len(kinds) == 1 else _number_or_text}
+    if kinds == {inspect.StrType}:
+        return {}
+    raise TypeError(f"{field}: a flag for this type needs Meta(extra={{'parse': ...}})")
+
+
+def _number_or_text(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+
+
+class _TopOptions(Settings, frozen=True):
+    """Options of `fuelrail top`."""
+
+    interval: Annotated[
+        float, msgspec.Meta(ge=0.05, le=3600, description="seconds between updates", extra={"metavar": "S"})
+    ] = 1.0
+    once: Annotated[bool, msgspec.Meta(description="show one interval and exit")] = False
+
+
 def _configure_top(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "endpoints", nargs="+", metavar="URL", help="metrics endpoint of a loader, HOST:PORT or URL; one for each rank"
     )
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default 1)")
-    parser.add_argument("--once", action="store_true", help="show one interval and end")
+    add_flags(parser, _TopOptions)
 
 
 def _run_top(args: argparse.Namespace) -> int:
     from fuelrail.pipeline.runtime import top
 
-    if not 0.05 <= args.interval <= 3600:
-        raise ConfigError(f"--interval {args.interval:g} must be 0.05 .. 3600 seconds")
-    top.run(args.endpoints, args.interval, once=args.once)
+    options = from_flags(args, _TopOptions)
+    top.run(args.endpoints, options.interval, once=options.once)
     return 0
 
 
 COMMANDS = {
     "top": Command(
-        "watch loaders while they run: stages, queues, how well the trainer is fed", _configure_top, _run_top
+        "watch running loaders: stages, queues, and how well they feed the trainer", _configure_top, _run_top
     )
 }
