@@ -37,7 +37,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def add_flags(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup,  # noqa: SLF001 - argparse has no public name for it
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
     kind: type[msgspec.Struct],
     *,
     names: Mapping[str, str] | None = None,
@@ -46,9 +46,9 @@ def add_flags(
 
     Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1, description="...")] = 4``,
     or ``Annotated[...] | None = None`` for a flag without default. A field without a default is a required flag.
-    Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A bool
-    that is True by default becomes ``--no-NAME``; a list takes one or more values. ``Meta(extra={"metavar": "SIZE",
-    "parse": parse_size})`` names the value in the help, and converts its text where the type alone does not say how.
+    Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A
+    bool that is True by default becomes ``--no-NAME``; a list takes one or more values. ``Meta(extra={"metavar":
+    "SIZE", "parse": parse_size})`` names the value in the help and converts its text; ``parse`` raises ConfigError.
     """
     flags: dict[str, str] = {}
     for field in _described(kind):

@@ -132,9 +132,14 @@ def _hint(text: str, path: str, root: type) -> str:
 
 
 def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
-    """The types themselves, with the members of unions in place of the unions."""
+    """The types themselves, with the members of unions in place of the unions, and without their descriptions."""
     for kind in kinds:
-        yield from kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        if isinstance(kind, inspect.Metadata):
+            yield from _variants([kind.type])
+        elif isinstance(kind, inspect.UnionType):
+            yield from _variants(kind.types)
+        else:
+            yield kind
 
 
 def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
