@@ -186,7 +186,7 @@ def make_progress(*, as_json: bool) -> Quiet:
 
 @contextlib.contextmanager
 def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
-    """A bar on stderr for `fuelrail verify`, where that is a terminal; yields what to call for each shard."""
+    """Show a bar on stderr for `fuelrail verify`, where that is a terminal; yield the callback for each shard."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -200,3 +200,24 @@ def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
             bar.update(task, total=num_shards, advance=1, description=f"checked {shard.name}")
 
         yield checked
+
+
+@contextlib.contextmanager
+def rendering() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr for `fuelrail synth`, where that is a terminal; yield the callback for captures."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("rendering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("captures"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

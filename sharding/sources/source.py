@@ -1,4 +1,4 @@
-"""What a source of driving data must be able to do, and the registry of those there are."""
+"""The protocol of a source of driving data, and the registry of sources."""
 
 from __future__ import annotations
 
@@ -106,9 +106,12 @@ class SourceSpec(NamedTuple):
 
 def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
-    kind, colon, location = text.partition(":")
-    if kind not in _REGISTRY or not colon or not location:
-        raise ConfigError(f"source {text!r} is not KIND:PATH; known kinds: {', '.join(_REGISTRY)}")
+    kind, _, location = text.partition(":")
+    known = ", ".join(name for name in _REGISTRY if name != "fuelrail")  # a dataset goes to `fuelrail reshard`
+    if not location:
+        raise ConfigError(f"source {text!r} must be KIND:PATH, such as nuscenes:/data/nuscenes; known kinds: {known}")
+    if kind not in _REGISTRY:
+        raise ConfigError(f"source {text!r} has the unknown kind {kind!r}; known kinds: {known}")
     return SourceSpec(kind, location, options)
 
 

@@ -108,7 +108,7 @@ class ShardCheck:
         if len(view) != shard.bytes:
             self._fault(f"has {len(view)} bytes, the manifest says {shard.bytes}")
         elif hashlib.sha256(view).hexdigest() != shard.sha256:
-            self._fault("its SHA-256 is not the manifest's")
+            self._fault("SHA-256 does not match the manifest")
 
     def _continues(self, row: IndexRow, at: int) -> bool:
         """Whether a row's span begins where the one before ends."""

@@ -206,17 +206,17 @@ def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
 
 
 def test_inspect_says_how_samples_are_stored(outs):
-    assert "frame, one zstd frame a sample, zstd level 3" in describe_dataset(outs / "frame", as_json=False)
-    assert "layout       none\n" in describe_dataset(outs / "none", as_json=False)
-    text = describe_dataset(outs / "dictionary", as_json=False)
+    assert "frame, one zstd frame a sample, zstd level 3" in describe_dataset(outs / "frame").text
+    assert "layout       none\n" in describe_dataset(outs / "none").text
+    text = describe_dataset(outs / "dictionary").text
     dataset = open_dataset(outs / "dictionary")
     assert f"member, zstd level 3, dictionary {dataset.dictionary.id} of " in text
     assert "meta.json             zstd-dict" in text
     row = open_dataset(outs / "frame").index.row(3)
-    sample = describe_sample(outs / "frame", row.key, as_json=False)
+    sample = describe_sample(outs / "frame", row.key).text
     assert f"frame         {row.length:,} bytes of " in sample
     assert "meta.json             raw    512" in sample
-    assert '"frame_bytes": null' in describe_sample(outs / "none", row.key, as_json=True)
+    assert '"frame_bytes": null' in describe_sample(outs / "none", row.key).as_json()
 
 
 def test_gnu_tar_reads_frame_shards(outs):

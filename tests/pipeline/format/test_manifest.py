@@ -264,7 +264,7 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
             lambda: (folder / "train-000000.tar.zst").touch(),
             r"its dataset\.json is gone; bring it back",
         ),
-        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to go on"),
+        (lambda: (folder / ".fuelrail").mkdir(), r"not finished there; run the same `fuelrail shard` again to resume"),
     ):
         make()
         with pytest.raises(DatasetNotReadyError, match=hint):

@@ -47,7 +47,7 @@ def test_a_good_dataset(original):
     assert report.faults == []
     assert (report.num_samples, report.num_images) == (6, 12)
     assert report.num_bytes == sum(path.stat().st_size for path in original.glob("*.tar"))
-    assert report.as_text().endswith("12 images decoded: all is well\n")
+    assert report.as_text().endswith("12 images decoded: OK, no errors found\n")
 
 
 def test_every_flipped_byte_of_a_shard_is_found(out):
