@@ -80,7 +80,7 @@ def _in_processes(
         except BrokenProcessPool as error:
             raise FuelrailError(
                 "a worker process died: killed, perhaps for want of memory (fewer workers need less), or the calling "
-                "program lacks `if __name__ == '__main__':`; the same command goes on with what is not finished"
+                "program lacks `if __name__ == '__main__':`; run the same command again to resume"
             ) from error
         finally:
             stop.set()

@@ -122,13 +122,13 @@ class RayEngine:
             raise error.cause from error
         except ray.exceptions.GetTimeoutError as error:
             raise FuelrailError(
-                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; the same "
-                "command goes on with what is not finished"
+                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; run the same "
+                "command again to resume"
             ) from error
         except ray.exceptions.RayError as error:
             raise FuelrailError(
                 f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
-                f"({' '.join(str(error).split())[:300]}); the same command goes on with what is not finished"
+                f"({' '.join(str(error).split())[:300]}); run the same command again to resume"
             ) from error
         if isinstance(result, FuelrailError):
             raise result
@@ -210,7 +210,7 @@ class _Nodes:
         if not self._cpus and time.monotonic() - self._fitting_s > NO_NODE_S:
             raise FuelrailError(
                 f"the Ray cluster has had no node with a CPU and {TASK_MEMORY_BYTES >> 20} MiB of memory for "
-                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then the same command goes on"
+                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then run the same command again to resume"
             )
 
     def _look(self) -> None:

@@ -158,7 +158,7 @@ class ScanWriter:
     ) -> None:
         """Add the clip's next frame; frame number, key and time are those of ``meta``.
 
-        ``stamp`` (64 bits) changes when a file of the sample is written anew, by what a look at the file system tells;
+        ``stamp`` (64 bits) changes when a file of the sample is written again, as far as the file system reports it;
         it is no part of the table, for copies of a source are the same source.
         ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
         Raises SourceError for a member over the cap, and for a frame that does not follow the one before.

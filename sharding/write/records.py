@@ -69,23 +69,23 @@ def load_record(out: Output, stem: str) -> ShardRecord | None:
 
 
 def store_record(out: Output, record: ShardRecord) -> None:
-    """Note a shard, before it gets its name: a shard without a record cannot be told from a foreign file."""
+    """Store a shard's record, before the shard gets its name: without a record, a shard may be any file."""
     with out.publish(record_name(record.stem)) as file:
         file.write(msgspec.msgpack.encode(record))
 
 
-def store_seal(out: Output, record: ShardRecord) -> None:
+def store_version_tag(out: Output, record: ShardRecord) -> None:
     """Note what the store says of a shard that has just got its name, so that it need not be read to be believed."""
-    if seal := out.seal(record.name):
-        with out.publish(f"{_RECORDS}/{record.stem}.seal") as file:
-            file.write(seal.encode())
+    if tag := out.version_tag(record.name):
+        with out.publish(f"{_RECORDS}/{record.stem}.tag") as file:
+            file.write(tag.encode())
 
 
 def is_whole(out: Output, record: ShardRecord) -> bool:
-    """Whether shard and DALI index are in OUT as the record says: by seal where there is one, else by reading them."""
+    """Return whether OUT holds shard and DALI index as recorded: by version tag if there is one, else by a read."""
     if record.idx_bytes and not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
         return False
-    seal = out.read(f"{_RECORDS}/{record.stem}.seal") if out.seals else None
-    if seal is not None and seal.decode(errors="replace") == out.seal(record.name):
+    tag = out.read(f"{_RECORDS}/{record.stem}.tag") if out.has_version_tags else None
+    if tag is not None and tag.decode(errors="replace") == out.version_tag(record.name):
         return True
     return out.holds(record.name, record.bytes, record.sha256)

@@ -44,7 +44,14 @@ from fuelrail.sharding.write.images import (
 )
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
-from fuelrail.sharding.write.records import ShardRecord, SourceDigest, is_whole, load_record, store_record, store_seal
+from fuelrail.sharding.write.records import (
+    ShardRecord,
+    SourceDigest,
+    is_whole,
+    load_record,
+    store_record,
+    store_version_tag,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +65,7 @@ if TYPE_CHECKING:
 
 
 class RunStoppedError(FuelrailError):
-    """The run was told to stop between two samples; nothing is half-written."""
+    """The run was stopped between two samples; there is no partial file."""
 
 
 Pulse = Callable[[int], None]
@@ -66,7 +73,7 @@ Pulse = Callable[[int], None]
 
 
 class ShardDone(NamedTuple):
-    """What a finished shard tells the run: its number, name, size, and whether it was there already."""
+    """A finished shard: number, name, size, and whether it was already complete and kept."""
 
     number: int
     name: str
@@ -127,7 +134,7 @@ class ShardWriter:
                 pulse(record.bytes)
                 return ShardDone(number, record.name, record.bytes, kept=True)
             record = self._write(number, shard, pulse)
-            store_seal(self._out, record)
+            store_version_tag(self._out, record)
         return ShardDone(number, record.name, record.bytes, kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:

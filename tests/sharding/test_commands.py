@@ -215,7 +215,7 @@ def test_a_truncated_jpeg(run, source, tmp_path):
     sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
     assert f"samples/CAM_BACK/{victim.name}" in sentence
     assert "truncated JPEG" in sentence
-    assert sentence.endswith("; finished shards are kept: mend it, and the same command goes on\n")
+    assert sentence.endswith("; finished shards are kept: fix the source and run the same command again to resume\n")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
 
 
@@ -308,7 +308,9 @@ def test_a_full_disk(run, source, tmp_path):
     out = tmp_path / "small" / "out"
     try:
         result = shard(run, source.root, out, "--shard-size", "20kB")
-        assert "No space left on device; finished shards are kept, the same command goes on" in refused(result)
+        assert "No space left on device; finished shards are kept; run the same command again to resume" in refused(
+            result
+        )
         assert not (out / "dataset.json").exists()
         left = {name: digest for name, digest in digests(out).items() if name.endswith(".tar")}
         subprocess.run(["mount", "-o", "remount,size=4M", tmp_path / "small"], check=True)

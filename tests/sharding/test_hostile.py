@@ -272,7 +272,7 @@ def test_l6_a_cut_begun_json_costs_no_shards(small, tmp_path):
     spec, recipe = SourceSpec("fuelrail", str(small), {}), make_recipe(seed=1)
     with pytest.raises(KeyboardInterrupt):
         shard(spec, out, recipe, 1, Stop())
-    begun = out / ".fuelrail" / "begun.json"
+    begun = out / ".fuelrail" / "run.json"
     os.truncate(begun, 20)
     with pytest.raises(FuelrailError, match=r"begun\.json' is cut or damaged .*: remove this one file"):
         shard(spec, out, recipe, 1, Quiet())

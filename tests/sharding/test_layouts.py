@@ -161,13 +161,16 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    for name in ("fuelrail.sharding.output.workspace.Workspace.begin", "fuelrail.sharding.run.settle_dictionary"):
+    for name in (
+        "fuelrail.sharding.output.workspace.Workspace.start",
+        "fuelrail.sharding.run.train_or_load_dictionary",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(name, killed)
             with pytest.raises(KeyboardInterrupt):
                 shard_nuscenes(source, tmp_path / name, seed=1, **options)
         assert not (tmp_path / name / DICTIONARY_FILE).exists()
-    out = tmp_path / "fuelrail.sharding.output.workspace.Workspace.begin"
+    out = tmp_path / "fuelrail.sharding.output.workspace.Workspace.start"
     shard_nuscenes(source, out, **options)
     assert digests(out) == digests(outs / "dictionary")
 
