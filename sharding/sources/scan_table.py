@@ -138,7 +138,7 @@ class ScanWriter:
         """Start the next clip; raises SourceError for an id that already was or that is no legal key."""
         check_key(clip_id)
         if clip_id in self._ids:
-            raise SourceError(f"clip id '{clip_id}' stands twice in the source (clip '{clip_name}')")
+            raise SourceError(f"duplicate clip id '{clip_id}' in the source (clip '{clip_name}')")
         self._ids.add(clip_id)
         self._last_frame = -1
         self.clips.append(

@@ -274,7 +274,7 @@ def test_l6_a_cut_begun_json_costs_no_shards(small, tmp_path):
         shard(spec, out, recipe, 1, Stop())
     begun = out / ".fuelrail" / "run.json"
     os.truncate(begun, 20)
-    with pytest.raises(FuelrailError, match=r"begun\.json' is cut or damaged .*: remove this one file"):
+    with pytest.raises(FuelrailError, match=r"run\.json' is cut or damaged .*: remove this one file"):
         shard(spec, out, recipe, 1, Quiet())
     begun.unlink()
     shard(spec, out, recipe, 1, Quiet())

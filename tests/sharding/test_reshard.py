@@ -174,10 +174,10 @@ def test_the_commands(old, new, tmp_path, capsys):
     assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v2")]) == 0
     assert "16 samples" in capsys.readouterr().out
     assert main(["reshard", "--append", str(old), str(new), str(tmp_path / "v3"), "--seed", "3"]) == 2
-    assert "--append writes no shard anew: --seed cannot be had with it" in capsys.readouterr().err
+    assert "--append reuses shards as they are, so it cannot be combined with --seed" in capsys.readouterr().err
     for more in ([], ["--append"]):
         assert main(["reshard", str(old), str(new), f"{new}/", *more]) == 2
-        assert f"'{new}/' is to be read and to be written" in capsys.readouterr().err
+        assert f"input and output are the same folder, '{new}/'" in capsys.readouterr().err
     assert main(["shard", f"fuelrail:{old}", str(tmp_path / "v3")]) == 2
     assert f"fuelrail reshard {old} {tmp_path / 'v3'}" in capsys.readouterr().err
     (tmp_path / "out" / "index.arrow").write_bytes(b"damaged")

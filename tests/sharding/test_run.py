@@ -349,7 +349,7 @@ def test_ctrl_c_and_sigterm_end_cleanly(tmp_path, num_workers, number, send):
     send(process, number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert said == "fuelrail: finished shards are kept; run the same command to go on\nfuelrail: interrupted\n"
+    assert said == "fuelrail: finished shards are kept; run the same command to resume\nfuelrail: interrupted\n"
     assert not (out / "dataset.json").exists()
     assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
 

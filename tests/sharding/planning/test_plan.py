@@ -154,7 +154,7 @@ def test_own_splits_of_the_source():
 def test_lists_of_the_user_must_be_right():
     clips = clip_infos([1, 1])
     assert assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {"a": [1], "b": [0]}
-    with pytest.raises(ConfigError, match="'clip-9', which the source has not"):
+    with pytest.raises(ConfigError, match="names clip 'clip-9', which is not in the source"):
         assign_splits(clips, recipe(splits={"a": ["clip-9"]}), None)
     with pytest.raises(ConfigError, match="'clip-1' is in two splits, a and b"):
         assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["clip-1"]}), None)
