@@ -375,7 +375,7 @@ def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
                 raise SourceError(f"the dataset '{location}' is named twice: name each once")
             if clip in seen:
                 raise SourceError(
-                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so its keys would be duplicates; leave it "
+                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so keys would be duplicate; leave it "
                     "out of one of them (`fuelrail reshard --select`)"
                 )
             seen[clip] = location

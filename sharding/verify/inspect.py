@@ -44,7 +44,8 @@ class Description(NamedTuple):
         """Return the text."""
         return self.text
 
-    __str__ = as_text
+    def __str__(self) -> str:
+        return self.text
 
 
 def describe_dataset(root: str | os.PathLike[str]) -> Description:
