@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 TASK_MEMORY_BYTES: Final = 512 << 20
-"""What a task asks the scheduler for: a sample's bytes, the rows of one shard's record, and the interpreter."""
+"""Memory that a task requests: a sample's bytes, the rows of one shard's record, and the interpreter."""
 
 
 _MAX_RETRIES: Final = 10
@@ -54,7 +54,7 @@ _LOOK_S: Final = 5.0
 
 
 NO_NODE_S: Final = 300.0
-"""How long the cluster may be without a node that a task fits on, until a lost one is replaced or scaled up."""
+"""Longest time without a node that a task fits on, while a lost one is replaced or the cluster scales up."""
 
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
@@ -190,7 +190,7 @@ class RayEngine:
 
 
 class _Nodes:
-    """What is left of the cluster; a look at it costs a call, so there is one every few seconds."""
+    """Free resources of the cluster, read every few seconds because each read is a call."""
 
     def __init__(self, ray: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
         self._ray = ray

@@ -41,7 +41,7 @@ class Output(Protocol):
     """One OUT. Names are relative to it, with ``/``; each process, on whatever machine, makes its own."""
 
     location: str
-    """What :func:`open_output` takes."""
+    """The text that :func:`open_output` takes."""
     shown: str
     """The location as messages may show it."""
     has_version_tags: bool
@@ -50,27 +50,27 @@ class Output(Protocol):
     """Folder on this machine for scan table, plan and files that are being made."""
 
     def names(self) -> list[str]:
-        """What lies in OUT itself, sorted; raises DatasetError where that cannot be seen."""
+        """Return the names in OUT itself, sorted; raises DatasetError where they cannot be listed."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """A small file's bytes; None where it is not there."""
+        """Return a small file's bytes, None where it does not exist."""
         ...
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file to write that gets its name when the block ends well; else nothing of it is left."""
+        """Open a file to write; it gets its name when the block ends without an error, else it is removed."""
         ...
 
     def publish_file(self, name: str, file: Path) -> None:
-        """Give a whole file that lies in ``work`` its name in OUT; it is gone from ``work`` then."""
+        """Move a complete file from ``work`` to its name in OUT."""
         ...
 
     def size(self, name: str) -> int | None:
-        """Size of a file [bytes]; None where it is not there."""
+        """Return the size of a file [bytes], None where it does not exist."""
         ...
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Whether a file is there with this size and SHA-256; reads it."""
+        """Return whether a file exists with this size and SHA-256; reads it."""
         ...
 
     def version_tag(self, name: str) -> str:
@@ -78,7 +78,7 @@ class Output(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         ...
 
     def remove_work(self) -> None:
@@ -86,12 +86,12 @@ class Output(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Turn what the system says while OUT is written into one sentence (DatasetError)."""
+        """Turn the system's errors while OUT is written into one sentence (DatasetError)."""
         ...
 
 
 def open_output(location: str | os.PathLike[str]) -> Output:
-    """The output at a folder or a URL; raises ConfigError for a URL that nothing here can write."""
+    """Return the output at a folder or a URL; raises ConfigError for a URL that cannot be written."""
     text = os.fspath(location)
     if is_url(text):
         return UrlOutput(text)
@@ -146,7 +146,7 @@ class FolderOutput:
         self.temporary = self.work / "tmp"
 
     def names(self) -> list[str]:
-        """What lies in the folder; nothing where it is yet to be made."""
+        """Return the names in the folder, none where it does not exist."""
         try:
             return sorted(entry.name for entry in self.root.iterdir())
         except FileNotFoundError:

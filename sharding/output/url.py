@@ -40,11 +40,11 @@ class UrlOutput:
         self.work = default_cache_folder() / "sharding" / hashlib.sha256(self.location.encode()).hexdigest()[:16]
 
     def path(self, name: str) -> str:
-        """Where a file is in the file system."""
+        """Return the path of a file in the file system."""
         return f"{self._root}/{name}"
 
     def names(self) -> list[str]:
-        """What lies under the prefix."""
+        """Return the names under the prefix."""
         with self._reading():
             self.fs.invalidate_cache()
             try:

@@ -81,7 +81,7 @@ class Workspace:
 
     @property
     def selection(self) -> Path:
-        """Which rows of the scan table are in the plan, ``.npy``."""
+        """The mask of the scan table's rows that are in the plan, ``.npy``."""
         return self.folder / "selection.npy"
 
     @property

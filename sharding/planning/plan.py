@@ -1,4 +1,4 @@
-"""Which sample goes where: a pure function of the scan table's columns and the recipe.
+"""The plan, which gives each sample its place: a pure function of the scan table's columns and the recipe.
 
 Every clip belongs to one split. Within a split, units (single frames, windows of consecutive frames,
 or whole clips) are put in the order of a keyed permutation and cut into shards of about equal size, never inside a
@@ -31,7 +31,7 @@ DEFAULT_SPLIT = "train"
 
 
 class PlannedShard(NamedTuple):
-    """One shard to be: split, its number in the split, its run of positions in the dataset."""
+    """A shard of the plan: split, its number in the split, its run of positions in the dataset."""
 
     split: str
     number: int
@@ -126,7 +126,7 @@ def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, 
 
 
 def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> NDArray[np.int64]:
-    """Rows of the scan table that the recipe asks for, ascending; raises OrderError for an expression that is wrong.
+    """Return the selected rows of the scan table, ascending; raises OrderError for an expression that is wrong.
 
     The expression sees the attributes and ``key``, ``clip_id``, ``frame`` and ``timestamp_ns``.
     """
@@ -176,14 +176,14 @@ def make_plan(
 
 
 def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
-    """For each row of the scan table whether it is in the plan."""
+    """Mark the rows of the scan table that are in the plan."""
     mask = np.zeros(num_rows, np.bool_)
     mask[rows] = True
     return mask
 
 
 def _unit_starts(clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int) -> NDArray[np.int64]:
-    """Where units begin, in rows of one split."""
+    """Return the first row of each unit, counted in one split."""
     if frames == 1:
         return np.arange(len(clip), dtype=np.int64)
     begins = np.empty(len(clip), bool)
@@ -201,7 +201,7 @@ def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _cut(sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int) -> list[int]:
-    """Samples in each shard: as few shards as the target allows, of equal size to within a unit."""
+    """Return the samples of each shard: as few shards as the target allows, of equal size to within a unit."""
     before = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
     num_shards = -(-total // target_bytes)

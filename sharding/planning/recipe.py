@@ -49,7 +49,7 @@ def _versions() -> str:
 
 
 class ImageRecipe(Settings, frozen=True):
-    """How images are stored: scaled by ``resize`` (0 to 1) or to ``size`` (w, h) [px], as JPEG 4:2:0 of ``quality``."""
+    """Stored images: scaled by ``resize`` (0 to 1) or to ``size`` (w, h) [px], as JPEG 4:2:0 of ``quality``."""
 
     resize: Annotated[float, Meta(gt=0, le=1)] | None = None
     size: tuple[Annotated[int, Meta(ge=8)], Annotated[int, Meta(ge=8)]] | None = None

@@ -245,7 +245,7 @@ class ScanWriter:
 
 
 def tar_bytes(data_bytes: int) -> int:
-    """What a member of ``data_bytes`` takes in a tar: header block and padded data."""
+    """Return the bytes that a member of ``data_bytes`` takes in a tar: header block and padded data."""
     return 512 + -(-data_bytes // 512) * 512
 
 

@@ -31,7 +31,7 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanInfo:
-    """What a scan found out about the source as a whole.
+    """The result of a scan: facts about the source as a whole.
 
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
@@ -97,7 +97,7 @@ class FileSource(Protocol):
 
 
 class SourceSpec(NamedTuple):
-    """Which source, where, and with which options: what a worker needs to make it again."""
+    """A source by kind, location and options: everything that a worker needs to open it."""
 
     kind: str
     location: str

@@ -31,7 +31,7 @@ _MAX_CELL = 2000
 
 
 class Description(NamedTuple):
-    """What `inspect` found: ``facts`` are plain values for programs, ``text`` is for people."""
+    """The result of `inspect`: ``facts`` are plain values for programs, ``text`` is for people."""
 
     facts: dict[str, Any]
     text: str
@@ -164,7 +164,7 @@ def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard
 
 
 def _layout(dataset: Dataset) -> str:
-    """How shards store samples; by their names, for the manifest's word on it is for people."""
+    """Describe how shards store samples, by their names: the manifest's text on it is for people."""
     compression = dataset.manifest.compression
     framed = sum(is_framed(shard.name) for shard in dataset.manifest.shards)
     words = [str(compression.get("layout", "not stated"))]

@@ -17,7 +17,7 @@ _RECORDS: Final = f"{WORK_FOLDER}/records"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
+    """The record of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
 
     ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
     ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`);
@@ -55,7 +55,7 @@ class SourceDigest:
 
 
 def record_name(stem: str) -> str:
-    """Where a shard's record is in OUT."""
+    """Return the name of a shard's record in OUT."""
     return f"{_RECORDS}/{stem}.msgpack"
 
 

@@ -78,7 +78,7 @@ class ShardDone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What a worker needs to write any shard of a run; small, and the same for all.
+    """Everything that a worker needs to write any shard of a run; small, and the same for all.
 
     ``stamps`` has for each shard a number that changes when a file of the source that it is made of does.
     """
@@ -114,7 +114,7 @@ class ShardWriter:
         self._members = Members(self._source, job.recipe, job.lidars, self._buffer, self._place)
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:
-        """Write shard ``number`` of the plan, unless it is there already, whole.
+        """Write shard ``number`` of the plan, unless OUT has it complete.
 
         Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be written.
         """
@@ -197,10 +197,10 @@ class ShardWriter:
     def _raw_members(
         self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]], check: MemberCheck
     ) -> list[RawMember]:
-        """The members of row ``number``, in the order in which they are stored."""
+        """Return the members of row ``number``, in the order in which they are stored."""
         job = self._job
         scanned = decode_meta(row.meta)
-        # Neighbours in the clip stand next to it in the table; those that are not selected are none.
+        # Neighbours in the clip are the next rows of the table; rows that are not selected are no neighbours.
         meta = msgspec.structs.replace(
             scanned,
             dataset=job.dataset,

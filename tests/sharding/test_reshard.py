@@ -146,7 +146,7 @@ def test_across_file_systems_shards_are_copied_and_checked(old, new, tmp_path, m
 
 
 def test_what_does_not_fit_together(old, new, tmp_path):
-    with pytest.raises(ConfigError, match="two datasets at least"):
+    with pytest.raises(ConfigError, match="append needs at least two datasets"):
         append([str(old)], tmp_path / "out")
     with pytest.raises(SourceError, match=r"clip '.*' is in '.*old' and in '.*copy'"):
         shutil.copytree(old, tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""Which nuScenes scene belongs to which split.
+"""The adapter for nuScenes, and the splits that its scenes belong to.
 
 ``splits.json`` beside the tables (split name to scene names, as the devkit reads it) comes first; else the official
 split of v1.0-trainval, v1.0-mini and v1.0-test, where all scenes are the official ones. The lists are those of the
