@@ -84,11 +84,10 @@ class _Scan(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The plan of a run; ``shard_bytes`` are the approximate sizes of its shards, ``selected`` masks the scan table."""
+    """The plan of a run, and the state that it stores; ``shard_bytes`` are the approximate sizes of its shards."""
 
     plan: Plan
     clips_by_split: dict[str, list[int]]
-    selected: NDArray[np.bool_]
     shard_bytes: NDArray[np.float64]
     state: RunState
 
@@ -180,7 +179,7 @@ def _plan(work: Workspace, scan: _Scan, started: RunState | None, finished: Mani
     firsts = [planned.first_sample for planned in plan.shards]
     shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], firsts) * share
     state = msgspec.structs.replace(state, shards=plan.shards)
-    return _Planned(plan, clips_by_split, selected, shard_bytes, state)
+    return _Planned(plan, clips_by_split, shard_bytes, state)
 
 
 def _start(
