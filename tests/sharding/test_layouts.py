@@ -177,7 +177,7 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source
 
 def test_options_that_do_not_go_together(source, tmp_path):
     for layout in ("frame", "none"):
-        with pytest.raises(ConfigError, match=f"a dictionary goes with layout member only, not with layout {layout}"):
+        with pytest.raises(ConfigError, match=f"a dictionary needs layout member, got layout {layout}"):
             make_recipe(layout=layout, dictionary_bytes=4096)
     with pytest.raises(ConfigError, match="dictionary_bytes"):
         make_recipe(dictionary_bytes=2 << 20)
