@@ -115,13 +115,13 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             continue
         name, help_text, default = field.name.replace("_", "-"), str(about["description"]), field.default
         if isinstance(types[0], inspect.BoolType):
-            flag, arguments = (f"no-{name}", "store_false") if default is True else (name, "store_true")
-            yield _Field(field.name, flag, help_text, field.required, None, {"action": arguments})
+            flag, action = (f"no-{name}", "store_false") if default is True else (name, "store_true")
+            yield _Field(field.name, flag, help_text.replace("%", "%%"), False, None, {"action": action})
             continue
         if not field.required and isinstance(default, int | float | str) and "default" not in help_text:
             help_text += f" (default: {default})"
         parse = about.get("parse")
-        arguments = {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
+        arguments: dict[str, Any] = {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
         if "choices" not in arguments:
             arguments["metavar"] = about.get("metavar", "N" if arguments.get("type") is int else field.name.upper())
         yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments)

@@ -41,15 +41,15 @@ from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.output.folder import FolderOutput, check_out, manifest_in, open_output, sync_folder
-from fuelrail.sharding.output.resume import recipe_of, refuse_other_recipe
+from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
 from fuelrail.sharding.output.url import UrlOutput
-from fuelrail.sharding.output.workspace import Begun, Workspace
+from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.run import ROWS_PER_GROUP
 from fuelrail.sharding.sources.fuelrail import check_alike, check_disjoint, joined
 from fuelrail.sharding.sources.spilled_table import SpilledTable
+from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
@@ -71,13 +71,15 @@ class Piece(NamedTuple):
 
 
 def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Progress | None = None) -> Manifest:
-    """Make a dataset at ``out`` of all shards of the datasets; goes on with what an earlier run has begun.
+    """Make a dataset at ``out`` of all shards of the datasets; an interrupted run is resumed.
 
     Raises SourceError for datasets that do not fit together or have a clip in common, DatasetExistsError where OUT
     holds something else, DatasetError where it cannot be written.
     """
     if len(locations) < 2:
-        raise ConfigError("--append takes two datasets at least: the one to append to, and what to append")
+        raise ConfigError(
+            f"append needs at least two datasets, the one to append to and those to append; got {len(locations)}"
+        )
     progress = progress or Quiet()
     output = open_output(out)
     check_out(output)
@@ -86,11 +88,11 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Prog
     pieces = _deal(datasets)
     recipe = Recipe(source="append", source_options={"fingerprints": [d.manifest.fingerprint for d in datasets]})
     finished = manifest_in(output)
-    refuse_other_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
+    check_same_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, recipe)
     with output.writing(), Workspace(output) as work:
-        begun = work.begun()
-        refuse_other_recipe(output.shown, begun.recipe if begun else None, recipe)
-        work.begin(_what_begins(recipe, datasets, pieces))
+        started = work.state()
+        check_same_recipe(output.shown, started.recipe if started else None, recipe)
+        work.start(_run_state(recipe, datasets, pieces))
         output.remove(MANIFEST_FILE)
         files = []
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
@@ -135,7 +137,7 @@ def _check(datasets: Sequence[Dataset]) -> None:
             if ours != theirs:
                 raise SourceError(
                     f"the {what} of '{first.location}' is {ours}, that of '{other.location}' {theirs}: their shards "
-                    "cannot stand in one dataset as they are; without --append they are written anew"
+                    "cannot be reused in one dataset; without --append they are written again"
                 )
 
 
@@ -144,7 +146,7 @@ def _dictionary(dataset: Dataset) -> str | None:
 
 
 def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
-    """All shards in their new places: split by split, dataset by dataset, numbered anew within the split."""
+    """All shards in their new places: split by split, dataset by dataset, numbered again within the split."""
     pieces: list[Piece] = []
     first_sample = 0
     for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
@@ -162,8 +164,8 @@ def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
     return pieces
 
 
-def _what_begins(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Begun:
-    return Begun(
+def _run_state(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> RunState:
+    return RunState(
         recipe=recipe,
         num_samples=sum(dataset.manifest.num_samples for dataset in datasets),
         num_clips=sum(dataset.manifest.num_clips for dataset in datasets),
@@ -178,7 +180,7 @@ def _listing(manifest: Manifest, shard: ShardEntry) -> FileEntry | None:
 
 
 def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> bool:
-    """Have a file of a dataset in OUT; returns whether it was there already, and of that size.
+    """Copy or link a file of a dataset into OUT; returns whether OUT had it before, with that size.
 
     What is linked is not read; what is copied by this process is, and checked.
     """

@@ -1,4 +1,4 @@
-"""How a sharding run shows itself: a bar on a terminal, JSON lines for machines, or nothing."""
+"""Progress displays of a sharding run: a bar on a terminal, JSON lines for machines, or nothing."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ class _Counting(Quiet):
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
         self.num_shards = self.num_done = self.num_bytes = self.total_bytes = 0
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
 
     @property
     def current(self) -> str | None:
-        """The first shard that is not done: engines begin them in order, some at a time. None at the end."""
+        """The first shard that is not done: engines start them in order, several at a time. None at the end."""
         return next(iter(self._waiting), None)
 
     @property
     def rate(self) -> float:
-        """Bytes a second since shards were begun."""
-        return self.num_bytes / max(time.monotonic() - self._begun, 1e-3)
+        """Bytes a second since the shards were started."""
+        return self.num_bytes / max(time.monotonic() - self._start, 1e-3)
 
     def planned(self, num_samples: int, shards: Sequence[str], num_bytes: int) -> None:  # noqa: ARG002 - not counted
         """Begin to count."""
         self._waiting = dict.fromkeys(shards)
         self.num_shards, self.total_bytes = len(shards), num_bytes
-        self._begun = time.monotonic()
+        self._start = time.monotonic()
 
     def advanced(self, num_bytes: int) -> None:
         """Count the bytes."""
@@ -186,7 +186,7 @@ def make_progress(*, as_json: bool) -> Quiet:
 
 @contextlib.contextmanager
 def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
-    """A bar on stderr for `fuelrail verify`, where that is a terminal; yields what to call for each shard."""
+    """Show a bar on stderr for `fuelrail verify`, where that is a terminal; yield the callback for each shard."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -200,3 +200,24 @@ def checking() -> Iterator[Callable[[ShardEntry, int], None]]:
             bar.update(task, total=num_shards, advance=1, description=f"checked {shard.name}")
 
         yield checked
+
+
+@contextlib.contextmanager
+def rendering() -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr for `fuelrail synth`, where that is a terminal; yield the callback for captures."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("rendering"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("captures"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -50,6 +50,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"engines", "progress", "verify"},
         {"run"},
         {"append"},
+        {"api"},
         {"commands"},
     ],
     "loaders": [

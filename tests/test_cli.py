@@ -106,15 +106,27 @@ def test_every_command_refuses_an_unknown_option(invoke, word) -> None:
     assert "error:" in err.splitlines()[-1]
 
 
-def test_an_unknown_word_names_the_known_ones(invoke) -> None:
+def test_an_unknown_word_names_the_one_that_was_meant(invoke) -> None:
     code, out, err = invoke("shrad")
     assert (code, out) == (2, "")
-    last = err.splitlines()[-1]
-    assert "shrad" in last
-    assert all(word in last for word in WORDS)
+    assert err.splitlines()[-1] == "fuelrail: error: unknown command 'shrad'; did you mean shard?"
 
 
-@pytest.mark.parametrize("arguments", [(), ("--no-such-option",), ("",)])
+def test_an_unknown_word_names_the_known_ones(invoke) -> None:
+    code, out, err = invoke("xyzzy")
+    assert (code, out) == (2, "")
+    assert all(word in err.splitlines()[-1] for word in WORDS)
+
+
+def test_alone_it_prints_the_overview(invoke) -> None:
+    code, out, err = invoke()
+    assert (code, err) == (0, "")
+    assert out == invoke("--help")[1]
+    assert all(f"\n  {word} " in out for word in WORDS)
+    assert all(f"\n  {number}  " in out for number in (0, 1, 2, 130, 141))
+
+
+@pytest.mark.parametrize("arguments", [("--no-such-option",), ("",)])
 def test_without_a_word_nothing_is_done(invoke, arguments) -> None:
     code, out, err = invoke(*arguments)
     assert (code, out) == (2, "")
@@ -293,8 +305,8 @@ def dataset(tmp_path_factory) -> Path:
     [
         (("order", "describe", "DS", "--global-batch=99999999999999999999"), "must be 1,000,000,000 or less"),
         (("order", "describe", "DS", "--buffer=99999999999999999999"), "must be 1,000,000,000 or less"),
-        (("verify", "DS", "--workers", "0"), "--workers 0 must be 1 to 1024"),
-        (("verify", "DS", "--workers", "99999999999999999999"), "must be 1 to 1024"),
+        (("verify", "DS", "--workers", "0"), "--workers 0: Expected `int` >= 1"),
+        (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
         (("view", "DS", ""), "has no sample ''"),
         (("inspect", "DS", ""), "has no sample ''"),
     ],

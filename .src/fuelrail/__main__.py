@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -25,18 +26,26 @@ class _Entry(NamedTuple):
 # A folder's commands are imported only when used: `fuelrail shard` must not wait for torch.
 _COMMANDS: dict[str, _Entry] = {
     "synth": _Entry("fuelrail.sharding.commands", "render a synthetic multi-camera world as nuScenes v1.0 tables"),
-    "shard": _Entry("fuelrail.sharding.commands", "make a Fuelrail dataset of a source"),
-    "reshard": _Entry("fuelrail.sharding.commands", "merge, split, shuffle or recompress datasets, or append to one"),
-    "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset"),
-    "inspect": _Entry("fuelrail.sharding.commands", "show a dataset's manifest or one sample's members"),
+    "shard": _Entry("fuelrail.sharding.commands", "convert a source (such as nuScenes) into a Fuelrail dataset"),
+    "reshard": _Entry("fuelrail.sharding.commands", "merge, split, reshuffle or recompress datasets, or append to one"),
+    "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
+    "inspect": _Entry("fuelrail.sharding.commands", "show the contents of a dataset or of one sample"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
-    "doctor": _Entry("fuelrail.loaders.commands", "say what is installed to decode with, and what would be better"),
+    "doctor": _Entry("fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"),
     "order": _Entry(
-        "fuelrail.bench.studies.order.command", "show what an order does to a dataset, and how well it shuffles"
+        "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
     ),
-    "top": _Entry("fuelrail.pipeline.cli", "watch loaders while they run: stages, queues, how well they feed"),
+    "top": _Entry("fuelrail.pipeline.cli", "watch running loaders: stages, queues, and how well they feed the trainer"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
+
+
+_EXIT_CODES = """exit codes:
+  0    success
+  1    the command found a fault, such as a damaged shard
+  2    the command could not run: wrong option, missing data, no access
+  130  interrupted
+  141  broken pipe: the reader of the output closed it"""
 
 
 def _load(word: str) -> Command:
@@ -47,11 +56,11 @@ def _load(word: str) -> Command:
 def _overview() -> str:
     width = max(map(len, _COMMANDS))
     lines = [f"  {word:<{width}}  {entry.help}" for word, entry in _COMMANDS.items()]
-    return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` tells more."
+    return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` lists its options.\n\n" + _EXIT_CODES
 
 
 class _OutputClosed(BaseException):
-    """The reader of standard output has gone.
+    """Broken pipe: the reader of standard output closed it.
 
     Not an OSError: code that writes files while it prints would report the pipe as a file that cannot be written.
     """
@@ -82,10 +91,7 @@ class _Output:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code.
-
-    0 done, 1 found something wrong, 2 could not be done, 130 interrupted, 141 the reader of the output has gone.
-    """
+    """Run one command; return the exit code, which is one of `_EXIT_CODES`."""
     output = sys.stdout
     sys.stdout = _Output(output)
     try:
@@ -94,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except (_OutputClosed, BrokenPipeError):
-        # The reader has seen enough, as in `fuelrail inspect OUT | head`. What is still in the buffer must not raise
-        # once more when the interpreter ends.
+        # As in `fuelrail inspect DATASET | head`. The rest of the buffer must not raise again at the interpreter's end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
         return 141
     finally:
@@ -111,8 +116,15 @@ def _run(argv: Sequence[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"fuelrail {__version__}")
-    top.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND")
+    top.add_argument("command", metavar="COMMAND")
+    if not arguments:
+        top.print_help()
+        return 0
     word = top.parse_args(arguments[:1]).command
+    if word not in _COMMANDS:
+        close = difflib.get_close_matches(word, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(_COMMANDS)}"
+        top.error(f"unknown command '{word}'; {hint}")
     try:
         command = _load(word)
         parser = argparse.ArgumentParser(prog=f"fuelrail {word}", description=command.help)

@@ -36,7 +36,7 @@ from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.sample.schema import SCHEMA, Meta
 from fuelrail.sharding.append import append
 from fuelrail.sharding.commands import ARROW_POOL
-from fuelrail.sharding.planning.plan import deal_clips, make_plan, select_rows, selection
+from fuelrail.sharding.planning.plan import assign_splits, make_plan, select_rows, selection
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
@@ -141,8 +141,8 @@ def make_the_plan(path: Path, select: str | None) -> int:
     ]  # fmt: skip
     rows = select_rows(table, clips, recipe)
     clip, frame, size_bytes = (table.numbers(name)[rows] for name in ("clip", "frame", "size_bytes"))
-    dealt = deal_clips(clips, recipe, None, np.unique(clip).tolist())
-    plan = make_plan(rows, clip, frame, size_bytes, dealt, recipe)
+    clips_by_split = assign_splits(clips, recipe, None, np.unique(clip).tolist())
+    plan = make_plan(rows, clip, frame, size_bytes, clips_by_split, recipe)
     np.save(path.with_name("plan.npy"), plan.rows)
     np.save(path.with_name("selection.npy"), selection(plan.rows, len(table)))
     return len(plan.rows)

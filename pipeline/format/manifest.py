@@ -216,6 +216,8 @@ def _why_not_ready(root: Path) -> str:
     make = f"make it with `fuelrail shard SOURCE {root}`"
     if not root.is_dir():
         return f"is not a folder; {make}"
+    if any(root.glob("v1.0-*/sample.json")):
+        return f"is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard nuscenes:{root} OUT`"
     if (root / WORK_FOLDER).is_dir():
         return "has no dataset.json: sharding has not finished there; run the same `fuelrail shard` again to resume"
     if any(root.glob("*.tar")) or any(root.glob("*.tar.zst")):

@@ -37,7 +37,7 @@ def standardised(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=8)
 def tile(name: str, size: int, cell: int, octaves: int) -> NDArray[np.float32]:
-    """Noise (size, size) that goes on with itself on all sides. ``size`` and ``cell`` are powers of two."""
+    """Noise (size, size) that tiles seamlessly on all sides. ``size`` and ``cell`` are powers of two."""
     draw = stream("tile", name)
     total = np.zeros((size, size), np.float32)
     for octave in range(octaves):

@@ -192,7 +192,7 @@ def populate(
 
 
 def check_times(duration_s: float) -> list[float]:
-    """Instants at which footprints are held against each other."""
+    """Instants at which footprints are checked against each other."""
     return [_CHECK_STEP_S * step for step in range(int(duration_s / _CHECK_STEP_S) + 2)]
 
 

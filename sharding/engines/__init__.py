@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
+
+from msgspec import Meta
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -11,31 +16,59 @@ if TYPE_CHECKING:
     from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
 
 LOCAL_ENGINES: Final = ("threads", "processes")
-ENGINES: Final = (*LOCAL_ENGINES, "ray")
+
+
+class EngineOptions(Settings, frozen=True, kw_only=True):
+    """Options that say where shards are made, and by how many workers."""
+
+    workers: Annotated[int, Meta(ge=0, description="number of workers (default: one per core)")] = 0
+    engine: (
+        Annotated[
+            Literal["threads", "processes", "ray"],
+            Meta(
+                description="where shards are made: threads or processes of this machine, or a Ray cluster; the bytes "
+                "are the same (default: threads for a few workers, processes for more)"
+            ),
+        ]
+        | None
+    ) = None
+    ray_address: (
+        Annotated[
+            str,
+            Meta(
+                description="address of a Ray cluster: auto, or HOST:PORT (default: start a local one)",
+                extra={"metavar": "ADDRESS"},
+            ),
+        ]
+        | None
+    ) = None
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, one per core where none is given."""
+        return self.workers or len(os.sched_getaffinity(0))
 
 
 class Engine(Protocol):
-    """Where shards are made."""
+    """A place where shards are made."""
 
     def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
-        """Make these shards of the plan; yields them as they are done, in any order.
+        """Make these shards of the plan; yield them as they are done, in any order.
 
-        ``advance`` gets the bytes written since it was last called, in the calling thread. Raises what a task raised
-        first; the others are stopped between two samples, and nothing of them is left half-written.
+        ``advance`` gets the bytes written since its last call, in the calling thread. Raises the first error of a task;
+        the other tasks stop between two samples and leave no partial file.
         """
         ...
 
 
-def make_engine(name: str | None, num_workers: int, ray_address: str | None) -> Engine:
-    """The engine of that name; None for threads or processes, whichever suits so many workers.
-
-    ``num_workers`` of 0 means one for each core. ``ray_address`` is an existing cluster's (``auto`` for the one this
-    machine belongs to), None for one of this run's own. Raises ConfigError where Ray is not installed.
-    """
-    if name == "ray":
+def make_engine(options: EngineOptions) -> Engine:
+    """Make the engine; raises ConfigError where Ray is not installed or options do not go together."""
+    if options.engine == "ray":
         from fuelrail.sharding.engines.ray import RayEngine
 
-        return RayEngine(ray_address, num_workers)
+        return RayEngine(options.ray_address, options.workers)
+    if options.ray_address is not None:
+        raise ConfigError(f"a Ray address needs the engine ray, got address '{options.ray_address}' without it")
     from fuelrail.sharding.engines.local import LocalEngine
 
-    return LocalEngine(num_workers or len(os.sched_getaffinity(0)), name)
+    return LocalEngine(options.num_workers, options.engine)

@@ -31,7 +31,7 @@ class LocalEngine:
     def __init__(self, num_workers: int, kind: str | None = None) -> None:
         self._num_workers = num_workers
         if num_workers < 1:
-            raise ConfigError(f"{num_workers} workers are too few: 1 at least")
+            raise ConfigError(f"workers must be >= 1, got {num_workers}")
         self._kind = kind or ("threads" if self._num_workers <= MAX_THREADS else "processes")
 
     def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
@@ -80,7 +80,7 @@ def _in_processes(
         except BrokenProcessPool as error:
             raise FuelrailError(
                 "a worker process died: killed, perhaps for want of memory (fewer workers need less), or the calling "
-                "program lacks `if __name__ == '__main__':`; the same command goes on with what is not finished"
+                "program lacks `if __name__ == '__main__':`; run the same command again to resume"
             ) from error
         finally:
             stop.set()

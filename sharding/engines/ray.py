@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 TASK_MEMORY_BYTES: Final = 512 << 20
-"""What a task asks the scheduler for: a sample's bytes, the rows of one shard's record, and the interpreter."""
+"""Memory that a task requests: a sample's bytes, the rows of one shard's record, and the interpreter."""
 
 
 _MAX_RETRIES: Final = 10
@@ -54,7 +54,7 @@ _LOOK_S: Final = 5.0
 
 
 NO_NODE_S: Final = 300.0
-"""How long the cluster may be without a node that a task fits on, until a lost one is replaced or scaled up."""
+"""Longest time without a node that a task fits on, while a lost one is replaced or the cluster scales up."""
 
 
 _RESULT_S: Final = 120.0  # for the line of result of a task that is done
@@ -122,13 +122,13 @@ class RayEngine:
             raise error.cause from error
         except ray.exceptions.GetTimeoutError as error:
             raise FuelrailError(
-                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; the same "
-                "command goes on with what is not finished"
+                f"the Ray cluster did not hand over a finished task's result within {_RESULT_S:.0f} s; run the same "
+                "command again to resume"
             ) from error
         except ray.exceptions.RayError as error:
             raise FuelrailError(
                 f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
-                f"({' '.join(str(error).split())[:300]}); the same command goes on with what is not finished"
+                f"({' '.join(str(error).split())[:300]}); run the same command again to resume"
             ) from error
         if isinstance(result, FuelrailError):
             raise result
@@ -190,7 +190,7 @@ class RayEngine:
 
 
 class _Nodes:
-    """What is left of the cluster; a look at it costs a call, so there is one every few seconds."""
+    """Free resources of the cluster, read every few seconds because each read is a call."""
 
     def __init__(self, ray: Any) -> None:  # noqa: ANN401 - Ray's, which has no types for it
         self._ray = ray
@@ -210,7 +210,7 @@ class _Nodes:
         if not self._cpus and time.monotonic() - self._fitting_s > NO_NODE_S:
             raise FuelrailError(
                 f"the Ray cluster has had no node with a CPU and {TASK_MEMORY_BYTES >> 20} MiB of memory for "
-                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then the same command goes on"
+                f"{NO_NODE_S:.0f} s, which each task needs; add nodes, then run the same command again to resume"
             )
 
     def _look(self) -> None:

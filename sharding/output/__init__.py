@@ -1,1 +1,1 @@
-"""Where a dataset is written: folder or URL, locks, and the state of a partial run."""
+"""The output of a run: folder or URL, locks, and the state of a partial run."""

@@ -1,4 +1,4 @@
-"""Where a dataset is written to: a folder, or a URL of an object store; both give a file its name when it is whole.
+"""The output of a run: a folder, or a URL of an object store; both give a file its name when it is complete.
 
 A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/{name}`` for what goes when the dataset
 is finished. How a file appears whole differs::
@@ -6,8 +6,8 @@ is finished. How a file appears whole differs::
     folder   written under .fuelrail/tmp/, synced, renamed; the folder synced
     URL      a multipart upload, completed when all parts are there, aborted where something fails
 
-So whoever looks at OUT, at any moment, finds whole files only. Begun work is known by ``.fuelrail/begun.json``,
-finished shards by their records in ``.fuelrail/records/``; ``dataset.json`` comes last.
+So OUT holds complete files only, at any moment. A partial run is known by ``.fuelrail/run.json``, finished shards by
+their records in ``.fuelrail/records/``; ``dataset.json`` is written last.
 """
 
 from __future__ import annotations
@@ -41,57 +41,57 @@ class Output(Protocol):
     """One OUT. Names are relative to it, with ``/``; each process, on whatever machine, makes its own."""
 
     location: str
-    """What :func:`open_output` takes."""
+    """The text that :func:`open_output` takes."""
     shown: str
     """The location as messages may show it."""
-    seals: bool
-    """Whether :meth:`seal` may say something."""
+    has_version_tags: bool
+    """Whether :meth:`version_tag` may return something."""
     work: Path
     """Folder on this machine for scan table, plan and files that are being made."""
 
     def names(self) -> list[str]:
-        """What lies in OUT itself, sorted; raises DatasetError where that cannot be seen."""
+        """Return the names in OUT itself, sorted; raises DatasetError where they cannot be listed."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """A small file's bytes; None where it is not there."""
+        """Return a small file's bytes, None where it does not exist."""
         ...
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file to write that gets its name when the block ends well; else nothing of it is left."""
+        """Open a file to write; it gets its name when the block ends without an error, else it is removed."""
         ...
 
     def publish_file(self, name: str, file: Path) -> None:
-        """Give a whole file that lies in ``work`` its name in OUT; it is gone from ``work`` then."""
+        """Move a complete file from ``work`` to its name in OUT."""
         ...
 
     def size(self, name: str) -> int | None:
-        """Size of a file [bytes]; None where it is not there."""
+        """Return the size of a file [bytes], None where it does not exist."""
         ...
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Whether a file is there with this size and SHA-256; reads it."""
+        """Return whether a file exists with this size and SHA-256; reads it."""
         ...
 
-    def seal(self, name: str) -> str:
-        """What changes whenever the file does and costs no reading (an ETag); empty where there is no such thing."""
+    def version_tag(self, name: str) -> str:
+        """Return a text that changes whenever the file does (an ETag), without a read; empty if there is none."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file, if it exists."""
         ...
 
     def remove_work(self) -> None:
-        """Remove all that a run leaves for the next one to go on with."""
+        """Remove the files that a run leaves for the next one to resume."""
         ...
 
     def writing(self) -> AbstractContextManager[None]:
-        """Turn what the system says while OUT is written into one sentence (DatasetError)."""
+        """Turn the system's errors while OUT is written into one sentence (DatasetError)."""
         ...
 
 
 def open_output(location: str | os.PathLike[str]) -> Output:
-    """The output at a folder or a URL; raises ConfigError for a URL that nothing here can write."""
+    """Return the output at a folder or a URL; raises ConfigError for a URL that cannot be written."""
     text = os.fspath(location)
     if is_url(text):
         return UrlOutput(text)
@@ -137,7 +137,7 @@ def sync_folder(folder: Path) -> None:
 class FolderOutput:
     """A folder of this machine, or of a file system that several machines share."""
 
-    seals = False
+    has_version_tags = False
 
     def __init__(self, folder: str) -> None:
         self.root = Path(os.path.abspath(folder))  # noqa: PTH100 - resolve() would follow links
@@ -146,7 +146,7 @@ class FolderOutput:
         self.temporary = self.work / "tmp"
 
     def names(self) -> list[str]:
-        """What lies in the folder; nothing where it is yet to be made."""
+        """Return the names in the folder, none where it does not exist."""
         try:
             return sorted(entry.name for entry in self.root.iterdir())
         except FileNotFoundError:
@@ -207,7 +207,7 @@ class FolderOutput:
         """Whether a file is there with this size and SHA-256."""
         return file_is(self.root / name, num_bytes, sha256)
 
-    def seal(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing
+    def version_tag(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing
         """None: times of files lie, and reading is cheap here."""
         return ""
 
@@ -229,5 +229,5 @@ class FolderOutput:
             found = re.search(r"\[errno ([0-9]+)\]", str(error))
             number = int(found.group(1)) if error.errno is None and found else error.errno
             what = str(error) if number is None else os.strerror(number)
-            hint = "; finished shards are kept, the same command goes on" if number in _NO_SPACE else ""
+            hint = "; finished shards are kept; run the same command again to resume" if number in _NO_SPACE else ""
             raise DatasetError(f"output folder '{self.root}' cannot be written: {what}{hint}") from error

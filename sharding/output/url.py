@@ -1,10 +1,10 @@
 """A dataset written to a URL that fsspec knows, ``s3://bucket/prefix`` above all: no renames, no half-written objects.
 
 An object store shows an object whole or not at all, so nothing needs a temporary name: a file is a multipart upload
-that is completed when its last byte is there and aborted when anything fails. What a run that was killed had begun to
-upload is aborted by the next one, under its own prefix only. A finished shard is believed if its size and ETag are
-those noted after its upload; without such a note (the run was killed in between, or the store has no ETags) its bytes
-are read and held against their SHA-256.
+that is completed after its last byte and aborted when anything fails. Partial uploads of a killed run are aborted by
+the next one, under its own prefix only. A finished shard is kept if its size and ETag are those stored after its
+upload; without them (the run was killed in between, or the store has no ETags) its bytes are read and checked against
+their SHA-256.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COPY_BYTES: Final = 8 << 20
 class UrlOutput:
     """A prefix of an object store. Credentials and endpoints come by the library's own means, as for reading."""
 
-    seals = True
+    has_version_tags = True
 
     def __init__(self, url: str) -> None:
         self.location = url.rstrip("/")
@@ -40,11 +40,11 @@ class UrlOutput:
         self.work = default_cache_folder() / "sharding" / hashlib.sha256(self.location.encode()).hexdigest()[:16]
 
     def path(self, name: str) -> str:
-        """Where a file is in the file system."""
+        """Return the path of a file in the file system."""
         return f"{self._root}/{name}"
 
     def names(self) -> list[str]:
-        """What lies under the prefix."""
+        """Return the names under the prefix."""
         with self._reading():
             self.fs.invalidate_cache()
             try:
@@ -104,7 +104,7 @@ class UrlOutput:
                 digest.update(data)
         return digest.hexdigest() == sha256
 
-    def seal(self, name: str) -> str:
+    def version_tag(self, name: str) -> str:
         """Size and ETag of an object."""
         info = self._info(name) or {}
         stated = stated_version(info)
@@ -157,7 +157,7 @@ class UrlOutput:
                 "missing": "the bucket is not there",
                 "refused": "check credentials, profile and endpoint",
                 "invalid": "the store refused it",
-            }.get(fault.kind, "finished shards are kept, the same command goes on")
+            }.get(fault.kind, "finished shards are kept; run the same command again to resume")
             raise DatasetError(f"output '{self.shown}' cannot be written: {hint} ({fault.text})") from error
 
     @contextlib.contextmanager

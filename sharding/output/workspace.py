@@ -1,8 +1,8 @@
-"""The state of a run until its dataset is finished: lock, what was begun, scan table, plan.
+"""The state of a run until its dataset is finished: lock, state of the run, scan table, plan.
 
-What the next run needs to go on lies in OUT under ``.fuelrail/``: ``begun.json`` (recipe, samples, shards that were
-planned) and the records of finished shards. Scan table and plan are made anew by each run; they lie in the output's
-working folder on this machine, which for a local OUT is the same folder.
+What the next run needs to resume is stored in OUT under ``.fuelrail/``: ``run.json`` (recipe, samples, shards that were
+planned) and the records of finished shards. Each run makes its own scan table and plan, in the output's working folder
+on this machine, which for a local OUT is the same folder.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.output.lock import ObjectLock
 
-BEGUN: Final = f"{WORK_FOLDER}/begun.json"
+STATE: Final = f"{WORK_FOLDER}/run.json"
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run has begun: the recipe (without the scan's digest), its samples and the shards they are cut into.
+class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A started run: the recipe (without the scan's digest), its samples and the shards they are cut into.
 
     ``samples_sha256`` is of the keys that are in the dataset and of the clips' splits. Metadata, and names and sizes of
-    files, are no part of it: where those change, the shards concerned are written again, in the same cut.
+    files, are not part of it: where those change, the shards concerned are written again, in the same cut.
     """
 
     recipe: Recipe
@@ -54,7 +54,7 @@ class Workspace:
     """
 
     def __init__(self, out: Output) -> None:
-        """Make and lock it; raises DatasetError where another run is at it."""
+        """Make and lock it; raises DatasetError where another run is writing to OUT."""
         self.out = out
         self.folder = out.work
         self._made = _make_folders(self.folder)
@@ -81,7 +81,7 @@ class Workspace:
 
     @property
     def selection(self) -> Path:
-        """Which rows of the scan table are in the plan, ``.npy``."""
+        """The mask of the scan table's rows that are in the plan, ``.npy``."""
         return self.folder / "selection.npy"
 
     @property
@@ -89,11 +89,11 @@ class Workspace:
         """Folder of files that are being written."""
         return self.folder / "tmp"
 
-    def begun(self) -> Begun | None:
-        """What a run before this one has begun here; None where there is nothing."""
-        data = self.out.read(BEGUN)
+    def state(self) -> RunState | None:
+        """Return the state of an earlier run in OUT, None where there is none."""
+        data = self.out.read(STATE)
         try:
-            return None if data is None else msgspec.json.decode(data, type=Begun)
+            return None if data is None else msgspec.json.decode(data, type=RunState)
         except msgspec.ValidationError as error:
             raise DatasetExistsError(
                 f"'{self.out.shown}/{WORK_FOLDER}' was left by another version of fuelrail ({error}); remove "
@@ -101,14 +101,14 @@ class Workspace:
             ) from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DatasetExistsError(
-                f"'{self.out.shown}/{BEGUN}' is cut or damaged ({error}): remove this one file and run the same "
+                f"'{self.out.shown}/{STATE}' is cut or damaged ({error}): remove this one file and run the same "
                 "command again; finished shards are kept"
             ) from error
 
-    def begin(self, begun: Begun) -> None:
-        """Note it, before the first shard."""
-        with self.out.publish(BEGUN) as file:
-            file.write(msgspec.json.encode(begun))
+    def start(self, state: RunState) -> None:
+        """Store the state, before the first shard."""
+        with self.out.publish(STATE) as file:
+            file.write(msgspec.json.encode(state))
 
     def check(self) -> None:
         """Raise DatasetError where another run has taken this one's place."""
@@ -116,15 +116,15 @@ class Workspace:
             self._remote_lock.check()
 
     def remove(self) -> None:
-        """Remove all of it: the dataset is finished."""
+        """Remove the working folder: the dataset is finished."""
         self.out.remove_work()
         self._release_remote()
 
     def close(self) -> None:
-        """Release the lock; what this run made is removed again if no work was begun."""
+        """Release the lock; what this run made is removed again if it stored no state."""
         try:
             self._release_remote()
-            if self.folder.is_dir() and (self._is_elsewhere or self.out.read(BEGUN) is None):
+            if self.folder.is_dir() and (self._is_elsewhere or self.out.read(STATE) is None):
                 shutil.rmtree(self.folder, ignore_errors=True)
                 for folder in () if self._is_elsewhere else self._made:
                     with contextlib.suppress(OSError):

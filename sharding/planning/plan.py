@@ -1,6 +1,6 @@
-"""Which sample goes where: a pure function of the scan table's columns and the recipe.
+"""The plan, which gives each sample its place: a pure function of the scan table's columns and the recipe.
 
-Clips are dealt to splits, never one clip to two. Within a split, units (single frames, windows of consecutive frames,
+Every clip belongs to one split. Within a split, units (single frames, windows of consecutive frames,
 or whole clips) are put in the order of a keyed permutation and cut into shards of about equal size, never inside a
 unit.
 """
@@ -31,7 +31,7 @@ DEFAULT_SPLIT = "train"
 
 
 class PlannedShard(NamedTuple):
-    """One shard to be: split, its number in the split, its run of positions in the dataset."""
+    """A shard of the plan: split, its number in the split, its run of positions in the dataset."""
 
     split: str
     number: int
@@ -51,13 +51,13 @@ class Plan(NamedTuple):
     shards: list[PlannedShard]
 
 
-def deal_clips(
+def assign_splits(
     clips: Sequence[ClipInfo],
     recipe: Recipe,
     own_splits: Mapping[str, Sequence[str]] | None,
     present: Collection[int] | None = None,
 ) -> dict[str, list[int]]:
-    """Clip numbers of each split, in the order of the splits; clips that no list names are left out.
+    """Return the clip numbers of each split, in the order of the splits; clips that no list names are left out.
 
     Without splits in the recipe the source's own count, and without those everything is ``train``. ``present`` are the
     numbers of the clips of which samples are selected (None: all); splits without any are left out. Raises ConfigError
@@ -73,11 +73,11 @@ def deal_clips(
         return _by_share(ids, splits, recipe.split_seed)
     named = _by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
     wanted = set(numbers)
-    dealt = {split: [number for number in found if number in wanted] for split, found in named.items()}
-    dealt = {split: found for split, found in dealt.items() if found}
-    if not dealt:
+    clips_by_split = {split: [number for number in found if number in wanted] for split, found in named.items()}
+    clips_by_split = {split: found for split, found in clips_by_split.items() if found}
+    if not clips_by_split:
         raise ConfigError(f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}")
-    return dealt
+    return clips_by_split
 
 
 def _by_name(
@@ -89,7 +89,7 @@ def _by_name(
         for name in names:
             if split_of.setdefault(name, split) != split:
                 raise ConfigError(f"clip '{name}' is in two splits, {split_of[name]} and {split}")
-    dealt: dict[str, list[int]] = {split: [] for split in lists}
+    clips_by_split: dict[str, list[int]] = {split: [] for split in lists}
     used: set[str] = set()
     for number, clip in enumerate(clips):
         found = {name: split_of[name] for name in (clip.clip_id, clip.clip_name) if name in split_of}
@@ -97,15 +97,17 @@ def _by_name(
             raise ConfigError(f"clip '{clip.clip_name}' ({clip.clip_id}) is in two splits: {', '.join(found.values())}")
         used |= found.keys()
         if found:
-            dealt[next(iter(found.values()))].append(number)
+            clips_by_split[next(iter(found.values()))].append(number)
     unknown = [name for name in split_of if name not in used]
     if must_exist and unknown:
-        raise ConfigError(f"splits name the clip '{unknown[0]}', which the source has not ({len(unknown)} such names)")
-    return dealt
+        raise ConfigError(
+            f"the splits list names clip '{unknown[0]}', which is not in the source ({len(unknown)} such names)"
+        )
+    return clips_by_split
 
 
 def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
-    """Clip number to clip id, dealt by share.
+    """Clip number to clip id, by share.
 
     Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip at least."""
     if len(clips) < len(shares):
@@ -124,7 +126,7 @@ def _by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, 
 
 
 def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> NDArray[np.int64]:
-    """Rows of the scan table that the recipe asks for, ascending; raises OrderError for an expression that is wrong.
+    """Return the selected rows of the scan table, ascending; raises OrderError for an expression that is wrong.
 
     The expression sees the attributes and ``key``, ``clip_id``, ``frame`` and ``timestamp_ns``.
     """
@@ -148,18 +150,18 @@ def make_plan(
     clip: NDArray[np.int32],
     frame: NDArray[np.int32],
     size_bytes: NDArray[np.int64],
-    dealt: Mapping[str, Sequence[int]],
+    clips_by_split: Mapping[str, Sequence[int]],
     recipe: Recipe,
 ) -> Plan:
     """Plan the dataset of some rows of the scan table, ascending; the columns have one entry for each of these rows.
 
-    Clips are adjacent in the table, and their frames ascend. Every clip of ``dealt`` has a row at least.
+    Clips are adjacent in the table, and their frames ascend. Every clip of ``clips_by_split`` has a row at least.
     """
     frames = unit_frames(recipe.order)
     parts: list[NDArray[np.int64]] = []
     shards: list[PlannedShard] = []
     position = 0
-    for split, clips in dealt.items():
+    for split, clips in clips_by_split.items():
         own = np.flatnonzero(np.isin(clip, np.asarray(clips)))
         starts = _unit_starts(clip[own], frame[own], frames)
         lengths = np.diff(starts, append=len(own))
@@ -174,14 +176,14 @@ def make_plan(
 
 
 def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
-    """For each row of the scan table whether it is in the plan."""
+    """Mark the rows of the scan table that are in the plan."""
     mask = np.zeros(num_rows, np.bool_)
     mask[rows] = True
     return mask
 
 
 def _unit_starts(clip: NDArray[np.int32], frame: NDArray[np.int32], frames: int) -> NDArray[np.int64]:
-    """Where units begin, in rows of one split."""
+    """Return the first row of each unit, counted in one split."""
     if frames == 1:
         return np.arange(len(clip), dtype=np.int64)
     begins = np.empty(len(clip), bool)
@@ -199,7 +201,7 @@ def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _cut(sizes: NDArray[np.int64], lengths: NDArray[np.int64], target_bytes: int) -> list[int]:
-    """Samples in each shard: as few shards as the target allows, of equal size to within a unit."""
+    """Return the samples of each shard: as few shards as the target allows, of equal size to within a unit."""
     before = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
     num_shards = -(-total // target_bytes)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FileFacts(NamedTuple):
-    """Size [bytes], and what changes when a file is written anew: its time of change, or its ETag at a URL."""
+    """Size [bytes], and what changes when a file is written again: its time of change, or its ETag at a URL."""
 
     num_bytes: int
     stamp: str
@@ -206,11 +206,11 @@ class UrlFiles:
         return found
 
     def _try(self, name: str, work: Callable[[], T]) -> T:
-        def told(fault: Fault, pause_s: float | None) -> None:
+        def report(fault: Fault, pause_s: float | None) -> None:
             if pause_s is None:
                 self._fail(name, fault)
 
-        return call_with_retries(work, RetryPolicy(), told)
+        return call_with_retries(work, RetryPolicy(), report)
 
     def _fail(self, name: str, fault: Fault) -> NoReturn:
         where = f"{self.shown}/{name}".rstrip("/")

@@ -1,4 +1,4 @@
-"""Finished Fuelrail datasets as a source: to merge, shuffle anew, split, select or compress otherwise.
+"""Finished Fuelrail datasets as a source: to merge, reshuffle, split, select or recompress them.
 
 Clips come in the order of their ids, frames ascending, so it doesn't matter in which order the shards hold them, nor in
 which order the datasets are named.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import itertools
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
@@ -58,7 +59,7 @@ class FuelrailOptions(Settings, frozen=True):
     The fingerprints of several datasets are joined by ``+``.
     """
 
-    points: bool = True
+    points: Annotated[bool, Meta(description="leave lidar sweeps out")] = True
     fingerprint: str | None = None
 
 
@@ -74,7 +75,7 @@ class FuelrailSource:
         there = self._fingerprint
         if self._options.fingerprint not in (None, there):
             named = "', '".join(location.split(SEPARATOR))
-            raise ConfigError(f"'{named}' has the fingerprint {there}, wanted is {self._options.fingerprint}")
+            raise ConfigError(f"'{named}' has the fingerprint {there}, expected {self._options.fingerprint}")
         check_alike([part.dataset for part in self._parts])
 
     @property
@@ -374,7 +375,7 @@ def check_disjoint(clips: Sequence[tuple[str, Sequence[str]]]) -> None:
                 raise SourceError(f"the dataset '{location}' is named twice: name each once")
             if clip in seen:
                 raise SourceError(
-                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so its keys would stand twice; leave it "
+                    f"clip '{clip}' is in '{seen[clip]}' and in '{location}', so keys would be duplicate; leave it "
                     "out of one of them (`fuelrail reshard --select`)"
                 )
             seen[clip] = location

@@ -1,4 +1,4 @@
-"""What a scan kept of a source and what it did not: counts that the user reads and that the manifest keeps."""
+"""The report of a scan: counts of what it kept and dropped, for the user and for the manifest."""
 
 from __future__ import annotations
 

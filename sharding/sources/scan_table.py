@@ -138,7 +138,7 @@ class ScanWriter:
         """Start the next clip; raises SourceError for an id that already was or that is no legal key."""
         check_key(clip_id)
         if clip_id in self._ids:
-            raise SourceError(f"clip id '{clip_id}' stands twice in the source (clip '{clip_name}')")
+            raise SourceError(f"duplicate clip id '{clip_id}' in the source (clip '{clip_name}')")
         self._ids.add(clip_id)
         self._last_frame = -1
         self.clips.append(
@@ -158,7 +158,7 @@ class ScanWriter:
     ) -> None:
         """Add the clip's next frame; frame number, key and time are those of ``meta``.
 
-        ``stamp`` (64 bits) changes when a file of the sample is written anew, by what a look at the file system tells;
+        ``stamp`` (64 bits) changes when a file of the sample is written again, as far as the file system reports it;
         it is no part of the table, for copies of a source are the same source.
         ``meta.dataset``, ``meta.split`` and ``meta.license`` may be blank: they are filled in when shards are written.
         Raises SourceError for a member over the cap, and for a frame that does not follow the one before.
@@ -245,7 +245,7 @@ class ScanWriter:
 
 
 def tar_bytes(data_bytes: int) -> int:
-    """What a member of ``data_bytes`` takes in a tar: header block and padded data."""
+    """Return the bytes that a member of ``data_bytes`` takes in a tar: header block and padded data."""
     return 512 + -(-data_bytes // 512) * 512
 
 

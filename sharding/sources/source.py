@@ -1,4 +1,4 @@
-"""What a source of driving data must be able to do, and the registry of those there are."""
+"""The protocol of a source of driving data, and the registry of sources."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanInfo:
-    """What a scan found out about the source as a whole.
+    """The result of a scan: facts about the source as a whole.
 
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
@@ -97,7 +97,7 @@ class FileSource(Protocol):
 
 
 class SourceSpec(NamedTuple):
-    """Which source, where, and with which options: what a worker needs to make it again."""
+    """A source by kind, location and options: everything that a worker needs to open it."""
 
     kind: str
     location: str
@@ -106,9 +106,12 @@ class SourceSpec(NamedTuple):
 
 def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
-    kind, colon, location = text.partition(":")
-    if kind not in _REGISTRY or not colon or not location:
-        raise ConfigError(f"source {text!r} is not KIND:PATH; known kinds: {', '.join(_REGISTRY)}")
+    kind, _, location = text.partition(":")
+    known = ", ".join(name for name in _REGISTRY if name != "fuelrail")  # a dataset goes to `fuelrail reshard`
+    if not location:
+        raise ConfigError(f"source {text!r} must be KIND:PATH, such as nuscenes:/data/nuscenes; known kinds: {known}")
+    if kind not in _REGISTRY:
+        raise ConfigError(f"source {text!r} has the unknown kind {kind!r}; known kinds: {known}")
     return SourceSpec(kind, location, options)
 
 

@@ -62,7 +62,7 @@ class Tokens(TokenColumn):
     """The tokens that name a table's rows; resolves links to row numbers, from when it is whole."""
 
     def __init__(self, table: str, spill: Spill, tokens: Sequence[str] | None = None) -> None:
-        """``tokens``: all of them, where they are at hand; raises SourceError for one that stands twice then."""
+        """``tokens``: all of them, where they are at hand; raises SourceError for a duplicate then."""
         super().__init__(spill)
         self.table = table
         self._sorted: NDArray[np.uint64] | None = None
@@ -73,7 +73,7 @@ class Tokens(TokenColumn):
             self._at_hand = {token: row for row, token in enumerate(tokens)}
 
     def check_unique(self) -> None:
-        """Raise SourceError where a token stands twice."""
+        """Raise SourceError for a duplicate token."""
         words = self._words
         for first in range(0, len(words), ROWS_AT_ONCE):
             part = words[first : first + ROWS_AT_ONCE + 1]
@@ -92,7 +92,7 @@ class Tokens(TokenColumn):
     def resolve(self, tokens: Sequence[str], *, table: str, column: str, owners: Owners) -> NDArray[np.int64]:
         """Row number of each token; -1 for an empty one. ``owners`` are the tokens of the rows that link here.
 
-        Raises SourceError for a token that this table has not.
+        Raises SourceError for a token that is not in this table.
         """
         rows = self.find(tokens)
         for at in np.flatnonzero(rows < 0).tolist():
@@ -123,7 +123,7 @@ class Tokens(TokenColumn):
         return resolved.values
 
     def _dangling(self, table: str, column: str, owner: str, token: str) -> SourceError:
-        return SourceError(f"table '{table}': row '{owner}' has {column} '{token}', which table '{self.table}' has not")
+        return SourceError(f"table '{table}': row '{owner}' has {column} '{token}', not found in table '{self.table}'")
 
     @property
     def _row_bits(self) -> int:
@@ -165,7 +165,7 @@ class Tokens(TokenColumn):
 
 
 class Sieve:
-    """Tells of most tokens that a column has not that it has them not, at a fifth of the price of looking them up."""
+    """A quick test that finds most tokens absent from a column, at a fifth of the cost of looking them up."""
 
     _NUM_SLOTS: Final = 1 << 21
 

@@ -1,4 +1,4 @@
-"""``fuelrail verify``: hold every byte of a dataset against what manifest and index say, and name what is wrong.
+"""``fuelrail verify``: check every byte of a dataset against manifest and index, and report what is wrong.
 
 Each shard is read once, mapped: its SHA-256, its tar structure member by member, the xxh3 of every sample's span, and
 its DALI index. ``deep`` decodes all members, checks them against the schema, and decodes every image. Of a dataset at a
@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -38,7 +38,7 @@ from fuelrail.sharding.verify.manifest import check_manifest
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from fuelrail.pipeline.format.manifest import FileEntry, ShardEntry
 
@@ -46,8 +46,8 @@ _ROWS_AT_ONCE: Final = 1 << 16
 
 
 @dataclass
-class Report:
-    """What was looked at, and everything that was found wrong, in the order of the shards."""
+class VerifyReport:
+    """What was checked, and every fault that was found, in the order of the shards."""
 
     dataset: str
     deep: bool
@@ -58,11 +58,11 @@ class Report:
     faults: list[Fault] = field(default_factory=list)
 
     def as_json(self) -> str:
-        """The report as one JSON document."""
+        """Return the report as one JSON document."""
         return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
 
     def as_text(self) -> str:
-        """The report for people: a line for each fault, and one for the whole."""
+        """Return the report for people: a line for each fault, and one for the whole."""
         lines = []
         for fault in self.faults:
             address = [shown(fault.file)]
@@ -72,7 +72,7 @@ class Report:
                 address.append(f"sample {shown(fault.key)}")
             lines.append(f"{', '.join(address)}: {message(fault.text)}")
         images = f", {counted(self.num_images, 'image')} decoded" if self.deep else ""
-        verdict = counted(len(self.faults), "fault") if self.faults else "all is well"
+        verdict = counted(len(self.faults), "fault") if self.faults else "OK, no errors found"
         lines.append(
             f"{escaped(self.dataset)}: {counted(self.num_samples, 'sample')} in {counted(self.num_shards, 'shard')}, "
             f"{self.num_bytes / 1e6:,.1f} MB{images}: {verdict}"
@@ -80,8 +80,15 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def _ignore(shard: ShardEntry, num_shards: int) -> None:
-    """Nobody watches."""
+class Checked(Protocol):
+    """A callback that gets each checked shard, and the number of shards in the dataset."""
+
+    def __call__(self, shard: ShardEntry, num_shards: int, /) -> object:
+        """Take a checked shard."""
+
+
+def ignore(shard: ShardEntry, num_shards: int) -> None:
+    """Ignore a checked shard."""
 
 
 def verify(
@@ -89,23 +96,22 @@ def verify(
     *,
     deep: bool,
     num_threads: int,
-    checked: Callable[[ShardEntry, int], None] = _ignore,
-) -> Report:
-    """Check a dataset, in a folder or at a URL. What is wrong stands in the report.
+    checked: Checked = ignore,
+) -> VerifyReport:
+    """Check a dataset, in a folder or at a URL; the report has the faults.
 
-    ``checked`` is called for each shard that was, with the number of all of them. Raises ConfigError for less than one
-    thread, DatasetNotReadyError or ManifestError where there is no manifest that the rest could be held against, and
-    DatasetError where a URL cannot be read.
+    Raises ConfigError for less than one thread, DatasetNotReadyError or ManifestError where there is no manifest that
+    the rest could be checked against, and DatasetError where a URL cannot be read.
     """
     if num_threads < 1:
-        raise ConfigError(f"{num_threads} workers are too few: 1 at least")
+        raise ConfigError(f"workers must be >= 1, got {num_threads}")
     if is_url(root):
         folder, manifest = fetch_dataset(str(root))
-        report = Report(shown_url(str(root)), deep)
+        report = VerifyReport(shown_url(str(root)), deep)
     else:
         folder = Path(str(root).removeprefix("file://"))
         manifest = load_manifest(folder)
-        report = Report(str(folder), deep)
+        report = VerifyReport(str(folder), deep)
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
     try:
@@ -171,7 +177,7 @@ def _check_file(folder: Path, entry: FileEntry) -> list[Fault]:
         if size != entry.bytes:
             return [Fault(entry.name, f"has {size} bytes, the manifest says {entry.bytes}")]
         if not file_is(folder / entry.name, entry.bytes, entry.sha256):
-            return [Fault(entry.name, "its SHA-256 is not the manifest's")]
+            return [Fault(entry.name, "SHA-256 does not match the manifest")]
     except OSError as error:
         return [Fault(entry.name, f"cannot be read: {error.strerror}")]
     return []

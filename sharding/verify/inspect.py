@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,7 @@ from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
 from fuelrail.pipeline.sample.schema import Sample, decode_sample
 from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text, shown
 
 if TYPE_CHECKING:
@@ -29,17 +30,33 @@ _MAX_CELL = 2000
 """Characters of one cell of a table: it may list a few hundred classes."""
 
 
-def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
-    """Counts, splits, channels, members and where it comes from; raises DatasetError where there is no dataset."""
+class Description(NamedTuple):
+    """The result of `inspect`: ``facts`` are plain values for programs, ``text`` is for people."""
+
+    facts: dict[str, Any]
+    text: str
+
+    def as_json(self) -> str:
+        """Return the facts as one JSON document."""
+        return json_text(msgspec.json.format(msgspec.json.encode(self.facts), indent=2).decode()) + "\n"
+
+    def as_text(self) -> str:
+        """Return the text."""
+        return self.text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def describe_dataset(root: str | os.PathLike[str]) -> Description:
+    """Describe counts, splits, channels, members and origin; raises DatasetError where there is no dataset."""
     dataset = open_dataset(root)
     manifest = dataset.manifest
     members = _member_statistics(dataset)
-    if as_json:
-        return _json({"manifest": msgspec.to_builtins(manifest), "members": members})
     num_bytes = sum(shard.bytes for shard in manifest.shards)
     recipe = manifest.provenance.get("recipe", {})
     head = [
-        ("dataset", f"{manifest.name} ({dataset.root})"),
+        ("dataset", f"{manifest.name} ({shown_url(str(root)) if is_url(root) else dataset.root})"),
         ("samples", f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}"),
         ("shards", f"{len(manifest.shards):,}, {num_bytes / 1e6:,.1f} MB"),
         ("layout", _layout(dataset)),
@@ -61,7 +78,7 @@ def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
         (m["name"], m["codec"], f"{m['count']:,}", f"{m['stored_bytes'] / 1e6:,.2f}", f"{m['raw_bytes'] / 1e6:,.2f}")
         for m in members
     ]
-    return "\n\n".join(
+    text = "\n\n".join(
         [
             _table((), head),
             _table(("split", "samples", "clips", "shards"), splits),
@@ -70,12 +87,13 @@ def describe_dataset(root: str | os.PathLike[str], *, as_json: bool) -> str:
             "",
         ]
     ).removesuffix("\n")
+    return Description({"manifest": msgspec.to_builtins(manifest), "members": members}, text)
 
 
-def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) -> str:
-    """One sample's address, members, metadata and geometry.
+def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
+    """Describe one sample's address, members, metadata and geometry.
 
-    Raises ConfigError for a key that is not there, SchemaError for a sample that breaks a rule.
+    Raises ConfigError for a key that does not exist, SchemaError for a sample that breaks a rule.
     """
     dataset = open_dataset(root)
     at = dataset.index.find(key)
@@ -88,22 +106,23 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
     sample = _read(dataset, row)
     shard = dataset.manifest.shards[row.shard].name
     framed = is_framed(shard)
-    if as_json:
-        return _json(
-            {
-                "position": at,
-                "shard": shard,
-                "offset": row.offset,
-                "length": row.length,
-                "xxh3": f"{row.xxh3:016x}",
-                "frame_bytes": span_bytes(row) if framed else None,
-                "members": [member._asdict() for member in row.members],
-                "meta": msgspec.to_builtins(sample.meta),
-            }
-        )
-    meta, geometry = sample.meta, sample.geometry
+    facts = {
+        "position": at,
+        "shard": shard,
+        "offset": row.offset,
+        "length": row.length,
+        "xxh3": f"{row.xxh3:016x}",
+        "frame_bytes": span_bytes(row) if framed else None,
+        "members": [member._asdict() for member in row.members],
+        "meta": msgspec.to_builtins(sample.meta),
+    }
+    return Description(facts, _sample_text(dataset, row, sample, at, shard))
+
+
+def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard: str) -> str:
+    meta, geometry, framed = sample.meta, sample.geometry, is_framed(shard)
     head = [
-        ("sample", f"{key} (position {at} of {len(dataset.index):,}, split {meta.split})"),
+        ("sample", f"{row.key} (position {at} of {len(dataset.index):,}, split {meta.split})"),
         ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
         *([("frame", f"{row.length:,} bytes of {span_bytes(row):,}; members lie at offsets in it")] if framed else []),
         ("clip", f"{meta.clip_name}, frame {meta.frame_idx + 1} of {meta.num_frames}, vehicle {meta.vehicle}"),
@@ -145,7 +164,7 @@ def describe_sample(root: str | os.PathLike[str], key: str, *, as_json: bool) ->
 
 
 def _layout(dataset: Dataset) -> str:
-    """How shards store samples; by their names, for the manifest's word on it is for people."""
+    """Describe how shards store samples, by their names: the manifest's text on it is for people."""
     compression = dataset.manifest.compression
     framed = sum(is_framed(shard.name) for shard in dataset.manifest.shards)
     words = [str(compression.get("layout", "not stated"))]
@@ -209,7 +228,3 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     every = [[shown(cell, _MAX_CELL) for cell in row] for row in ([titles, *rows] if titles else rows)]
     widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))] if every else []
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in every)
-
-
-def _json(value: object) -> str:
-    return json_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()) + "\n"

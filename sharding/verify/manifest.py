@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_manifest(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> list[Fault]:
-    """Where the manifest is wrong about its samples; ``sizes`` are those of the images that were decoded, by camera."""
+    """Return the faults of the manifest; ``sizes`` are those of the decoded images, by camera."""
     return [Fault(MANIFEST_FILE, text) for text in _of_manifest(dataset, sizes)]
 
 

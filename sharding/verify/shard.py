@@ -108,7 +108,7 @@ class ShardCheck:
         if len(view) != shard.bytes:
             self._fault(f"has {len(view)} bytes, the manifest says {shard.bytes}")
         elif hashlib.sha256(view).hexdigest() != shard.sha256:
-            self._fault("its SHA-256 is not the manifest's")
+            self._fault("SHA-256 does not match the manifest")
 
     def _continues(self, row: IndexRow, at: int) -> bool:
         """Whether a row's span begins where the one before ends."""
@@ -230,7 +230,7 @@ class _FramedCheck(ShardCheck):
         return None
 
     def _check_end(self, view: memoryview, at: int, table: list[Frame] | None) -> None:
-        """What follows the samples: a frame with the end of the archive, and the table."""
+        """Check the end of the file: a frame with the end of the archive, and the seek table."""
         if table is None:
             return
         last = table[-1] if table else Frame(0, 0, 0)
@@ -253,7 +253,7 @@ def make_check(folder: Path, manifest: Manifest, number: int, dataset: Dataset |
 
 
 def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:
-    """Where a sample's metadata differ from index and manifest."""
+    """Yield the differences of a sample's metadata from index and manifest."""
     for name, own, other in (
         ("key", meta.key, row.key),
         ("clip_id", meta.clip_id, row.clip_id),

@@ -1,7 +1,7 @@
 """The zstd dictionary of a run: found in OUT, or trained on the small members of its samples.
 
 It is trained once, by the process that plans, on samples spread evenly over the plan, and published before the first
-shard is written; whoever goes on with the run takes it from there. So all shards are made with one dictionary, and the
+shard is written; a resumed run loads it from there. So all shards are made with one dictionary, and the
 same samples give the same one.
 """
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.scan_table import ScanTable
 
 _TIMES_ITS_SIZE: Final = 100
-"""So many bytes of samples for each byte of the dictionary, as zstd's authors recommend."""
+"""Bytes of samples for each byte of the dictionary, as zstd's authors recommend."""
 
 
-def settle_dictionary(
+def train_or_load_dictionary(
     out: Output, recipe: Recipe, finished: Manifest | None, table: ScanTable, rows: NDArray[np.int64]
 ) -> Dictionary | None:
-    """The dictionary that the shards of this run are made with, in OUT; None where the recipe wants none.
+    """Return the dictionary of this run's shards, loaded from OUT or trained; None where the recipe asks for none.
 
     ``finished`` is the manifest of a dataset that is complete but for files to be repaired. Raises ConfigError where
     the samples are too few to train on, DatasetExistsError where a finished dataset's cannot be made again.

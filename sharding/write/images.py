@@ -1,6 +1,6 @@
-"""Is this an image that a loader will be able to decode? Looked at before the bytes go into a shard.
+"""Images on their way into a shard: check, scale, add restart markers.
 
-A header is parsed and the end is looked for; pixels are not decoded (``fuelrail verify --deep`` does that).
+The check parses the header and looks for the end; pixels are not decoded (``fuelrail verify --deep`` does that).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _END_OF_IMAGE: Final = b"\xff\xd9"
 
 
 def image_size(data: Buffer, extension: str) -> tuple[int, int]:
-    """Width and height [px] of a whole encoded image (``jpg`` or ``png``).
+    """Return width and height [px] of a whole encoded image (``jpg`` or ``png``).
 
     Raises ImageError for bytes of another kind, an image that is cut short, and whatever the loader refuses by the
     header (`fuelrail.pipeline.sample.image_header.probe`).
@@ -64,7 +64,7 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
 def check_pixels(
     data: Buffer, extension: str, size: tuple[int, int] | None, *, key: str | None = None, member: str | None = None
 ) -> None:
-    """Decode a whole image and hold its width and height [px] against ``size``; raises ImageError.
+    """Decode a whole image and check its width and height [px] against ``size``; raises ImageError.
 
     All of the entropy-coded data is decoded (at an eighth of the size for a JPEG: the rest could not fail), and a
     decoder's warning, such as premature end of data, is an error.
@@ -118,12 +118,12 @@ def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, i
 
 
 def stored_field(name: str, recipe: ImageRecipe | None) -> str:
-    """The field name of a member: transcoded images are JPEGs."""
+    """Return the field name of a stored member: transcoded images are JPEGs."""
     return f"{name.removesuffix('.png')}.jpg" if recipe is not None and name.endswith(".png") else name
 
 
 def stored_share(recipe: ImageRecipe | None, members: tuple[Reference, ...]) -> float:
-    """Roughly what part of a sample's bytes is left, for the plan: the part of the pixels of its first image.
+    """Return the approximate share of a sample's bytes that is left: that of the pixels of its first image.
 
     Raises ImageError for an image that would grow.
     """
@@ -160,7 +160,7 @@ def transcode(data: Buffer, extension: str, recipe: ImageRecipe) -> bytes:
 
 
 def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:
-    """The geometry with ``img_wh`` and ``intrinsics`` of the stored images; unknown sizes stay unknown."""
+    """Return the geometry with ``img_wh`` and ``intrinsics`` of the stored images; unknown sizes stay unknown."""
     img_wh, intrinsics = geometry.img_wh.copy(), geometry.intrinsics.copy()
     for camera, (width, height) in enumerate(geometry.img_wh.tolist()):
         if width > 0 and height > 0:
@@ -171,7 +171,7 @@ def scale_geometry(geometry: Geometry, recipe: ImageRecipe) -> Geometry:
 
 
 def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
-    """The metadata with the sizes of the stored images."""
+    """Return the metadata with the sizes of the stored images."""
     cameras = {}
     for channel, camera in meta.cameras.items():
         width, height = stored_size(recipe, (camera.width, camera.height))
@@ -186,7 +186,7 @@ _TIMEOUT_S = 60.0
 
 
 def jpegtran_version() -> str:
-    """The program's version, of which the bytes of rewritten JPEGs may depend; raises ConfigError without it."""
+    """Return the version of jpegtran, on which rewritten bytes may depend; raises ConfigError without it."""
     if shutil.which(_PROGRAM) is None:
         raise ConfigError(
             f"jpeg=restart needs the program {_PROGRAM}, which is not installed: "
@@ -203,7 +203,7 @@ def jpegtran_version() -> str:
 
 
 def with_restart_rows(data: Buffer) -> bytes:
-    """The JPEG, baseline, with restart markers at its rows of MCUs; metadata kept. Raises ImageError if broken."""
+    """Return the baseline JPEG with restart markers at its rows of MCUs; keeps metadata. Raises ImageError."""
     command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
     try:
         done = subprocess.run(command, input=data, capture_output=True, check=False, timeout=_TIMEOUT_S)

@@ -17,7 +17,7 @@ _RECORDS: Final = f"{WORK_FOLDER}/records"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
+    """The record of a written shard: its file, its DALI index, its rows of the index, its images' sizes (w, h).
 
     ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
     ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`);
@@ -55,7 +55,7 @@ class SourceDigest:
 
 
 def record_name(stem: str) -> str:
-    """Where a shard's record is in OUT."""
+    """Return the name of a shard's record in OUT."""
     return f"{_RECORDS}/{stem}.msgpack"
 
 
@@ -69,23 +69,23 @@ def load_record(out: Output, stem: str) -> ShardRecord | None:
 
 
 def store_record(out: Output, record: ShardRecord) -> None:
-    """Note a shard, before it gets its name: a shard without a record cannot be told from a foreign file."""
+    """Store a shard's record, before the shard gets its name: without a record, a shard may be any file."""
     with out.publish(record_name(record.stem)) as file:
         file.write(msgspec.msgpack.encode(record))
 
 
-def store_seal(out: Output, record: ShardRecord) -> None:
+def store_version_tag(out: Output, record: ShardRecord) -> None:
     """Note what the store says of a shard that has just got its name, so that it need not be read to be believed."""
-    if seal := out.seal(record.name):
-        with out.publish(f"{_RECORDS}/{record.stem}.seal") as file:
-            file.write(seal.encode())
+    if tag := out.version_tag(record.name):
+        with out.publish(f"{_RECORDS}/{record.stem}.tag") as file:
+            file.write(tag.encode())
 
 
 def is_whole(out: Output, record: ShardRecord) -> bool:
-    """Whether shard and DALI index are in OUT as the record says: by seal where there is one, else by reading them."""
+    """Return whether OUT holds shard and DALI index as recorded: by version tag if there is one, else by a read."""
     if record.idx_bytes and not out.holds(f"{record.stem}.idx", record.idx_bytes, record.idx_sha256):
         return False
-    seal = out.read(f"{_RECORDS}/{record.stem}.seal") if out.seals else None
-    if seal is not None and seal.decode(errors="replace") == out.seal(record.name):
+    tag = out.read(f"{_RECORDS}/{record.stem}.tag") if out.has_version_tags else None
+    if tag is not None and tag.decode(errors="replace") == out.version_tag(record.name):
         return True
     return out.holds(record.name, record.bytes, record.sha256)

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from fuelrail.pipeline.errors import FuelrailError, ImageError, SourceError
+from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
-    IMAGE_EXTENSIONS,
     META,
     Geometry,
     decode_arrays,
@@ -29,22 +28,24 @@ from fuelrail.pipeline.sample.schema import (
     encode_meta,
 )
 from fuelrail.sharding.output.folder import open_output
-from fuelrail.sharding.planning.recipe import Recipe, codec_of
 from fuelrail.sharding.sources.scan_table import ScanTable, decode_row
-from fuelrail.sharding.sources.source import FileSource, SourceSpec, make_source
+from fuelrail.sharding.sources.source import SourceSpec, make_source
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import (
-    image_size,
     scale_geometry,
     scale_meta,
-    stored_field,
-    stored_size,
-    transcode,
-    with_restart_rows,
 )
 from fuelrail.sharding.write.member_check import MemberCheck
+from fuelrail.sharding.write.members import Members
 from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
-from fuelrail.sharding.write.records import ShardRecord, SourceDigest, is_whole, load_record, store_record, store_seal
+from fuelrail.sharding.write.records import (
+    ShardRecord,
+    SourceDigest,
+    is_whole,
+    load_record,
+    store_record,
+    store_version_tag,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,11 +55,12 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.rules import Rig
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.plan import PlannedShard
-    from fuelrail.sharding.sources.scan_table import Reference, ScanRow
+    from fuelrail.sharding.planning.recipe import Recipe
+    from fuelrail.sharding.sources.scan_table import ScanRow
 
 
 class RunStoppedError(FuelrailError):
-    """The run was told to stop between two samples; nothing is half-written."""
+    """The run was stopped between two samples; there is no partial file."""
 
 
 Pulse = Callable[[int], None]
@@ -66,7 +68,7 @@ Pulse = Callable[[int], None]
 
 
 class ShardDone(NamedTuple):
-    """What a finished shard tells the run: its number, name, size, and whether it was there already."""
+    """A finished shard: number, name, size, and whether it was already complete and kept."""
 
     number: int
     name: str
@@ -76,7 +78,7 @@ class ShardDone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What a worker needs to write any shard of a run; small, and the same for all.
+    """Everything that a worker needs to write any shard of a run; small, and the same for all.
 
     ``stamps`` has for each shard a number that changes when a file of the source that it is made of does.
     """
@@ -107,11 +109,12 @@ class ShardWriter:
         self._rows = np.load(job.plan_rows, mmap_mode="r")
         self._selection = np.load(job.selection, mmap_mode="r")
         self._source = make_source(job.source)
-        self._files = self._source if isinstance(self._source, FileSource) else None
         self._buffer = ReadBuffer()
+        self._place = f"{job.source.kind}:{job.source.location}"
+        self._members = Members(self._source, job.recipe, job.lidars, self._buffer, self._place)
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:
-        """Write shard ``number`` of the plan, unless it is there already, whole.
+        """Write shard ``number`` of the plan, unless OUT has it complete.
 
         Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be written.
         """
@@ -127,7 +130,7 @@ class ShardWriter:
                 pulse(record.bytes)
                 return ShardDone(number, record.name, record.bytes, kept=True)
             record = self._write(number, shard, pulse)
-            store_seal(self._out, record)
+            store_version_tag(self._out, record)
         return ShardDone(number, record.name, record.bytes, kept=False)
 
     def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
@@ -141,7 +144,7 @@ class ShardWriter:
                 packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
             else:
                 packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
-            check = MemberCheck(job.rig, f"{job.source.kind}:{job.source.location}")
+            check = MemberCheck(job.rig, self._place)
             for row in self._rows_of(shard):
                 encoded = self._table.encoded_row(row)
                 digest.add(encoded)
@@ -151,7 +154,7 @@ class ShardWriter:
                 with one_at_a_time(sum(member.bytes for member in scanned.members)):
                     length = packer.add(
                         scanned.key, clip_id, scanned.frame, scanned.timestamp_ns,
-                        self._members(scanned, row, shard.split, sizes, check),
+                        self._raw_members(scanned, row, shard.split, sizes, check),
                     )  # fmt: skip
                 pulse(length)
             check.close()
@@ -191,13 +194,13 @@ class ShardWriter:
             digest.add(self._table.encoded_row(row))
         return digest.hexdigest()
 
-    def _members(
+    def _raw_members(
         self, row: ScanRow, number: int, split: str, sizes: dict[str, set[tuple[int, int]]], check: MemberCheck
     ) -> list[RawMember]:
-        """The members of row ``number``, in the order in which they are stored."""
+        """Return the members of row ``number``, in the order in which they are stored."""
         job = self._job
         scanned = decode_meta(row.meta)
-        # Neighbours in the clip stand next to it in the table; those that are not selected are none.
+        # Neighbours in the clip are the next rows of the table; rows that are not selected are no neighbours.
         meta = msgspec.structs.replace(
             scanned,
             dataset=job.dataset,
@@ -213,49 +216,6 @@ class ShardWriter:
         raw: dict[str, Buffer] = {META: encode_meta(meta), GEOMETRY: geometry}
         if row.boxes is not None:
             raw[BOXES] = row.boxes
-        for member in row.members:
-            data = self._read(member)
-            channel, _, extension = member.name.partition(".")
-            if extension in IMAGE_EXTENSIONS:
-                data, size = self._image(row, member, data, extension)
-                sizes.setdefault(channel, set()).add(size)
-            field = stored_field(member.name, images)
-            if field.endswith(".jpg") and job.recipe.jpeg == "restart":
-                data = self._restart_rows(row, member, data)
-            if field in raw:
-                raise SourceError(f"{self._where(row, member)}: the sample has '{field}' twice; each field occurs once")
-            raw[field] = data
+        self._members.run(row.key, row.members, raw, sizes)
         check.add(row.key, meta, raw)
-        return [RawMember(name, codec_of(name, job.recipe, job.lidars), data) for name, data in raw.items()]
-
-    def _read(self, member: Reference) -> Buffer:
-        """A sensor member's bytes: straight from its file where those are the member, else as the source makes them."""
-        path = None if self._files is None else self._files.path(member.ref)
-        return self._source.open(member.ref) if path is None else self._buffer.read(path, member.bytes)
-
-    def _where(self, row: ScanRow, member: Reference) -> str:
-        return f"image '{member.ref}' of {self._job.source.kind}:{self._job.source.location} (sample {row.key})"
-
-    def _restart_rows(self, row: ScanRow, member: Reference, data: Buffer) -> bytes:
-        try:
-            return with_restart_rows(data)
-        except ImageError as error:
-            raise SourceError(f"{self._where(row, member)}: {error}") from error
-
-    def _image(self, row: ScanRow, member: Reference, data: Buffer, extension: str) -> tuple[Buffer, tuple[int, int]]:
-        """An image as it is stored, with its size then (w, h) [px], after a look at what the source has."""
-        if len(data) != member.bytes:
-            where = self._where(row, member)
-            raise SourceError(f"{where} had {member.bytes} bytes when the run began and has {len(data)} now")
-        try:
-            size = image_size(data, extension)
-            if size != (member.width, member.height):
-                raise SourceError(
-                    f"{self._where(row, member)} is {size[0]} x {size[1]} pixels, the source's tables say "
-                    f"{member.width} x {member.height}"
-                )
-            if (images := self._job.recipe.images) is not None:
-                return transcode(data, extension, images), stored_size(images, size)
-        except ImageError as error:
-            raise SourceError(f"{self._where(row, member)}: {error}") from error
-        return data, size
+        return self._members.encoded(raw)

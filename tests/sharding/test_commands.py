@@ -63,7 +63,7 @@ def test_shard_verify_inspect(run, source, tmp_path):
     code, said, _ = run("verify", out, "--deep")
     assert code == 0
     assert "6 samples in 2 shards" in said
-    assert "12 images decoded: all is well" in said
+    assert "12 images decoded: OK, no errors found" in said
     code, said, _ = run("inspect", out)
     assert code == 0
     assert "cam_front" in said
@@ -71,7 +71,7 @@ def test_shard_verify_inspect(run, source, tmp_path):
     assert code == 0
     assert "a-000001" in said
     code, said, _ = shard(run, source.root, out, "--splits", "train=0.5,val=0.5")
-    assert (code, "(2 were there already)" in said) == (0, True)
+    assert (code, "(2 reused)" in said) == (0, True)
 
 
 def test_clips_that_no_split_names_are_told(run, source, tmp_path):
@@ -79,7 +79,7 @@ def test_clips_that_no_split_names_are_told(run, source, tmp_path):
     (tmp_path / "source" / "v1.0-mini" / "splits.json").write_text('{"train": ["b"]}')
     code, said, _ = shard(run, tmp_path / "source", tmp_path / "out")
     assert code == 0
-    assert said.splitlines()[1] == "left out: 1 clip of the source that no split names; --splits says what goes where"
+    assert said.splitlines()[1] == "left out: 1 clip of the source that no split names; assign them with --splits"
     code, said, _ = shard(run, tmp_path / "source", tmp_path / "asked", "--select", "clip_id == 'b'")
     assert (code, "left out" in said) == (0, False)
 
@@ -136,7 +136,7 @@ def test_ctrl_c_says_how_to_go_on(run, source, tmp_path, monkeypatch):
     monkeypatch.setattr(ShardWriter, "make", interrupted)
     code, _, err = shard(run, source.root, tmp_path / "out")
     assert code == 130
-    assert "run the same command to go on" in err
+    assert "run the same command to resume" in err
 
 
 def test_unknown_options(run, source, tmp_path):
@@ -147,13 +147,15 @@ def test_unknown_options(run, source, tmp_path):
     assert code == 2
     assert "'zip'" in err
     assert "invalid int value: 'x'" in run("shard", "nuscenes:x", "out", "--seed", "x")[2]
-    assert "known kinds: nuscenes, fuelrail" in refused(run("shard", "kitti:/data", tmp_path / "out"))
+    assert "unknown kind 'kitti'; known kinds: nuscenes" in refused(run("shard", "kitti:/data", tmp_path / "out"))
     assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
     assert "--zstd-level 99: Expected" in refused(shard(run, source.root, tmp_path / "out", "--zstd-level", "99"))
-    assert "size '1' is under 1024 bytes" in refused(shard(run, source.root, tmp_path / "out", "--shard-size", "1"))
-    assert "--splits is empty" in refused(shard(run, source.root, tmp_path / "out", "--splits", ""))
+    assert "--shard-size '1': a size must be 1024" in refused(
+        shard(run, source.root, tmp_path / "out", "--shard-size", "1")
+    )
+    assert "--splits '': it is empty" in refused(shard(run, source.root, tmp_path / "out", "--splits", ""))
     assert "output folder has no name" in refused(shard(run, source.root, ""))
-    assert "--workers -1 is too few" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
+    assert "--workers -1: Expected `int` >= 0" in refused(shard(run, source.root, tmp_path / "out", "--workers", "-1"))
     assert not (tmp_path / "out").exists()
 
 
@@ -213,7 +215,7 @@ def test_a_truncated_jpeg(run, source, tmp_path):
     sentence = refused(shard(run, tmp_path / "source", tmp_path / "out"))
     assert f"samples/CAM_BACK/{victim.name}" in sentence
     assert "truncated JPEG" in sentence
-    assert sentence.endswith("; finished shards are kept: mend it, and the same command goes on\n")
+    assert sentence.endswith("; finished shards are kept: fix the source and run the same command again to resume\n")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK_FOLDER]
 
 
@@ -306,7 +308,9 @@ def test_a_full_disk(run, source, tmp_path):
     out = tmp_path / "small" / "out"
     try:
         result = shard(run, source.root, out, "--shard-size", "20kB")
-        assert "No space left on device; finished shards are kept, the same command goes on" in refused(result)
+        assert "No space left on device; finished shards are kept; run the same command again to resume" in refused(
+            result
+        )
         assert not (out / "dataset.json").exists()
         left = {name: digest for name, digest in digests(out).items() if name.endswith(".tar")}
         subprocess.run(["mount", "-o", "remount,size=4M", tmp_path / "small"], check=True)
@@ -358,5 +362,5 @@ def test_verify_repairs_from_the_source(run, source, tmp_path):
     assert "the source's content" in sentence[2]
     code, said, err = run("verify", out, "--repair", f"nuscenes:{source.root}")
     assert "train-000000.tar: has 4 bytes" in err
-    assert (code, said.splitlines()[-1].endswith("all is well")) == (0, True)
+    assert (code, said.splitlines()[-1].endswith("OK, no errors found")) == (0, True)
     assert digests(out) == before

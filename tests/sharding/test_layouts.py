@@ -161,20 +161,23 @@ def test_a_run_killed_before_it_was_noted_leaves_no_dictionary_to_another(source
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    for name in ("fuelrail.sharding.output.workspace.Workspace.begin", "fuelrail.sharding.run.settle_dictionary"):
+    for name in (
+        "fuelrail.sharding.output.workspace.Workspace.start",
+        "fuelrail.sharding.run.train_or_load_dictionary",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(name, killed)
             with pytest.raises(KeyboardInterrupt):
                 shard_nuscenes(source, tmp_path / name, seed=1, **options)
         assert not (tmp_path / name / DICTIONARY_FILE).exists()
-    out = tmp_path / "fuelrail.sharding.output.workspace.Workspace.begin"
+    out = tmp_path / "fuelrail.sharding.output.workspace.Workspace.start"
     shard_nuscenes(source, out, **options)
     assert digests(out) == digests(outs / "dictionary")
 
 
 def test_options_that_do_not_go_together(source, tmp_path):
     for layout in ("frame", "none"):
-        with pytest.raises(ConfigError, match=f"a dictionary goes with layout member only, not with layout {layout}"):
+        with pytest.raises(ConfigError, match=f"a dictionary needs layout member, got layout {layout}"):
             make_recipe(layout=layout, dictionary_bytes=4096)
     with pytest.raises(ConfigError, match="dictionary_bytes"):
         make_recipe(dictionary_bytes=2 << 20)
@@ -206,17 +209,17 @@ def test_a_new_version_of_such_datasets(outs, source, tmp_path, name):
 
 
 def test_inspect_says_how_samples_are_stored(outs):
-    assert "frame, one zstd frame a sample, zstd level 3" in describe_dataset(outs / "frame", as_json=False)
-    assert "layout       none\n" in describe_dataset(outs / "none", as_json=False)
-    text = describe_dataset(outs / "dictionary", as_json=False)
+    assert "frame, one zstd frame a sample, zstd level 3" in describe_dataset(outs / "frame").text
+    assert "layout       none\n" in describe_dataset(outs / "none").text
+    text = describe_dataset(outs / "dictionary").text
     dataset = open_dataset(outs / "dictionary")
     assert f"member, zstd level 3, dictionary {dataset.dictionary.id} of " in text
     assert "meta.json             zstd-dict" in text
     row = open_dataset(outs / "frame").index.row(3)
-    sample = describe_sample(outs / "frame", row.key, as_json=False)
+    sample = describe_sample(outs / "frame", row.key).text
     assert f"frame         {row.length:,} bytes of " in sample
     assert "meta.json             raw    512" in sample
-    assert '"frame_bytes": null' in describe_sample(outs / "none", row.key, as_json=True)
+    assert '"frame_bytes": null' in describe_sample(outs / "none", row.key).as_json()
 
 
 def test_gnu_tar_reads_frame_shards(outs):

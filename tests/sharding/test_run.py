@@ -349,7 +349,7 @@ def test_ctrl_c_and_sigterm_end_cleanly(tmp_path, num_workers, number, send):
     send(process, number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert said == "fuelrail: finished shards are kept; run the same command to go on\nfuelrail: interrupted\n"
+    assert said == "fuelrail: finished shards are kept; run the same command to resume\nfuelrail: interrupted\n"
     assert not (out / "dataset.json").exists()
     assert list((out / WORK_FOLDER / "tmp").iterdir()) == []
 
@@ -428,9 +428,9 @@ def test_a_source_that_fails_leaves_nothing(source, tmp_path):
 
 
 def test_a_clip_or_an_order_that_cannot_be_leaves_nothing(source, tmp_path):
-    with pytest.raises(ConfigError, match="the clip 'z'"):
+    with pytest.raises(ConfigError, match="names clip 'z'"):
         shard_nuscenes(source.root, tmp_path / "out", splits={"train": ["z"]})
-    with pytest.raises(ConfigError, match="0 workers"):
+    with pytest.raises(ConfigError, match="workers must be >= 1, got 0"):
         shard_nuscenes(source.root, tmp_path / "out", num_workers=0)
     assert list(tmp_path.iterdir()) == []
 

@@ -63,7 +63,7 @@ def test_every_flipped_bit_is_found_and_named(pristine, data):
     finally:
         (root / SHARD).write_bytes(whole)
     assert {fault.file for fault in found} == {SHARD}
-    assert found[0].text == "its SHA-256 is not the manifest's"
+    assert found[0].text == "SHA-256 does not match the manifest"
     owner = next((row for row in rows if row.offset <= at < row.offset + row.length), None)
     named = {(fault.offset, fault.key) for fault in found[1:]}
     if owner is not None:

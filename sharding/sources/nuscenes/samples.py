@@ -1,4 +1,4 @@
-"""What a nuScenes sample says about itself: its metadata, its row of attributes, its clip's id."""
+"""Metadata of a nuScenes sample, its row of attributes, and the id of its clip."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CONDITIONS: Final = {
 _NUSCENES_LOCATIONS: Final = frozenset(
     ("boston-seaport", "singapore-hollandvillage", "singapore-onenorth", "singapore-queenstown")
 )
-"""Where nuScenes was recorded: the devkit knows maps of these alone."""
+"""Locations of nuScenes: the devkit has maps of these only."""
 _SYNTHETIC: Final = "synth-"
 """Begins the locations of `fuelrail synth`, whose descriptions are made as nuScenes' are."""
 
@@ -67,7 +67,7 @@ def clip_ids(scenes: Sequence[Scene]) -> list[str]:
 
 
 class SceneFacts:
-    """What all samples of a scene have in common."""
+    """Facts that all samples of a scene share."""
 
     def __init__(self, scene: Scene, log: Log, clip_id: str, kept: NDArray[np.bool_], cameras: Sequence[str]) -> None:
         """``kept``: which of the scene's frames are in the dataset; ``cameras``: the names of the rig's cameras."""

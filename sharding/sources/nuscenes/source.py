@@ -1,4 +1,4 @@
-"""Which nuScenes scene belongs to which split.
+"""The adapter for nuScenes, and the splits that its scenes belong to.
 
 ``splits.json`` beside the tables (split name to scene names, as the devkit reads it) comes first; else the official
 split of v1.0-trainval, v1.0-mini and v1.0-test, where all scenes are the official ones. The lists are those of the
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.manifest import LidarEntry
@@ -109,20 +110,35 @@ _NOT_VALID: Final = "marked as not valid"
 class NuScenesOptions(Settings, frozen=True):
     """Options of the adapter.
 
-    ``version``: name of the tables' folder; may be left out where there is just one. ``missing_camera``: what to do
-    about a camera file that is not there: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). Files that the
-    tables mark as not valid are masked in any case, and a sample without any image is dropped. ``points``: store
-    lidar sweeps; without, their geometry stays. ``sweeps``: earlier sweeps of each lidar to store with every keyframe
-    (9 are all there are between two keyframes, each once).
+    ``version``: name of the tables' folder; optional where there is just one. ``missing_camera``: what to do about a
+    camera file that does not exist: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). Files that the tables mark
+    as not valid are always masked, and a sample without any image is dropped. ``points``: store lidar sweeps; without,
+    their geometry stays. ``sweeps``: number of earlier sweeps of each lidar to store with every keyframe (9 are all
+    between two keyframes, each once).
     """
 
-    version: str | None = None
-    missing_camera: Literal["error", "mask"] = "error"
-    points: bool = True
-    sweeps: int = 0
+    version: (
+        Annotated[str, Meta(description="nuScenes version folder, such as v1.0-mini", extra={"metavar": "FOLDER"})]
+        | None
+    ) = None
+    missing_camera: Annotated[
+        Literal["error", "mask"],
+        Meta(
+            description="nuScenes camera file that does not exist: raise an error, or leave the member out and mark it "
+            "invalid; samples without any image are dropped (default: error)"
+        ),
+    ] = "error"
+    points: Annotated[bool, Meta(description="leave lidar sweeps out")] = True
+    sweeps: Annotated[
+        int,
+        Meta(
+            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: every sweep once; "
+            "default: 0)"
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Check that the options go together."""
         if self.sweeps < 0 or (self.sweeps and not self.points):
             raise ConfigError(f"sweeps={self.sweeps} must be 0 or more, and 0 without points")
 
@@ -261,10 +277,16 @@ class NuScenesSource:
             found = self._files.folders_with("sample.json")
             if len(found) != 1:
                 listed = ", ".join(found) or "none"
-                raise ConfigError(f"say which tables of '{shown}' with --version; there are: {listed}")
+                raise ConfigError(f"'{shown}' needs --version to choose the tables; there are: {listed}")
             version = found[0]
-        if version in ("", "..") or Path(version).name != version:
-            raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
+        elif version not in (found := self._files.folders_with("sample.json")):
+            if version in ("", "..") or Path(version).name != version:
+                raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
+            if found:
+                raise SourceError(
+                    f"nuScenes version '{version}': '{shown}/{version}' is not a folder with tables; there are: "
+                    f"{', '.join(found)}"
+                )
         return version
 
     def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:

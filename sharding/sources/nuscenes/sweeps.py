@@ -1,7 +1,7 @@
 """The lidar sweeps between nuScenes' keyframes: which files come before each keyframe's own, and where the lidar was.
 
 nuScenes' lidar turns at 20 Hz and keyframes come at 2 Hz, so nine earlier sweeps for each keyframe are every sweep
-once. The table of sensor files is read a second time for them, by whoever asks for sweeps only.
+once. The table of sensor files is read a second time for them, only if the options ask for sweeps.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_the_command_makes_a_world_and_then_says_that_it_is_there(
     assert said.out.startswith(f"wrote: {out}, v1.0-mini, seed 3: 1 clips of 2 keyframes, 12 images, 3 lidar sweeps")
     assert said.err == ""
     assert main(words) == 0
-    assert capsys.readouterr().out.startswith("already there: ")
+    assert capsys.readouterr().out.startswith("already complete: ")
     assert main([*words[:3], "4", *words[4:]]) == 2
     refusal = capsys.readouterr().err
     assert refusal.startswith("fuelrail: error: ")

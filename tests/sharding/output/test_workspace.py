@@ -12,11 +12,11 @@ import pytest
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.sharding.output.folder import FolderOutput, check_out
-from fuelrail.sharding.output.workspace import Begun, Workspace
+from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import PlannedShard
 from fuelrail.sharding.planning.recipe import make_recipe
 
-BEGUN = Begun(
+STATE = RunState(
     recipe=make_recipe(), num_samples=3, num_clips=1, samples_sha256="ab", shards=[PlannedShard("train", 0, 0, 3)]
 )
 
@@ -79,20 +79,20 @@ def test_what_was_made_for_nothing_is_removed(tmp_path):
 def test_begun_work_stays(tmp_path):
     out = tmp_path / "out"
     with workspace(out) as work:
-        assert work.begun() is None
-        work.begin(BEGUN)
+        assert work.state() is None
+        work.start(STATE)
     with workspace(out) as work:
-        assert work.begun() == BEGUN
+        assert work.state() == STATE
         work.remove()
     assert list(out.iterdir()) == []
 
 
 def test_a_recipe_of_another_version_is_not_guessed(tmp_path):
     with workspace(tmp_path) as work:
-        work.begin(BEGUN)
-        (work.folder / "begun.json").write_text('{"source": "nuscenes", "colour": 1}')
+        work.start(STATE)
+        (work.folder / "run.json").write_text('{"source": "nuscenes", "colour": 1}')
     with workspace(tmp_path) as work, pytest.raises(DatasetExistsError, match="another version of fuelrail"):
-        work.begun()
+        work.state()
 
 
 def test_foreign_files_are_not_touched(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.sharding.planning.plan import deal_clips, make_plan, selection
+from fuelrail.sharding.planning.plan import assign_splits, make_plan, selection
 from fuelrail.sharding.planning.recipe import make_recipe, unit_frames
 from fuelrail.sharding.sources.scan_table import ClipInfo
 
@@ -37,9 +37,9 @@ def columns(lengths, size=1000):
 
 def plan_of(lengths, size=1000, **values):
     chosen = recipe(**values)
-    dealt = deal_clips(clip_infos(lengths), chosen, None)
+    clips_by_split = assign_splits(clip_infos(lengths), chosen, None)
     clip, frame, sizes = columns(lengths, size)
-    return make_plan(np.arange(len(clip)), clip, frame, sizes, dealt, chosen), dealt
+    return make_plan(np.arange(len(clip)), clip, frame, sizes, clips_by_split, chosen), clips_by_split
 
 
 @given(
@@ -51,11 +51,11 @@ def plan_of(lengths, size=1000, **values):
 )
 def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_size, share):
     splits = {"train": share, "val": 1 - share}
-    plan, dealt = plan_of(lengths, seed=seed, order=order, shard_size_bytes=shard_size, splits=splits)
+    plan, clips_by_split = plan_of(lengths, seed=seed, order=order, shard_size_bytes=shard_size, splits=splits)
     clip, frame, _ = columns(lengths)
     assert sorted(plan.rows.tolist()) == list(range(len(clip)))
-    assert sorted(n for clips in dealt.values() for n in clips) == list(range(len(lengths)))
-    assert all(dealt.values())
+    assert sorted(n for clips in clips_by_split.values() for n in clips) == list(range(len(lengths)))
+    assert all(clips_by_split.values())
     at = 0
     numbers: dict[str, int] = {}
     frames = unit_frames(order) or 10**6
@@ -66,7 +66,7 @@ def test_every_sample_once_clips_whole_units_whole(lengths, seed, order, shard_s
         assert shard.number == numbers.get(shard.split, 0)
         numbers[shard.split] = shard.number + 1
         rows = plan.rows[at : at + shard.num_samples]
-        assert set(clip[rows].tolist()) <= set(dealt[shard.split])
+        assert set(clip[rows].tolist()) <= set(clips_by_split[shard.split])
         units = list(zip(clip[rows].tolist(), (frame[rows] // frames).tolist(), strict=True))
         for unit in set(units):
             assert home.setdefault(unit, shard.stem) == shard.stem, "a unit is in two shards"
@@ -117,70 +117,70 @@ def test_two_splits_are_not_shuffled_alike():
     ],
 )
 def test_shares_count_clips(count, shares, expected):
-    dealt = deal_clips(clip_infos([1] * count), recipe(splits=shares), None)
-    assert [len(clips) for clips in dealt.values()] == expected
-    assert list(dealt) == list(shares)
+    clips_by_split = assign_splits(clip_infos([1] * count), recipe(splits=shares), None)
+    assert [len(clips) for clips in clips_by_split.values()] == expected
+    assert list(clips_by_split) == list(shares)
 
 
 def test_shares_depend_on_the_split_seed_alone():
     clips = clip_infos([1] * 40)
     halves = {"train": 0.5, "val": 0.5}
-    one = deal_clips(clips, recipe(splits=halves, seed=1), None)
-    assert one == deal_clips(clips, recipe(splits=halves, seed=2), None)
-    assert one != deal_clips(clips, recipe(splits=halves, split_seed=1), None)
+    one = assign_splits(clips, recipe(splits=halves, seed=1), None)
+    assert one == assign_splits(clips, recipe(splits=halves, seed=2), None)
+    assert one != assign_splits(clips, recipe(splits=halves, split_seed=1), None)
 
 
 def test_more_clips_move_few_of_the_old_ones():
     shares = {"train": 0.8, "val": 0.2}
-    before = deal_clips(clip_infos([1] * 100), recipe(splits=shares), None)
-    after = deal_clips(clip_infos([1] * 110), recipe(splits=shares), None)
+    before = assign_splits(clip_infos([1] * 100), recipe(splits=shares), None)
+    after = assign_splits(clip_infos([1] * 110), recipe(splits=shares), None)
     assert len(set(before["val"]) - set(after["val"])) <= 4
 
 
 def test_too_few_clips_for_the_splits():
     with pytest.raises(ConfigError, match="1 clips cannot be split into train, val"):
-        deal_clips(clip_infos([5]), recipe(splits={"train": 0.5, "val": 0.5}), None)
+        assign_splits(clip_infos([5]), recipe(splits={"train": 0.5, "val": 0.5}), None)
 
 
 def test_own_splits_of_the_source():
     clips = clip_infos([1, 1, 1, 1])
     own = {"val": ["Clip 2"], "train": ["Clip 0", "Clip 3", "elsewhere"], "test": ["nowhere"]}
-    assert deal_clips(clips, recipe(), own) == {"val": [2], "train": [0, 3]}
-    assert deal_clips(clips, recipe(), None) == {"train": [0, 1, 2, 3]}
+    assert assign_splits(clips, recipe(), own) == {"val": [2], "train": [0, 3]}
+    assert assign_splits(clips, recipe(), None) == {"train": [0, 1, 2, 3]}
     with pytest.raises(ConfigError, match="none of the 4 clips is in one of the splits train"):
-        deal_clips(clips, recipe(), {"train": ["nowhere"]})
+        assign_splits(clips, recipe(), {"train": ["nowhere"]})
 
 
 def test_lists_of_the_user_must_be_right():
     clips = clip_infos([1, 1])
-    assert deal_clips(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {"a": [1], "b": [0]}
-    with pytest.raises(ConfigError, match="'clip-9', which the source has not"):
-        deal_clips(clips, recipe(splits={"a": ["clip-9"]}), None)
+    assert assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 0"]}), None) == {"a": [1], "b": [0]}
+    with pytest.raises(ConfigError, match="names clip 'clip-9', which is not in the source"):
+        assign_splits(clips, recipe(splits={"a": ["clip-9"]}), None)
     with pytest.raises(ConfigError, match="'clip-1' is in two splits, a and b"):
-        deal_clips(clips, recipe(splits={"a": ["clip-1"], "b": ["clip-1"]}), None)
+        assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["clip-1"]}), None)
     with pytest.raises(ConfigError, match="in two splits"):
-        deal_clips(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 1"]}), None)
+        assign_splits(clips, recipe(splits={"a": ["clip-1"], "b": ["Clip 1"]}), None)
 
 
 def test_clips_without_selected_samples_are_not_dealt():
     clips = clip_infos([1] * 10)
     present = [1, 4, 7, 8]
-    assert deal_clips(clips, recipe(), None, present) == {"train": present}
-    shares = deal_clips(clips, recipe(splits={"train": 0.5, "val": 0.5}), None, present)
+    assert assign_splits(clips, recipe(), None, present) == {"train": present}
+    shares = assign_splits(clips, recipe(splits={"train": 0.5, "val": 0.5}), None, present)
     assert sorted([*shares["train"], *shares["val"]]) == present
     assert len(shares["train"]) == 2
     lists = {"a": ["clip-0", "clip-1"], "b": ["clip-2"], "c": ["clip-8"]}
-    assert deal_clips(clips, recipe(splits=lists), None, present) == {"a": [1], "c": [8]}
+    assert assign_splits(clips, recipe(splits=lists), None, present) == {"a": [1], "c": [8]}
     with pytest.raises(ConfigError, match="none of the 4 clips"):
-        deal_clips(clips, recipe(splits={"b": ["clip-2"]}), None, present)
+        assign_splits(clips, recipe(splits={"b": ["clip-2"]}), None, present)
 
 
 def test_a_plan_of_some_rows():
     clip, frame, sizes = columns([5, 5])
     rows = np.array([1, 2, 4, 5, 9])
     chosen = recipe(order="window:2", splits={"train": ["clip-0"], "val": ["clip-1"]})
-    dealt = deal_clips(clip_infos([5, 5]), chosen, None)
-    plan = make_plan(rows, clip[rows], frame[rows], sizes[rows], dealt, chosen)
+    clips_by_split = assign_splits(clip_infos([5, 5]), chosen, None)
+    plan = make_plan(rows, clip[rows], frame[rows], sizes[rows], clips_by_split, chosen)
     assert sorted(plan.rows[:3].tolist()) == [1, 2, 4]
     assert sorted(plan.rows[3:].tolist()) == [5, 9]
     assert selection(plan.rows, 10).tolist() == [n in (1, 2, 4, 5, 9) for n in range(10)]

@@ -56,7 +56,7 @@ def test_shares_of_splits():
         ("train=0.8,val=0.3", "add up to 1"),
         ("train=1.2,val=-0.2", "over 0"),
         ("train=x", "not a number"),
-        ("train=0.5,train=0.5", "twice"),
+        ("train=0.5,train=0.5", "duplicate split"),
         ("Train=1", "not allowed"),
         ("../x=1", "not allowed"),
         ("train=nan", "add up to 1"),

@@ -125,7 +125,7 @@ def test_damage_in_the_source_is_not_copied(first, tmp_path):
 def test_sources_that_cannot_be(first, tmp_path):
     with pytest.raises(SourceError, match=r"has no dataset\.json"):
         make_source(SourceSpec("fuelrail", str(tmp_path), {}))
-    with pytest.raises(ConfigError, match="wanted is 00"):
+    with pytest.raises(ConfigError, match="expected 00"):
         make_source(SourceSpec("fuelrail", str(first), {"fingerprint": "00"}))
     with pytest.raises(ConfigError, match="allowed here: points, fingerprint"):
         make_source(SourceSpec("fuelrail", str(first), {"version": "v1.0-mini"}))

@@ -132,7 +132,7 @@ def test_field_names_in_the_order_of_the_rig(tmp_path):
 def test_clip_ids_are_unique_and_legal(tmp_path):
     with ScanWriter(tmp_path / "scan.arrow", {}) as out:
         out.begin_clip("a", "A", "")
-        with pytest.raises(SourceError, match="'a' stands twice"):
+        with pytest.raises(SourceError, match="duplicate clip id 'a'"):
             out.begin_clip("a", "other", "")
         with pytest.raises(ConfigError, match="not allowed"):
             out.begin_clip("a.b", "other", "")

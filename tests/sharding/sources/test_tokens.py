@@ -19,7 +19,7 @@ def test_links(tmp_path):
     assert tokens.find(["c", "q", ""]).tolist() == [2, -1, -1]
     assert tokens.resolve(["c", "", "a"], **link).tolist() == [2, -1, 0]
     assert tokens.need(["b", "b"], **link).tolist() == [1, 1]
-    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', which table 'log' has not"):
+    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', not found in table 'log'"):
         tokens.resolve(["a", "q"], **link)
     with pytest.raises(SourceError, match="row 'z' has an empty log_token"):
         tokens.need(["a", "b", ""], **link)
@@ -38,7 +38,7 @@ def test_links_of_a_whole_column(tmp_path):
 
     link = {"table": "scene", "column": "log_token", "owners": ["x", "y", "z"]}
     assert tokens.resolve_all(column("c", "", "a"), **link).tolist() == [2, -1, 0]
-    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', which table 'log' has not"):
+    with pytest.raises(SourceError, match="table 'scene': row 'y' has log_token 'q', not found in table 'log'"):
         tokens.resolve_all(column("a", "q"), **link)
     with pytest.raises(SourceError, match="row 'y' has an empty log_token"):
         tokens.resolve_all(column("a", ""), **link, may_be_empty=False)

@@ -47,7 +47,7 @@ def test_a_good_dataset(original):
     assert report.faults == []
     assert (report.num_samples, report.num_images) == (6, 12)
     assert report.num_bytes == sum(path.stat().st_size for path in original.glob("*.tar"))
-    assert report.as_text().endswith("12 images decoded: all is well\n")
+    assert report.as_text().endswith("12 images decoded: OK, no errors found\n")
 
 
 def test_every_flipped_byte_of_a_shard_is_found(out):
@@ -58,7 +58,7 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
         edit(path, at)
         found = faults(out)
         assert found[0].file == path.name
-        assert found[0].text == "its SHA-256 is not the manifest's"
+        assert found[0].text == "SHA-256 does not match the manifest"
         if at < len(whole) - len(END_OF_ARCHIVE):
             owner = next(row for row in rows if row.shard == 0 and row.offset <= at < row.offset + row.length)
             assert ("train-000000.tar", owner.offset, owner.key) in [(f.file, f.offset, f.key) for f in found]
@@ -74,9 +74,9 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
         ("val-000000.tar", "cut", "bytes, the manifest says"),
         ("val-000000.tar", "longer", "bytes, the manifest says"),
         ("val-000000.idx", "gone", "cannot be read: No such file"),
-        ("val-000000.idx", "flipped", "SHA-256 is not the manifest's"),
+        ("val-000000.idx", "flipped", "SHA-256 does not match the manifest"),
         ("val-000000.idx", "cut", "bytes, the manifest says"),
-        ("attributes.parquet", "flipped", "SHA-256 is not the manifest's"),
+        ("attributes.parquet", "flipped", "SHA-256 does not match the manifest"),
         ("index.arrow", "gone", "cannot be opened"),
         ("index.arrow", "cut", "cannot be opened"),
     ],

@@ -22,11 +22,11 @@ def out(tmp_path_factory):
 
 
 def test_the_dataset(out):
-    text = describe_dataset(out, as_json=False)
+    text = describe_dataset(out).text
     manifest = open_dataset(out).manifest
     for part in ("5 of 2 clips", "CC0-1.0", manifest.fingerprint, "CAM_FRONT", "48 x 32", "x, y, z, intensity, ring"):
         assert part in text
-    told = json.loads(describe_dataset(out, as_json=True))
+    told = json.loads(describe_dataset(out).as_json())
     assert told["manifest"] == json.loads((out / "dataset.json").read_text())
     members = {member["name"]: member for member in told["members"]}
     stored = sum(member["stored_bytes"] for member in members.values())
@@ -38,10 +38,10 @@ def test_the_dataset(out):
 
 
 def test_one_sample(out):
-    text = describe_sample(out, "a-000001", as_json=False)
+    text = describe_sample(out, "a-000001").text
     for part in ("a-000000, a-000002", "3 (car 1, pedestrian 1, barrier 1)", "60 points", "48 x 32", "frame 2 of 3"):
         assert part in text
-    told = json.loads(describe_sample(out, "a-000001", as_json=True))
+    told = json.loads(describe_sample(out, "a-000001").as_json())
     row = open_dataset(out).index.row(told["position"])
     assert (row.key, row.offset, row.length) == ("a-000001", told["offset"], told["length"])
     assert told["meta"]["license"] == "CC0-1.0"
@@ -51,7 +51,7 @@ def test_one_sample(out):
 
 def test_a_key_that_is_not_there(out):
     with pytest.raises(ConfigError, match="has no sample 'a-000009'; the first of its 5 is"):
-        describe_sample(out, "a-000009", as_json=False)
+        describe_sample(out, "a-000009")
 
 
 def test_damage_is_told(out, tmp_path):
@@ -63,4 +63,4 @@ def test_damage_is_told(out, tmp_path):
     data[open_dataset(out).index.row(0).offset + 20] ^= 1
     path.write_bytes(data)
     with pytest.raises(ChecksumError, match=r"train-000000\.tar, offset 0"):
-        describe_sample(tmp_path / "out", open_dataset(out).index.row(0).key, as_json=False)
+        describe_sample(tmp_path / "out", open_dataset(out).index.row(0).key)

@@ -37,7 +37,7 @@ def test_what_may_be_written():
     ),
 )  # fmt: skip
 def test_what_may_not(text):
-    with pytest.raises(ConfigError, match="--images"):
+    with pytest.raises(ConfigError, match=r"images|write resize=FACTOR"):
         parse_images(text)
 
 

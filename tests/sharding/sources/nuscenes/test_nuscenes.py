@@ -227,7 +227,7 @@ def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
 
 def test_several_versions_must_be_told_apart(copy, tmp_path):
     shutil.copytree(copy.folder, copy.root / "v1.0-other")
-    with pytest.raises(ConfigError, match=r"--version; there are: v1\.0-mini, v1\.0-other"):
+    with pytest.raises(ConfigError, match=r"--version to choose the tables; there are: v1\.0-mini, v1\.0-other"):
         scan(copy.root, tmp_path)
     with pytest.raises(SourceError, match="is not a folder"):
         scan(copy.root / "nowhere", tmp_path)
@@ -382,7 +382,7 @@ def test_sources_by_name():
     assert parse_source("nuscenes:/data", {"a": 1}) == SourceSpec("nuscenes", "/data", {"a": 1})
     assert parse_source("nuscenes:C:/x", {}).location == "C:/x"
     for text in ("/data", "nuscenes", "nuscenes:", "kitty:/data", ":x"):
-        with pytest.raises(ConfigError, match="KIND:PATH; known kinds: nuscenes, fuelrail"):
+        with pytest.raises(ConfigError, match=r"KIND:PATH|unknown kind"):
             parse_source(text, {})
     with pytest.raises(ConfigError, match=r"colour.*allowed here: version, missing_camera, points"):
         make_source(SourceSpec("nuscenes", "/data", {"colour": 1}))

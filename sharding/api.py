@@ -1,0 +1,264 @@
+"""The functions behind the commands: options in, report out. ``fuelrail.shard`` and ``fuelrail shard`` are one thing.
+
+Options are keywords, checked as the command line checks its flags; every error is a FuelrailError.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.storage.filesystem import is_url, shown_url
+from fuelrail.pipeline.text import json_text
+from fuelrail.sharding.engines import Engine, EngineOptions, make_engine
+from fuelrail.sharding.planning.recipe import Recipe, check_recipe, make_recipe
+from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.run import Outcome, Progress
+from fuelrail.sharding.run import repair as repair_dataset
+from fuelrail.sharding.run import shard as run_shard
+from fuelrail.sharding.sources.fuelrail import SEPARATOR
+from fuelrail.sharding.sources.scan_report import ScanReport  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.sharding.sources.source import SourceSpec, parse_source
+from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
+from fuelrail.sharding.verify.dataset import verify as verify_dataset
+from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fuelrail.pipeline.format.manifest import Manifest
+
+    Location = str | os.PathLike[str]
+
+
+class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a sharding run.
+
+    ``num_kept`` shards were already complete and were reused. ``num_clips_left_out`` counts the clips that no split
+    names. ``scan`` is what the scan of the source kept, dropped and did not understand, where the source counts it.
+    """
+
+    dataset: str
+    fingerprint: str
+    num_samples: int
+    num_clips: int
+    num_shards: int
+    num_written: int
+    num_kept: int
+    num_bytes: int
+    seconds: float
+    samples_by_split: dict[str, int]
+    num_clips_left_out: int = 0
+    scan: ScanReport | None = None
+
+    def as_json(self) -> str:
+        """Return the report as one JSON document."""
+        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+
+    def as_text(self) -> str:
+        """Return the report for people: a line for the dataset, and more for what was left out or changed."""
+        splits = ", ".join(f"{name} {count:,}" for name, count in self.samples_by_split.items())
+        kept = f" ({self.num_kept:,} reused)" if self.num_kept else ""
+        lines = [
+            (
+                f"{counted(self.num_samples, 'sample')} ({splits}) of {counted(self.num_clips, 'clip')} in "
+                f"{counted(self.num_shards, 'shard')}{kept}, {self.num_bytes / 1e6:,.1f} MB, {self.seconds:.1f} s: "
+                f"{self.dataset}"
+            )
+        ]
+        if self.num_clips_left_out:
+            lines.append(
+                f"left out: {counted(self.num_clips_left_out, 'clip')} of the source that no split names; assign them "
+                "with --splits"
+            )
+        return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
+
+
+class VerifyOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``verify``."""
+
+    deep: Annotated[bool, Meta(description="also decode every member and every image")] = False
+    workers: Annotated[int, Meta(ge=1, le=1024, description="number of threads (default: one per core)")] | None = None
+    repair: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="rebuild damaged shards from the original source; for a merged dataset fuelrail:OUT1 OUT2 ...",
+            extra={"metavar": "KIND:PATH"},
+        ),
+    ] = ()
+
+
+def shard(
+    source: str,
+    out: Location,
+    recipe: Recipe | None = None,
+    *,
+    source_options: Mapping[str, Any] | None = None,
+    workers: int = 0,
+    engine: str | Engine | None = None,
+    ray_address: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,  # noqa: ANN401 - checked by the recipe
+) -> ShardReport:
+    """Convert a source, such as ``nuscenes:/data/nuscenes``, into a Fuelrail dataset; an interrupted run is resumed.
+
+    ``out`` is a folder or a URL that fsspec can write. Options are the fields of :class:`Recipe` as keywords (``seed=7,
+    splits={"train": 0.8, "val": 0.2}``) or as one struct. ``source_options`` are those of the kind of source, such as
+    ``{"version": "v1.0-mini"}``. ``workers=0`` is one per core; ``engine`` is "threads", "processes", "ray" or None for
+    the best local one. Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another
+    dataset, DatasetError where it cannot be written, ConfigError for options.
+    """
+    spec = parse_source(source, dict(source_options or {}))
+    if spec.kind == "fuelrail":
+        raise ConfigError(
+            f"'{spec.location}' is already a Fuelrail dataset: use `fuelrail reshard {spec.location} {os.fspath(out)}`"
+        )
+    return _run(spec, out, _recipe(recipe, options), engine, workers, ray_address, progress)
+
+
+def reshard(
+    datasets: Location | Sequence[Location],
+    out: Location,
+    recipe: Recipe | None = None,
+    *,
+    append: bool = False,
+    points: bool = True,
+    workers: int = 0,
+    engine: str | Engine | None = None,
+    ray_address: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,  # noqa: ANN401 - checked by the recipe
+) -> ShardReport:
+    """Merge, split, reshuffle or recompress datasets, with the options of :func:`shard`.
+
+    ``points=False`` leaves lidar sweeps out. ``append=True`` makes ``out`` the first dataset's next version, with the
+    clips of the others added: it reuses the shards as they are, so that it takes no other options.
+    """
+    if isinstance(datasets, str | os.PathLike):
+        datasets = [datasets]
+    locations = [os.fspath(location) for location in datasets]
+    if _place(os.fspath(out)) in map(_place, locations):
+        raise ConfigError(f"input and output are the same folder, '{os.fspath(out)}': choose another output folder")
+    if not append:
+        spec = SourceSpec("fuelrail", SEPARATOR.join(locations), {} if points else {"points": False})
+        return _run(spec, out, _recipe(recipe, options), engine, workers, ray_address, progress)
+    given = {"recipe": recipe, "engine": engine, "workers": workers or None, "ray_address": ray_address, **options}
+    refused = [name for name, value in given.items() if value is not None] + ([] if points else ["points"])
+    if refused:
+        raise append_refuses("append=True", refused[0])
+    from fuelrail.sharding.append import append as append_datasets
+
+    start = time.monotonic()
+    manifest = append_datasets(locations, out, progress)
+    return _report(Outcome(manifest, num_written=0, num_kept=len(manifest.shards)), out, time.monotonic() - start)
+
+
+def append_refuses(append: str, option: str) -> ConfigError:
+    """Return the error for an option that does not go with appending, each as the user wrote it."""
+    return ConfigError(f"{append} reuses shards as they are, so it cannot be combined with {option}")
+
+
+def verify(
+    dataset: Location,
+    *,
+    deep: bool = False,
+    workers: int | None = None,
+    repair: str | Sequence[str] | None = None,
+    progress: Checked = ignore,
+    before_repair: Callable[[VerifyReport], object] | None = None,
+) -> VerifyReport:
+    """Check every byte of a dataset, in a folder or at a URL; what is wrong is in the report's ``faults``.
+
+    ``deep`` also decodes every member and image. ``repair`` is the original source (``nuscenes:/data/nuscenes``):
+    damaged files are rebuilt from it, and the report is that of the repaired dataset; ``before_repair`` gets the report
+    of the damage. ``progress`` is called with each checked shard and the number of shards. Raises DatasetError where
+    there is no dataset.
+    """
+    repair = () if repair is None else (repair,) if isinstance(repair, str) else tuple(repair)
+    options = convert({"deep": deep, "workers": workers, "repair": repair}, VerifyOptions, "verify")
+    if repair and is_url(dataset):
+        raise ConfigError(
+            f"repair needs a folder, got '{shown_url(str(dataset))}': run the command that made the dataset again, it "
+            "rebuilds what is damaged"
+        )
+    num_threads = options.workers or len(os.sched_getaffinity(0))
+    report = verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
+    if not (report.faults and repair):
+        return report
+    if before_repair is not None:
+        before_repair(report)
+    repair_dataset(dataset, SEPARATOR.join(repair), num_threads, Quiet())
+    return verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
+
+
+def inspect(dataset: Location, key: str | None = None) -> Description:
+    """Describe a dataset, or the sample with this key: its members, metadata and geometry.
+
+    Raises DatasetError where there is no dataset, ConfigError for a key that does not exist.
+    """
+    return describe_dataset(dataset) if key is None else describe_sample(dataset, key)
+
+
+def _recipe(recipe: Recipe | None, options: Mapping[str, Any]) -> Recipe:
+    if recipe is None:
+        return make_recipe(**options)
+    if options:
+        raise ConfigError(f"give the options as a recipe or as keywords, not both; got recipe and {', '.join(options)}")
+    check_recipe(recipe)
+    return recipe
+
+
+def _run(
+    spec: SourceSpec,
+    out: Location,
+    recipe: Recipe,
+    engine: str | Engine | None,
+    workers: int,
+    ray_address: str | None,
+    progress: Progress | None,
+) -> ShardReport:
+    name = engine if isinstance(engine, str) else None
+    options = convert({"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options")
+    start = time.monotonic()
+    chosen = make_engine(options) if engine is None or isinstance(engine, str) else engine
+    outcome = run_shard(spec, out, recipe, options.num_workers, progress or Quiet(), chosen)
+    return _report(outcome, out, time.monotonic() - start)
+
+
+def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
+    manifest = outcome.manifest
+    return ShardReport(
+        dataset=os.fspath(out),
+        fingerprint=manifest.fingerprint,
+        num_samples=manifest.num_samples,
+        num_clips=manifest.num_clips,
+        num_shards=len(manifest.shards),
+        num_written=outcome.num_written,
+        num_kept=outcome.num_kept,
+        num_bytes=sum(entry.bytes for entry in manifest.shards),
+        seconds=seconds,
+        samples_by_split={name: entry.num_samples for name, entry in manifest.splits.items()},
+        num_clips_left_out=_left_out(manifest),
+        scan=outcome.report,
+    )
+
+
+def _left_out(manifest: Manifest) -> int:
+    """Return the number of clips that no split names, where the recipe asks for all of them."""
+    recipe = manifest.provenance.get("recipe", {})
+    if recipe.get("select") is not None or recipe.get("limit") is not None:
+        return 0
+    number: int = manifest.provenance.get("num_clips_in_no_split", 0)
+    return number
+
+
+def _place(location: str) -> str:
+    """Return the same text for two ways to write one folder or URL."""
+    return location.rstrip("/") if is_url(location) else os.path.realpath(location.removeprefix("file://"))

@@ -1,0 +1,126 @@
+"""The way of a member into a shard: a chain of named steps, built once for each field from the recipe.
+
+==========  ==================================================  ====================
+step        what it does                                        for
+==========  ==================================================  ====================
+read        the bytes of the file, or what the source makes     every sensor member
+check       the image is complete and has the size it should    images
+transcode   scale and encode again                              a recipe with images
+restart     add restart markers to the JPEG                     ``jpeg: restart``
+encode      compress with the codec of the field                every member
+==========  ==================================================  ====================
+
+The packer runs the last step (:mod:`fuelrail.sharding.write.packer`), with the codec named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
+from fuelrail.sharding.planning.recipe import codec_of
+from fuelrail.sharding.sources.source import FileSource
+from fuelrail.sharding.write.images import image_size, stored_field, stored_size, transcode, with_restart_rows
+from fuelrail.sharding.write.packer import RawMember
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.planning.recipe import Recipe
+    from fuelrail.sharding.sources.scan_table import Reference
+    from fuelrail.sharding.sources.source import Source
+    from fuelrail.sharding.write.blocks import ReadBuffer
+
+Step = Callable[["Reference", "Buffer"], "Buffer"]
+"""From a member's bytes to its bytes after the step; raises ImageError or SourceError."""
+
+
+class Chain(NamedTuple):
+    """The steps of one field: ``field`` is its name in the shard, ``camera`` the channel whose image it is."""
+
+    field: str
+    camera: str | None
+    steps: tuple[Step, ...]
+
+
+class Members:
+    """The chains of one run's fields."""
+
+    def __init__(
+        self, source: Source, recipe: Recipe, lidars: tuple[LidarEntry, ...], buffer: ReadBuffer, place: str
+    ) -> None:
+        """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source in errors."""
+        self._source, self._files = source, source if isinstance(source, FileSource) else None
+        self._recipe, self._lidars, self._buffer, self._place = recipe, lidars, buffer, place
+        self._chains: dict[str, Chain] = {}
+        self._codecs: dict[str, str] = {}
+
+    def run(
+        self,
+        key: str,
+        references: tuple[Reference, ...],
+        raw: dict[str, Buffer],
+        sizes: dict[str, set[tuple[int, int]]],
+    ) -> None:
+        """Run the sensor members of sample ``key`` through their chains into ``raw``; ``sizes`` gets image sizes."""
+        for member in references:
+            chain = self._chains.get(member.name) or self._build(member.name)
+            data: Buffer = b""
+            try:
+                for step in chain.steps:
+                    data = step(member, data)
+            except ImageError as error:
+                raise SourceError(f"{self._where(key, member)}: {error}") from error
+            if chain.field in raw:
+                raise SourceError(f"{self._where(key, member)}: duplicate field '{chain.field}' in the sample")
+            if chain.camera is not None:
+                sizes.setdefault(chain.camera, set()).add(self._stored_size(member))
+            raw[chain.field] = data
+
+    def encoded(self, raw: Mapping[str, Buffer]) -> list[RawMember]:
+        """Return the members with the codecs that the packer encodes them with."""
+        codecs = self._codecs
+        for name in raw:
+            if name not in codecs:
+                codecs[name] = codec_of(name, self._recipe, self._lidars)
+        return [RawMember(name, codecs[name], data) for name, data in raw.items()]
+
+    def _build(self, name: str) -> Chain:
+        """Choose the steps of a field of the source."""
+        recipe, images = self._recipe, self._recipe.images
+        channel, _, extension = name.partition(".")
+        field, is_image = stored_field(name, images), extension in IMAGE_EXTENSIONS
+        steps: list[Step] = [self._read]
+        if is_image:
+            steps.append(_check)
+            if images is not None:
+                steps.append(lambda member, data: transcode(data, member.name.partition(".")[2], images))
+        if field.endswith(".jpg") and recipe.jpeg == "restart":
+            steps.append(lambda _, data: with_restart_rows(data))
+        chain = self._chains[name] = Chain(field, channel if is_image else None, tuple(steps))
+        return chain
+
+    def _read(self, member: Reference, _: Buffer) -> Buffer:
+        path = None if self._files is None else self._files.path(member.ref)
+        return self._source.open(member.ref) if path is None else self._buffer.read(path, member.bytes)
+
+    def _stored_size(self, member: Reference) -> tuple[int, int]:
+        size = (member.width, member.height)
+        return size if self._recipe.images is None else stored_size(self._recipe.images, size)
+
+    def _where(self, key: str, member: Reference) -> str:
+        return f"image '{member.ref}' of {self._place} (sample {key})"
+
+
+def _check(member: Reference, data: Buffer) -> Buffer:
+    """Check that an image is complete, and that its size is the one in the source's tables."""
+    if len(data) != member.bytes:
+        raise ImageError(f"had {member.bytes} bytes when the run began and has {len(data)} now")
+    size = image_size(data, member.name.partition(".")[2])
+    if size != (member.width, member.height):
+        raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}")
+    return data
