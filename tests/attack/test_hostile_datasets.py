@@ -36,6 +36,8 @@ from support.hostile_cases import cases
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.process
+
 SECONDS = 10
 MEMORY_BYTES = 1536 << 20
 EVERY = 20  # of the cases, by default

@@ -14,6 +14,8 @@ from fuelrail.pipeline.errors import ChecksumError, ConfigError, FuelrailError, 
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.network
+
 pytest.importorskip("aiohttp")
 
 NUM_TRAIN = 21

@@ -14,6 +14,8 @@ from support.cloud_emulators import emulated
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import Interrupt, digests, shard_nuscenes
 
+pytestmark = pytest.mark.network
+
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
 
 

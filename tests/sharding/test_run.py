@@ -285,6 +285,7 @@ def test_a_finished_dataset_of_a_changed_source_is_refused(source, tmp_path):
         shard_nuscenes(root, out, **OPTIONS)
 
 
+@pytest.mark.process
 def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     small = build_nuscenes(tmp_path / "source", {"a": 2, "b": 2}, cameras=("CAM_FRONT", "CAM_BACK"), num_points=20)
     (tmp_path / "scratch").mkdir()
@@ -294,6 +295,7 @@ def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     assert int(done.stdout) >= 20
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path, num_workers):
     # Deaths at times that are random, from the start of Python to the last rename: as it happens.
@@ -331,6 +333,7 @@ def to_the_first(process, number):
     process.send_signal(number)  # as Kubernetes does
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     ("number", "send"), [(signal.SIGINT, to_all), (signal.SIGTERM, to_all), (signal.SIGTERM, to_the_first)]

@@ -112,6 +112,7 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(dataset, tmp_path, c
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.process
 def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
     """A process of its own, as it is run: the failure is said, and the exit is clean."""
     work = Work(
