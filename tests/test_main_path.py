@@ -15,6 +15,8 @@ from fuelrail.__main__ import main
 from fuelrail.loaders import DataLoader, ImageAugment, World
 from fuelrail.pipeline.format.dataset import open_dataset
 
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
 SHARD = ["--version", "v1.0-mini", "--seed", "7", "--shard-size", "100KB"]
 
 
@@ -51,7 +53,6 @@ def test_one_worker_writes_the_same_files_and_another_seed_another_order(folder,
     assert sorted(names[0]) == sorted(names[1])
 
 
-@pytest.mark.process
 def test_verify_finds_all_well_and_a_flipped_bit(dataset, folder, capsys):
     assert main(["verify", str(dataset), "--deep"]) == 0
     damaged = folder / "damaged"
@@ -65,7 +66,6 @@ def test_verify_finds_all_well_and_a_flipped_bit(dataset, folder, capsys):
     assert shard.name in streams.out + streams.err
 
 
-@pytest.mark.process
 def test_the_sources_images_come_out_of_gnu_tar(dataset, world, tmp_path):
     shard = next(dataset.glob("train-*.tar"))
     listed = subprocess.run(["tar", "tf", shard], check=True, capture_output=True, text=True).stdout.split()

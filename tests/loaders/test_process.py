@@ -17,6 +17,8 @@ from fuelrail.pipeline.errors import WorldError
 from support.datasets import build_dataset
 from support.ranks import environment
 
+pytestmark = pytest.mark.process
+
 SETUP = """
 import os, sys
 from fuelrail.loaders import DataLoader, ImageAugment
@@ -41,7 +43,6 @@ def python(root, code):
     )  # fmt: skip
 
 
-@pytest.mark.process
 def test_a_fork_while_it_runs(tiny):
     """In the child going on is an error that says so, starting anew works; the parent does not notice."""
     done = python(
@@ -65,20 +66,17 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(list(iterator)))
     assert lines[1:] == ["10", "5 9"]
 
 
-@pytest.mark.process
 def test_the_interpreter_ends_in_the_middle_of_an_epoch(tiny):
     done = python(tiny, "print('end')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
-@pytest.mark.process
 def test_an_exception_in_the_training_loop_ends_the_process(tiny):
     done = python(tiny, "for batch in loader:\n    raise RuntimeError('the model')\n")
     assert done.returncode == 1
     assert done.stderr.endswith("RuntimeError: the model\n")
 
 
-@pytest.mark.process
 def test_ctrl_c_in_the_training_loop(tiny):
     process = subprocess.Popen(
         [sys.executable, "-c", SETUP + "print('go', flush=True)\nwhile True:\n    list(loader)\n", tiny],

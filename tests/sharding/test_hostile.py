@@ -32,6 +32,8 @@ from support.hostile_cases import cases, zeros
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 GIB = 1 << 30
 SECONDS = 120
 
@@ -106,7 +108,6 @@ class TestMemory:
         ):
             open_dataset(tmp_path / "DS").index.row(0)
 
-    @pytest.mark.process
     @pytest.mark.parametrize(
         "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS -o s.png", "reshard DS OUT"]
     )
@@ -116,7 +117,6 @@ class TestMemory:
         taken, _ = peak_bytes(*(names.get(word, word) for word in words.split()))
         assert 100 << 20 < taken < GIB
 
-    @pytest.mark.process
     @pytest.mark.parametrize("codec", ["zstd", "lz4"])
     def test_m2_a_compressed_index_is_refused_before_it_is_decoded(self, case, codec):
         place = case(f"arrow/{codec}")
@@ -159,7 +159,6 @@ class TestMemory:
         with pytest.raises(SourceError, match="attribute 'note' of a sample has 4 bytes, at most 3"):
             reshard(tmp_path / "DS", tmp_path / "out")
 
-    @pytest.mark.process
     def test_l7_found_later_reshard_under_a_limit_of_address_space_ends_in_a_sentence(self, case, tmp_path):
         place = case(f"zstd/{BOXES}-1024")
         done = command("reshard", str(place), str(tmp_path / "out"), prefix="ulimit -v 4000000; ")
@@ -180,7 +179,6 @@ def test_l1_a_shard_number_that_is_not_there(case):
         list(DataLoader(str(place), 1, image=ImageAugment(height=32, width=64), seed=1))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", ["name=-1", "codec=-1", "name=2147483647", "codec=4611686018427387904"])
 def test_l1_inspect_refuses_names_and_codecs_that_are_not_there(case, name):
     done = command("inspect", str(case(f"rows/member-{name}")))
@@ -208,13 +206,11 @@ def test_l1_a_rig_without_cameras(case, tmp_path):
         reshard(case("manifest/cameras=[]"), tmp_path / "out")
 
 
-@pytest.mark.process
 def test_l1_an_output_that_is_a_device(tmp_path):
     done = command("shard", f"nuscenes:{tmp_path}", "/dev/null")
     assert done.stderr == "fuelrail: error: output folder '/dev/null' cannot be made: '/dev/null' is not a folder\n"
 
 
-@pytest.mark.process
 def test_l1_a_path_of_5000_characters(tmp_path):
     done = command("shard", f"nuscenes:{'a' * 5000}", str(tmp_path / "out"))
     assert done.returncode == 2
@@ -222,21 +218,18 @@ def test_l1_a_path_of_5000_characters(tmp_path):
     assert len(done.stderr) < 400
 
 
-@pytest.mark.process
 def test_l1_splits_from_a_device_without_end(tmp_path):
     done = command("shard", f"nuscenes:{tmp_path}", str(tmp_path / "out"), "--splits=/dev/zero")
     assert done.returncode == 2
     assert "more than 16777216 bytes" in done.stderr
 
 
-@pytest.mark.process
 def test_l1_shard_without_the_address_space_for_opencv(small, tmp_path):
     done = command("reshard", str(small), str(tmp_path / "out"), "--workers", "2", prefix="ulimit -v 1500000; ")
     assert done.returncode in (0, 2)
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.process
 def test_l4_l5_reports_print_no_escapes(case):
     for name in ("names/key4", "manifest/name=escape", "parquet/escape"):
         place = case(name)
@@ -247,7 +240,6 @@ def test_l4_l5_reports_print_no_escapes(case):
         shutil.rmtree(place)
 
 
-@pytest.mark.process
 def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)

@@ -79,6 +79,7 @@ def test_n1_the_fingerprint_covers_every_byte_and_every_row(source, expected, tm
     assert len({ours, fewer.fingerprint, byte.fingerprint}) == 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS[1:])
 def test_any_number_of_workers_gives_the_same_bytes(source, expected, tmp_path, num_workers):
     outcome = shard_nuscenes(source.root, tmp_path / "out", num_workers=num_workers, **OPTIONS)
@@ -189,6 +190,7 @@ def begin(source, out, after=2, num_workers=1):
         shard_nuscenes(source.root, out, num_workers=num_workers, progress=Interrupt(after), **OPTIONS)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_an_interrupted_run_goes_on(source, expected, tmp_path, num_workers):
     out = tmp_path / "out"
@@ -368,6 +370,7 @@ def broken(source, tmp_path):
     return sorted((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())[5]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_truncated_jpeg_is_named_and_nothing_half_written(source, expected, tmp_path, num_workers):
     victim = broken(source, tmp_path)

@@ -14,6 +14,8 @@ import pytest
 import fuelrail
 from fuelrail.bench.trainer.launch import RankExit, run_ranks
 
+pytestmark = pytest.mark.process
+
 _PATIENCE_S = 60
 
 _PROGRAM = """
@@ -104,7 +106,6 @@ def test_sigterm_is_an_interrupt_and_the_handler_before_comes_back(program):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process that its parent is gone")
 def test_no_rank_outlives_a_command_that_is_killed(program):
     package_root = Path(fuelrail.__file__).parents[1]

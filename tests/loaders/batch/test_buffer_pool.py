@@ -69,6 +69,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_any_view_keeps_the_buffer(view) -> None:
     buffers = pool()

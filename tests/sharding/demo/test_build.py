@@ -24,6 +24,8 @@ from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 TINY = WorldSpec(seed=1, num_clips=1, num_frames=1, width_px=160, height_px=90)
 
 
@@ -148,7 +150,6 @@ def test_the_command_makes_a_world_and_then_says_that_it_is_there(
     assert refusal.count("\n") == 1
 
 
-@pytest.mark.process
 def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fuelrail", "synth", str(tmp_path / "world"), "--clips", "1", "--workers", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -29,6 +29,8 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.process
+
 SIZE = ("--height", 32, "--width", 48, "--batch-size", 2, "--no-html", "--cpus", 0)
 
 
@@ -112,7 +114,6 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(dataset, tmp_path, c
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.process
 def test_what_a_peer_raises_is_its_answer(dataset, tmp_path):
     """A process of its own, as it is run: the failure is said, and the exit is clean."""
     work = Work(
