@@ -200,6 +200,7 @@ class TestDeclined:
         assert (1, False) not in taken
         assert {(2, True), (255, False)} <= taken
 
+    @pytest.mark.slow
     def test_l3_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
