@@ -297,7 +297,7 @@ def test_tests_are_in_the_lanes_of_what_they_use() -> None:
 WORDS = {
     r"\btold\b": "reported",
     r"\banew\b": "again",
-    r"\bbegun\b(?!\.json)": "started, partial",
+    r"\bbegun\b": "started, partial",
     r"\bgoes on\b": "resumes, continues",
     r"\bgo on\b": "resume, continue",
     r"\bso many\b": "this number of",
@@ -347,7 +347,8 @@ def test_plain_words() -> None:
                     found[str(file)].append(f"{line}: {pattern} -> {better}")
     for page in pages():
         for number, text in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+            words = re.sub(r"`[^`]*`", "", text)  # names of files and options stay as they are
             for pattern, better in (WORDS | PAGE_WORDS).items():
-                if re.search(pattern, text):
+                if re.search(pattern, words):
                     found[str(page.relative_to(ROOT))].append(f"{number}: {pattern} -> {better}")
     assert not found
