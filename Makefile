@@ -11,14 +11,20 @@ CPU_TORCH ?= torch==2.13.0
 # Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
 DEVKIT := nuscenes-devkit==1.2.0
 
-.PHONY: help setup demo test lint types bench gpu-check clean
+# What codespell reads; its settings are in pyproject.toml.
+SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
+
+.PHONY: help setup demo pictures test test-fast lint fix types bench gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
-	@echo "make test       set up and run the whole test suite"
-	@echo "make lint       ruff check and format check"
+	@echo "make test       set up and run the whole test suite: about 10 minutes on two idle cores"
+	@echo "make test-fast  set up and run the unit lane: about a minute on two cores"
+	@echo "make lint       ruff check, format check and codespell"
+	@echo "make fix        apply what ruff can fix and format"
 	@echo "make types      mypy, strict"
 	@echo "make bench      the micro-benchmarks of this repository, as ratios"
+	@echo "make pictures   make the pictures of docs/ again (needs chromium)"
 	@echo "make gpu-check  everything that needs a GPU: build, check, measure, write a result file"
 	@echo "make clean      remove the demo's output and caches (not .venv)"
 
@@ -45,12 +51,27 @@ demo: setup
 	@echo "  $(DEMO)/bench/report.html  occupancy, where each step's time went, what the loader did"
 	@echo "  $(DEMO)/bench/report.json  the same as data"
 
+# A small sample and the first screen of the report: pictures of README.md.
+pictures: demo
+	sed 's/^height: 256/height: 120/; s/^width: 704/width: 330/' configs/images/bevdet-704x256.yaml >$(DEMO)/small.yaml
+	$(FUELRAIL) view $(DEMO)/dataset scene-9003-000004 --image $(DEMO)/small.yaml --train --output docs/sample.png
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,705 \
+		--screenshot=docs/report.png "file://$(abspath $(DEMO))/bench/report.html"
+
 test: setup
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-fast: setup
+	$(BIN)/python -m pytest -q -m unit --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell $(SPELLED)
+
+fix: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 types: setup
 	$(BIN)/mypy

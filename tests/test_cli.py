@@ -65,6 +65,7 @@ def word(monkeypatch: pytest.MonkeyPatch):
     return putting
 
 
+@pytest.mark.process
 def test_version_and_help_of_the_module() -> None:
     assert run("--version") == (0, f"fuelrail {fuelrail.__version__}\n", "")
     code, out, err = run("--help")
@@ -186,6 +187,7 @@ def test_an_interrupt_is_130_without_a_traceback(invoke, word) -> None:
     assert invoke("try") == (130, "", "fuelrail: interrupted\n")
 
 
+@pytest.mark.process
 def test_a_real_interrupt_is_130_too() -> None:
     script = (
         "import sys, time\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.cli import Command\n"
@@ -203,6 +205,7 @@ def test_a_real_interrupt_is_130_too() -> None:
     assert (process.returncode, out, err) == (130, "", "fuelrail: interrupted\n")
 
 
+@pytest.mark.process
 def test_a_reader_that_goes_away_is_no_fault() -> None:
     script = (
         "import sys\nfrom fuelrail import __main__ as cli\nfrom fuelrail.pipeline.cli import Command\n"
@@ -244,6 +247,7 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("engine", [[], ["--engine", "processes", "--workers", "2"]], ids=["threads", "processes"])
 def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: Path, engine) -> None:
     """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset."""

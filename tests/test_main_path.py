@@ -16,6 +16,8 @@ from fuelrail.loaders import ImageAugment, World
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.loaders import make_loader
 
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
 SHARD = ["--version", "v1.0-mini", "--seed", "7", "--shard-size", "100KB"]
 
 

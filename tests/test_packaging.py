@@ -126,6 +126,7 @@ class TestImports:
                 names = distributions([known[top]] if top in known else providers.get(top, []))
                 assert names & declared, f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"
 
+    @pytest.mark.process
     @pytest.mark.parametrize(
         "statement",
         [
@@ -139,6 +140,7 @@ class TestImports:
         out = run_python("-c", f"{statement}\nimport sys\nprint([m for m in {heavy} if m in sys.modules])")
         assert out.splitlines()[-1] == "[]"
 
+    @pytest.mark.process
     @pytest.mark.parametrize("folder", ["pipeline", "sharding"])
     def test_offline_work_needs_no_torch(self, folder) -> None:
         names = [".".join(("fuelrail", *file.relative_to(ROOT).with_suffix("").parts))
@@ -163,6 +165,7 @@ class TestLayout:
         for file in MODULES:
             assert (file.parent / "__init__.py").is_file(), f"{file.parent.relative_to(ROOT)} has no __init__.py"
 
+    @pytest.mark.process
     def test_the_version_stands_in_one_place(self) -> None:
         assert PROJECT["dynamic"] == ["version"]
         assert PYPROJECT["tool"]["hatch"]["version"]["path"] == ".src/fuelrail/__init__.py"
@@ -223,6 +226,7 @@ def repository_texts() -> list[Path]:
     return [f for f in files if f.is_file() and not f.is_symlink() and b"\0" not in f.read_bytes()[:1000]]
 
 
+@pytest.mark.process
 def test_nothing_names_a_machine() -> None:
     """No home folders, and neither this checkout's place nor what lies beside it."""
     places = {str(ROOT), str(Path.home())} | ({f"{ROOT.parent}/shared"} if ROOT.parent != Path("/") else set())
@@ -250,6 +254,7 @@ def wheel(built: Path) -> Path:
 
 
 class TestBuild:
+    @pytest.mark.process
     def test_wheel_holds_the_package_and_nothing_else(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if not name.endswith("/")]
@@ -263,6 +268,7 @@ class TestBuild:
         }  # fmt: skip
         assert len(names) == len(set(names))
 
+    @pytest.mark.process
     def test_metadata(self, wheel: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             metadata = email.message_from_bytes(archive.read(f"fuelrail-{fuelrail.__version__}.dist-info/METADATA"))
@@ -273,6 +279,7 @@ class TestBuild:
         assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
         assert "fuelrail = fuelrail.__main__:main" in points
 
+    @pytest.mark.process
     def test_sdist_builds_the_same_wheel(self, built: Path, wheel: Path, tmp_path: Path) -> None:
         with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
             archive.extractall(tmp_path, filter="data")
@@ -283,6 +290,7 @@ class TestBuild:
         with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again, zipfile.ZipFile(wheel) as first:
             assert {i.filename: i.CRC for i in again.infolist()} == {i.filename: i.CRC for i in first.infolist()}
 
+    @pytest.mark.process
     def test_wheel_runs_without_the_checkout(self, wheel: Path, tmp_path: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path / "site")

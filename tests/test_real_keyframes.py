@@ -24,6 +24,8 @@ from support.loaders import make_loader
 from support.restricted_pickle import load_restricted
 from support.shared_data import shared_data
 
+pytestmark = pytest.mark.real
+
 INFO = "mmdet3d-info/n015-2018-07-24-11-22-45+0800.pkl"
 IMAGE = ImageAugment(height=256, width=704, train=True, resize_range=(0.42, 0.5), flip_prob=0.5, rotate_deg=(-5.4, 5.4))
 

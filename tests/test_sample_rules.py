@@ -366,6 +366,7 @@ def test_m3_cameras_without_an_image_may_be_unknown(tmp_path):
     assert sorted(batch["cam_valid"][0].tolist() for batch in batches) == [[True, False], [True, True], [True, True]]
 
 
+@pytest.mark.real
 def test_m3_real_keyframes_break_no_rule(tmp_path):
     root = shared_data("nuscenes-mini")
     shard_nuscenes(root, tmp_path / "out", version="v1.0-derived", splits={"train": 1.0})

@@ -18,6 +18,20 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fuelrail.bench.studies.compare.options import CompareOptions as CompareOptions
+    from fuelrail.bench.studies.compare.session import compare as compare
+    from fuelrail.bench.studies.diagnose.run import DiagnoseOptions as DiagnoseOptions
+    from fuelrail.bench.studies.diagnose.run import diagnose as diagnose
+    from fuelrail.bench.studies.diff.compare import DiffOptions as DiffOptions
+    from fuelrail.bench.studies.diff.compare import diff as diff
+    from fuelrail.bench.studies.loader.measure import bench_loader as bench_loader
+    from fuelrail.bench.studies.loader.options import LoaderOptions as LoaderOptions
+    from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
+    from fuelrail.bench.studies.order.describe import describe_order as describe_order
+    from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
+    from fuelrail.bench.studies.scale.run import scale as scale
+    from fuelrail.bench.studies.train.run import train as train
+    from fuelrail.bench.trainer.settings import TrainOptions as TrainOptions
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
     from fuelrail.loaders.config import StorageOptions as StorageOptions
@@ -64,10 +78,34 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
     from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
     from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
+    from fuelrail.sharding.api import ShardReport as ShardReport
+    from fuelrail.sharding.api import inspect as inspect
+    from fuelrail.sharding.api import reshard as reshard
+    from fuelrail.sharding.api import shard as shard
+    from fuelrail.sharding.api import verify as verify
+    from fuelrail.sharding.demo.synth import SynthOptions as SynthOptions
+    from fuelrail.sharding.demo.synth import synth as synth
+    from fuelrail.sharding.planning.recipe import Recipe as Recipe
+    from fuelrail.sharding.verify.dataset import VerifyReport as VerifyReport
 
     open = _open_dataset  # noqa: A001 - fr.open
 
 _PUBLIC: Final = {
+    # bench
+    "bench_loader": "fuelrail.bench.studies.loader.measure",
+    "compare": "fuelrail.bench.studies.compare.session",
+    "CompareOptions": "fuelrail.bench.studies.compare.options",
+    "describe_order": "fuelrail.bench.studies.order.describe",
+    "DescribeOptions": "fuelrail.bench.studies.order.describe",
+    "diagnose": "fuelrail.bench.studies.diagnose.run",
+    "DiagnoseOptions": "fuelrail.bench.studies.diagnose.run",
+    "diff": "fuelrail.bench.studies.diff.compare",
+    "DiffOptions": "fuelrail.bench.studies.diff.compare",
+    "LoaderOptions": "fuelrail.bench.studies.loader.options",
+    "scale": "fuelrail.bench.studies.scale.run",
+    "ScaleOptions": "fuelrail.bench.studies.scale.options",
+    "train": "fuelrail.bench.studies.train.run",
+    "TrainOptions": "fuelrail.bench.trainer.settings",
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "Budget": "fuelrail.loaders.config",
@@ -117,6 +155,16 @@ _PUBLIC: Final = {
     "BadSamplesError": "fuelrail.pipeline.errors",
     "StateMismatchError": "fuelrail.pipeline.errors",
     "StageError": "fuelrail.pipeline.errors",
+    # sharding
+    "inspect": "fuelrail.sharding.api",
+    "Recipe": "fuelrail.sharding.planning.recipe",
+    "reshard": "fuelrail.sharding.api",
+    "shard": "fuelrail.sharding.api",
+    "ShardReport": "fuelrail.sharding.api",
+    "synth": "fuelrail.sharding.demo.synth",
+    "SynthOptions": "fuelrail.sharding.demo.synth",
+    "verify": "fuelrail.sharding.api",
+    "VerifyReport": "fuelrail.sharding.verify.dataset",
 }
 """Each public name with the module that defines it, and, after a colon, its name there where that differs."""
 

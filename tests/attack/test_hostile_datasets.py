@@ -37,6 +37,8 @@ from support.loaders import make_loader
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.process
+
 SECONDS = 10
 MEMORY_BYTES = 1536 << 20
 EVERY = 20  # of the cases, by default

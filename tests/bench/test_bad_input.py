@@ -15,6 +15,8 @@ from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.process
+
 QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100", "--no-html")
 HOUR_S = 3600.0
 

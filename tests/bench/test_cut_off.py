@@ -18,7 +18,10 @@ from fuelrail.bench.measure.records import read_rank
 from support.datasets import build_dataset
 from support.ranks import environment
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc"),
+]
 
 QUICK = ("--workers", 1, "--batch-size", 1, "--accelerator", "emulated:resnet50-224-h100")
 _PATIENCE_S = 120

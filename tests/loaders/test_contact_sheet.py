@@ -120,6 +120,7 @@ class TestCommand:
         assert f"height={side}, width={side}: each must be 1 to 16384 pixels" in error
         assert error.count("\n") == 1
 
+    @pytest.mark.process
     def test_l1_a_picture_that_memory_cannot_hold_is_refused(self, root, tmp_path):
         settings = tmp_path / "f.yaml"
         settings.write_text("height: 8192\nwidth: 8192\n")

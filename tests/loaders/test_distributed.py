@@ -27,6 +27,7 @@ def ranks(tmp_path_factory):
 
 
 class TestFourProcesses:
+    @pytest.mark.process
     @pytest.mark.parametrize(
         ("mesh", "expected"),
         [
@@ -48,19 +49,23 @@ class TestFourProcesses:
                 assert (keys[a] == keys[b]) == (expected[a] == expected[b])
         assert len({key for batch in keys for key in batch}) == 2 * size
 
+    @pytest.mark.process
     def test_without_a_mesh_every_process_is_a_rank_before_and_after_initialisation(self, ranks):
         assert (
             [found["early"] for found in ranks] == [found["detected"] for found in ranks] == [[r, 4] for r in range(4)]
         )
 
+    @pytest.mark.process
     def test_an_axis_that_could_be_either_is_refused_and_can_be_told(self, ranks):
         assert all("'ep'" in found["unclear"] and "mesh_world(mesh, data_axes" in found["unclear"] for found in ranks)
         assert [found["told"] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
 
+    @pytest.mark.process
     def test_submeshes_and_meshes_of_one_unnamed_axis(self, ranks):
         assert [found["submesh"] for found in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
         assert [found["unnamed"] for found in ranks] == [[r, 4] for r in range(4)]
 
+    @pytest.mark.process
     @pytest.mark.parametrize(
         ("case", "said"),
         [

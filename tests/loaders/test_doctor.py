@@ -79,6 +79,7 @@ def test_n10_dali_without_what_it_requires_is_not_ready(incomplete_dali: Path, m
     assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
 
 
+@pytest.mark.process
 def test_n10_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> None:
     code = "from fuelrail.loaders.decode import make_decoder; make_decoder('dali')"
     path = os.pathsep.join((str(incomplete_dali), *sys.path))

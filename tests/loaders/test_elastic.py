@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from fuelrail.loaders import ImageAugment, World
 from support.datasets import build_dataset
 from support.elastic_rank import CHECKPOINT_EVERY
 from support.loaders import make_loader
 from support.ranks import TESTS, environment, run_ranks
+
+pytestmark = pytest.mark.process
 
 GLOBAL_BATCH, NUM_STEPS, KILL_STEP = 12, 11, 7
 NUM_SAMPLES = 40  # three steps an epoch: the kill and the restart lie in the third epoch

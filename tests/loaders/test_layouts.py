@@ -48,6 +48,7 @@ def same(left, right):
     return all(a[0] == b[0] and all(map(torch.equal, a[1:], b[1:])) for a, b in zip(left, right, strict=True))
 
 
+@pytest.mark.network
 @pytest.mark.parametrize("layout", ["none", "frame", "dictionary"])
 def test_every_storage_gives_the_same_batches(roots, layout, tmp_path):
     pytest.importorskip("aiohttp")

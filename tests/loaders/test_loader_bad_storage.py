@@ -15,6 +15,8 @@ from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import build_dataset
 from support.loaders import make_loader
 
+pytestmark = pytest.mark.network
+
 pytest.importorskip("aiohttp")
 
 NUM_TRAIN = 21

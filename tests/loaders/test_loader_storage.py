@@ -64,6 +64,7 @@ def keys(loader, count=1):
 
 
 class TestSameBatches:
+    @pytest.mark.network
     def test_whatever_the_storage_is(self, tiny, tmp_path):
         expected = epochs(make(tiny, seed=4))
         assert len(expected) == 42
@@ -84,6 +85,7 @@ class TestSameBatches:
                 with make(server.url, seed=4, cache_dir=tmp_path / f"c{len(cache)}", **cache) as loader:
                     assert epochs(loader) == expected
 
+    @pytest.mark.network
     def test_resumed_in_the_middle_through_a_cache(self, tiny, tmp_path):
         expected = keys(make(tiny, seed=4), 2)
         with FaultServer(tiny) as server:
@@ -97,6 +99,7 @@ class TestSameBatches:
                     resumed.load_state_dict(state)
                     assert keys(resumed, 2)[: 42 - 3 * done] == expected[3 * done :]
 
+    @pytest.mark.network
     def test_two_ranks_share_a_cache(self, tiny, tmp_path, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -116,6 +119,7 @@ class TestSameBatches:
             for loader in loaders:
                 loader.close()
 
+    @pytest.mark.network
     def test_the_second_epoch_of_what_fits_reads_nothing_remote(self, tiny, tmp_path):
         with FaultServer(tiny) as server:
             loader = make(server.url, cache_dir=tmp_path, drop_last=False)
@@ -140,6 +144,7 @@ class TestSameBatches:
         assert stats.cache_bytes <= budget
         assert stats.cache_hits >= 5 * 21 * 0.27  # a third, less what a sample's grain and the look-ahead take
 
+    @pytest.mark.process
     def test_so_do_processes_that_take_turns(self, tiny, tmp_path):
         budget = sum(open_dataset(tiny).index.column("length").tolist()) // 3
         options = {"cache_dir": tmp_path, "cache_size": budget, "look_ahead_bytes": 30_000}
@@ -250,6 +255,7 @@ class TestBounds:
             third.pending_reads[0]()
         assert list(stream) == []
 
+    @pytest.mark.network
     def test_closing_does_not_wait_for_storage_that_stalls(self, tiny, tmp_path):
         def stall(request):
             return Misbehaviour(stall_s=60.0 if request.name.endswith(".tar") else 0.0)

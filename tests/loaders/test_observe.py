@@ -108,6 +108,7 @@ class TestRanges:
             stage.work(0)
         assert told_in_order == ["fuelrail decode", "pop"]
 
+    @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
     def test_with_the_real_library(self):
         assert with_ranges(Stage("decode", abs, 1, 1)).work(-1) == 1

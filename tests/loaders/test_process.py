@@ -18,6 +18,8 @@ from support.datasets import build_dataset
 from support.loaders import make_loader
 from support.ranks import environment
 
+pytestmark = pytest.mark.process
+
 SETUP = """
 import os, sys
 from fuelrail.loaders import DataLoader

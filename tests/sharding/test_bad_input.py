@@ -119,6 +119,7 @@ def test_times_of_files_play_no_part(tmp_path):
     assert digests(tmp_path / "again") == digests(tmp_path / "expected")
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("layout", ["member", "frame"])

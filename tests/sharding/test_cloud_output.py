@@ -15,6 +15,8 @@ from support.loaders import make_loader
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import Interrupt, digests, shard_nuscenes
 
+pytestmark = pytest.mark.network
+
 OPTIONS = {"shard_size_bytes": 30_000, "splits": {"train": 0.75, "val": 0.25}}
 
 

@@ -97,6 +97,7 @@ def test_progress_for_machines(run, source, tmp_path):
     assert events[3]["fingerprint"] == json.loads((tmp_path / "out" / "dataset.json").read_text())["fingerprint"]
 
 
+@pytest.mark.process
 def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
     import pty
     import sys
@@ -167,6 +168,7 @@ def test_a_missing_table(run, source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.real
 def test_the_real_mini_tables_without_three_of_them(run, tmp_path):
     root = shared_data("nuscenes-mini")
     sentence = refused(shard(run, root, tmp_path / "out", "--version", "v1.0-mini"))
@@ -174,6 +176,7 @@ def test_the_real_mini_tables_without_three_of_them(run, tmp_path):
     assert "there are: v1.0-derived, v1.0-mini" in refused(shard(run, root, tmp_path / "out"))
 
 
+@pytest.mark.real
 def test_pointers_instead_of_tables(run, tmp_path):
     root = shared_data("lfs-pointers")
     folder = next(root.rglob("scene.json")).parent
@@ -298,6 +301,7 @@ def test_a_file_that_may_not_grow(run, tmp_path):
     assert run("verify", tmp_path / "out")[0] == 0
 
 
+@pytest.mark.process
 def test_a_full_disk(run, source, tmp_path):
     (tmp_path / "small").mkdir()
     mounted = subprocess.run(

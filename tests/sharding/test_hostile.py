@@ -33,6 +33,8 @@ from support.loaders import make_loader
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 GIB = 1 << 30
 SECONDS = 120
 
@@ -333,6 +335,7 @@ def endless():
         thread.join()
 
 
+@pytest.mark.network
 def test_l2_a_manifest_without_end_over_http(endless):
     with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 33554432 bytes"):
         open_dataset(endless)

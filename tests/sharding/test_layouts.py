@@ -222,6 +222,7 @@ def test_inspect_says_how_samples_are_stored(outs):
     assert '"frame_bytes": null' in describe_sample(outs / "none", row.key).as_json()
 
 
+@pytest.mark.process
 def test_gnu_tar_reads_frame_shards(outs):
     path = outs / "frame" / "train-000000.tar.zst"
     said = subprocess.run(["tar", "--zstd", "-tf", path], check=True, capture_output=True, text=True).stdout.split()
@@ -230,6 +231,7 @@ def test_gnu_tar_reads_frame_shards(outs):
     assert said == [f"{row.key}.{member.name}" for row in rows for member in row.members]
 
 
+@pytest.mark.process
 def test_a_seekable_reader_by_others_reads_frame_shards(outs):
     """pyzstd's SeekableZstdFile goes by the seek table alone: any sample without those before it; `zstd -t` agrees."""
     pyzstd = pytest.importorskip("pyzstd", reason="pip install 'fuelrail[test]'")

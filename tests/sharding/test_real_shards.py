@@ -15,6 +15,8 @@ from fuelrail.pipeline.sample.schema import Geometry, decode_arrays, decode_samp
 from support.sharding import shard_nuscenes
 from support.shared_data import shared_data
 
+pytestmark = pytest.mark.real
+
 VERSION = "v1.0-derived"
 
 
@@ -77,6 +79,7 @@ def test_every_member_is_the_sources(root, out, tables):
     assert num_images == 18
 
 
+@pytest.mark.process
 def test_gnu_tar_lists_and_extracts(root, out, tables, tmp_path):
     dataset = open_dataset(out)
     for shard in dataset.manifest.shards:

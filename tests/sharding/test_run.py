@@ -79,6 +79,7 @@ def test_n1_the_fingerprint_covers_every_byte_and_every_row(source, expected, tm
     assert len({ours, fewer.fingerprint, byte.fingerprint}) == 3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS[1:])
 def test_any_number_of_workers_gives_the_same_bytes(source, expected, tmp_path, num_workers):
     outcome = shard_nuscenes(source.root, tmp_path / "out", num_workers=num_workers, **OPTIONS)
@@ -189,6 +190,7 @@ def begin(source, out, after=2, num_workers=1):
         shard_nuscenes(source.root, out, num_workers=num_workers, progress=Interrupt(after), **OPTIONS)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_an_interrupted_run_goes_on(source, expected, tmp_path, num_workers):
     out = tmp_path / "out"
@@ -285,6 +287,7 @@ def test_a_finished_dataset_of_a_changed_source_is_refused(source, tmp_path):
         shard_nuscenes(root, out, **OPTIONS)
 
 
+@pytest.mark.process
 def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     small = build_nuscenes(tmp_path / "source", {"a": 2, "b": 2}, cameras=("CAM_FRONT", "CAM_BACK"), num_points=20)
     (tmp_path / "scratch").mkdir()
@@ -294,6 +297,7 @@ def test_every_rename_may_be_the_last_thing_a_run_does(source, tmp_path):
     assert int(done.stdout) >= 20
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_killed_at_any_time_the_same_command_finishes(source, expected, tmp_path, num_workers):
     # Deaths at times that are random, from the start of Python to the last rename: as it happens.
@@ -331,6 +335,7 @@ def to_the_first(process, number):
     process.send_signal(number)  # as Kubernetes does
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize(
     ("number", "send"), [(signal.SIGINT, to_all), (signal.SIGTERM, to_all), (signal.SIGTERM, to_the_first)]
@@ -365,6 +370,7 @@ def broken(source, tmp_path):
     return sorted((tmp_path / "source" / "samples" / "CAM_BACK").iterdir())[5]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_truncated_jpeg_is_named_and_nothing_half_written(source, expected, tmp_path, num_workers):
     victim = broken(source, tmp_path)

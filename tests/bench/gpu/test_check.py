@@ -13,6 +13,8 @@ from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):

@@ -23,6 +23,7 @@ def test_our_own_work_is_ours():
     assert use.own * use.seconds == pytest.approx(0.1, abs=0.05)
 
 
+@pytest.mark.process
 def test_children_that_ended_are_ours_too():
     watch = CpuWatch()
     subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.1: pass"], check=True)

@@ -21,6 +21,7 @@ def test_memory_that_was_freed_counts():
     assert peak_memory_bytes() > before + (60 << 20)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM is Linux's")
 def test_a_large_parents_peak_is_not_its_childs():
     np.ones(512 << 20, np.uint8)

@@ -30,6 +30,7 @@ def test_workers_are_gone_with_it(tmp_path):
     assert not signal_group(process, 0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_while_it_is_started_leaves_nothing(sent, tmp_path, monkeypatch):
     started = []

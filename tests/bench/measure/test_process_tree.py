@@ -8,7 +8,10 @@ import pytest
 
 from fuelrail.bench.measure.processes import tree_cpu_s, tree_memory_bytes, tree_pids
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]
 
 _GRANDCHILD = """
 x = bytearray(80 << 20)

@@ -13,6 +13,8 @@ from support.pictures import psnr_db
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 
 def test_all_candidates_do_the_same_work() -> None:
     encoded = decode.made_image()

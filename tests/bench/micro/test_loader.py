@@ -9,7 +9,7 @@ import pytest
 from fuelrail.bench.micro import loader_endurance, loader_first_batch, loader_overhead
 from fuelrail.bench.micro.decode import made_image
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 def test_overhead(tmp_path, capsys):

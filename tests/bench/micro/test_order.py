@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from fuelrail.bench.micro import order
+
+pytestmark = pytest.mark.slow
 
 
 def test_quick_run_writes_a_whole_report(tmp_path, capsys):

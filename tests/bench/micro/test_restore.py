@@ -11,6 +11,8 @@ import pytest
 from fuelrail.bench.micro import restore
 from fuelrail.bench.micro.restore_loaders import KINDS
 
+pytestmark = pytest.mark.slow
+
 NUM = 13_000
 NAMES = ["fuelrail", "torchdata-webdataset", "mosaicml-streaming", "litdata"]
 

@@ -11,6 +11,8 @@ from fuelrail.bench.micro.sharding_joined import joined_frames
 from fuelrail.bench.micro.sharding_source import list_files, make_dataroot
 from fuelrail.bench.micro.sharding_tables import NUM_BOXES
 
+pytestmark = pytest.mark.slow
+
 
 def test_quick_run_writes_a_whole_report(tmp_path, capsys):
     out = tmp_path / "sharding.json"

@@ -8,6 +8,8 @@ import pytest
 
 from fuelrail.bench.micro import sharding_memory
 
+pytestmark = pytest.mark.slow
+
 
 def whole(num_samples):
     more = sharding_memory.MORE_SAMPLES

@@ -13,6 +13,8 @@ from fuelrail.bench.micro.storage_remote import stream
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.format.tar import iter_members
 
+pytestmark = [pytest.mark.slow, pytest.mark.network]
+
 
 def test_its_dataset_is_one(tmp_path):
     dataset = make_dataset(tmp_path / "made", 7, 3, scale=0.01)

@@ -14,6 +14,8 @@ import pytest
 import fuelrail
 from fuelrail.bench.trainer.launch import RankExit, run_ranks
 
+pytestmark = pytest.mark.process
+
 _PATIENCE_S = 60
 
 _PROGRAM = """

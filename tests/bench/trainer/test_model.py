@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from fuelrail.bench.trainer.model import BevOccupancy, model_inputs, occupied_cells
 from fuelrail.bench.trainer.settings import MODELS, ModelSettings
 
+pytestmark = pytest.mark.slow
+
 SMALL = ModelSettings(width=8, num_stages=2, blocks_per_stage=1, subsample=2, grid=4, range_m=20.0)
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
 from fuelrail.bench.trainer.resnet import ResNet50
+
+pytestmark = pytest.mark.slow
 
 
 def inputs(batch, cameras, size, label):

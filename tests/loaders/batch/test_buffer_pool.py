@@ -69,6 +69,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_any_view_keeps_the_buffer(view) -> None:
     buffers = pool()
@@ -146,6 +147,7 @@ def test_a_pool_may_go_before_what_it_lent() -> None:
     assert (lent == 3).all()
 
 
+@pytest.mark.process
 def test_the_end_of_the_interpreter_is_quiet() -> None:
     script = (
         "from fuelrail.loaders.batch.buffer_pool import BufferPool\n"
@@ -155,6 +157,7 @@ def test_the_end_of_the_interpreter_is_quiet() -> None:
     assert (done.stdout, done.stderr) == (b"", b"")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
 def test_pinned_buffers_are_pinned() -> None:
     buffers = BufferPool(SHAPE, pinned=True, keep=1)

@@ -198,6 +198,7 @@ def test_pixels_on_a_device_are_refused() -> None:
     check_pixels(Batched("cpu"), PIXELS)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not (HAS_DALI and torch.cuda.is_available()), reason="needs NVIDIA DALI and a CUDA GPU")
 def test_dali_decodes_into_the_memory_of_the_gpu(dataset) -> None:
     options = {"pixels": PixelAugment(), "points": True}

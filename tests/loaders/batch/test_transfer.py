@@ -47,6 +47,7 @@ def test_missing_cuda_is_said_with_the_argument_that_asks_for_it():
         require_cuda("pin_memory=True")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
 def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
     transfer = make_transfer("cuda")

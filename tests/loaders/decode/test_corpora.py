@@ -21,6 +21,8 @@ from support.shared_data import shared_data
 if TYPE_CHECKING:
     from fuelrail.loaders.decode import ImageDecoder
 
+pytestmark = pytest.mark.real
+
 CORPORA = ("jpeg-afl", "jpeg-image-rs", "jpeg-pillow", "jpeg-libjpeg-turbo")
 
 

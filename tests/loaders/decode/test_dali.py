@@ -35,6 +35,7 @@ class TestDali(DecoderSuite):
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
+@pytest.mark.gpu
 @needs_gpu
 class TestDaliOnGpu(DecoderSuite):
     backend = "dali"
@@ -44,6 +45,7 @@ class TestDaliOnGpu(DecoderSuite):
         return make_decoder("dali", "cuda")
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_both_devices_agree() -> None:
     encoded, maps = batch(40)

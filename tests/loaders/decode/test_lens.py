@@ -20,6 +20,8 @@ from support.backends import BACKENDS, needs_dali
 from support.decoder_suite import EVERY_PRESET, NUSCENES_WH, preset_map
 from support.pictures import encode, natural, psnr_db, seen, shift_px
 
+pytestmark = pytest.mark.slow
+
 K = ((1110.0, 0.0, 812.3), (0.0, 1105.0, 446.1), (0.0, 0.0, 1.0))
 WIDE = ((620.0, 0.0, 790.0), (0.0, 622.0, 455.0), (0.0, 0.0, 1.0))
 LENSES = {

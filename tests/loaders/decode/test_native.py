@@ -109,6 +109,7 @@ class TestPixels:
             assert np.abs(out - expected).max() <= 1.0
             assert abs((out - expected).mean()) < 0.04  # ties are rounded up
 
+    @pytest.mark.real
     @pytest.mark.parametrize("name", ["eval", "bevdet", "streampetr", "padded", "flipped", "upside-down", "beyond"])
     def test_the_backend_gives_nearly_the_same_without_it(self, camera_jpeg, name: str) -> None:
         image_map = ALL_MAPS[name]
@@ -199,6 +200,7 @@ class TestDeclined:
         assert (1, False) not in taken
         assert {(2, True), (255, False)} <= taken
 
+    @pytest.mark.slow
     def test_l3_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
@@ -284,6 +286,7 @@ class TestLibrary:
         with pytest.raises(build.BuildError, match="no C compiler: install one"):
             build.build(tmp_path)
 
+    @pytest.mark.process
     def test_it_is_built_with_the_standard_library_alone(self) -> None:
         code = (
             "import sys, runpy; runpy.run_path(sys.argv[1]); print('numpy' in sys.modules, 'fuelrail' in sys.modules)"

@@ -8,6 +8,8 @@ from fuelrail.loaders.decode.resample import two_steps
 from support.decoder_suite import NUSCENES_WH, START, DecoderSuite, preset_map
 from support.pictures import encode, natural, seen
 
+pytestmark = pytest.mark.slow
+
 
 class TestPillow(DecoderSuite):
     backend = "pillow"

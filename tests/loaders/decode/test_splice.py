@@ -153,6 +153,8 @@ def test_views_can_be_spliced() -> None:
     assert splice_rows(memoryview(b"x" + encoded)[1:], probe(encoded), 300, 400) == expected
 
 
+@pytest.mark.real
+@pytest.mark.process
 def test_real_pictures_prepared_by_jpegtran() -> None:
     jpegtran = shutil.which("jpegtran")
     if jpegtran is None:

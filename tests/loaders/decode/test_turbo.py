@@ -13,6 +13,8 @@ from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.decoder_suite import DecoderSuite
 from support.pictures import encode, natural, psnr_db, shift_px
 
+pytestmark = pytest.mark.slow
+
 
 class TestTurbo(DecoderSuite):
     backend = "turbo"

@@ -15,6 +15,7 @@ from support.datasets import build_dataset
 from support.loaders import make_loader
 
 pytestmark = [
+    pytest.mark.process,
     # Of more worker processes than this machine has cores.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     # torchdata 0.11 uses what torch has deprecated since.

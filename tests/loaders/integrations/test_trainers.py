@@ -22,6 +22,8 @@ from fuelrail.loaders import DataLoader, World
 from support.datasets import build_dataset
 from support.ranks import TESTS, environment, run_ranks
 
+pytestmark = pytest.mark.process
+
 NUM_STEPS = 8
 EXAMPLES = TESTS.parent / "configs" / "trainers"
 

@@ -16,6 +16,8 @@ from support.cloud_emulators import emulated
 from support.loaders import make_loader
 from support.storage_suite import own, pristine, rows_of, spans_of
 
+pytestmark = pytest.mark.network
+
 __all__ = ["own", "pristine"]
 
 QUICK = RetryPolicy(deadline_s=2.0, attempt_timeout_s=1.0, first_delay_s=0.05, max_delay_s=0.2)

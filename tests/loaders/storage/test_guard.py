@@ -75,6 +75,7 @@ def run(code, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.process
 @needs_guard
 @pytest.mark.parametrize("on_error", ["raise", "substitute"])
 @pytest.mark.parametrize("how", ["cut", "half", "copied over itself", "zeroed"])
@@ -185,12 +186,14 @@ else:
 
 @needs_guard
 class TestOtherHandlers:
+    @pytest.mark.process
     @pytest.mark.parametrize("when", ["never", "before", "after"])
     def test_our_mappings_are_ours_whoever_else_handles_the_signal(self, own, when):
         done = run(FOREIGN, own, when, "ours")
         assert (done.returncode, done.stderr) == (0, "")
         assert int(done.stdout) > 0
 
+    @pytest.mark.process
     @pytest.mark.parametrize("when", ["never", "after"])
     @pytest.mark.parametrize("what", ["foreign", "sent", "index"])
     def test_all_else_ends_as_it_would_have(self, own, when, what):

@@ -65,6 +65,7 @@ class TestMapped(StorageSuite):
         index, row = rows_of(dataset)[0]
         assert storage.span(index, row).obj is storage.span(index, row).obj
 
+    @pytest.mark.process
     def test_touching_a_cut_shard_ends_in_an_error_and_not_in_the_processs_death(self, own):
         # In a process of its own: without the check SIGBUS would kill it.
         code = f"""

@@ -33,6 +33,8 @@ from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.forked import fork, join
 from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
 
+pytestmark = pytest.mark.network
+
 pytest.importorskip("aiohttp")
 
 __all__ = ["own", "pristine"]
@@ -220,6 +222,7 @@ class TestFaults:
         with pytest.raises(StorageError, match="the loader was closed"):
             session.request(rows_of(dataset)[:1])[0]()
 
+    @pytest.mark.process
     def test_a_forked_process_begins_anew(self, serve, pristine, tmp_path):
         dataset = open_dataset(serve(pristine).url, cache_dir=tmp_path)
         storage = open_storage(dataset)

@@ -14,6 +14,8 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.storage_suite import pristine, rows_of, spans_of
 
+pytestmark = pytest.mark.network
+
 for _name in ("moto", "flask", "boto3", "s3fs", "obstore"):
     pytest.importorskip(_name)
 

@@ -50,6 +50,7 @@ def test_stored_zstd_is_one_plain_frame_that_the_library_reads(raw) -> None:
     assert zstandard.get_frame_parameters(stored).content_size == len(raw)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(which("zstd") is None, reason="the zstd program is not installed")
 def test_stored_zstd_is_what_the_zstd_program_reads() -> None:
     raw = b"six cameras " * 1000
@@ -198,6 +199,7 @@ def test_raw_is_handed_through_without_a_copy() -> None:
     assert codecs.decode(codecs.RAW, data, len(data)) is data
 
 
+@pytest.mark.real
 def test_planes_pay_on_a_real_sweep() -> None:
     sweep = next(shared_data("nuscenes-mini").glob("samples/LIDAR_TOP/*.bin"))
     raw = write_npy(np.fromfile(sweep, "<f4").reshape(-1, 5))

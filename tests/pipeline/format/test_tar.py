@@ -130,6 +130,7 @@ def test_sizes_beyond_a_header_are_refused() -> None:
             member_header("a.bin", size)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(which("tar") is None, reason="GNU tar is not installed")
 def test_gnu_tar_lists_and_extracts(tmp_path: Path) -> None:
     shard = tmp_path / SHARD
@@ -144,6 +145,7 @@ def test_gnu_tar_lists_and_extracts(tmp_path: Path) -> None:
             assert (tmp_path / f"{key}.{field}").read_bytes() == data
 
 
+@pytest.mark.process
 @pytest.mark.skipif(which("tar") is None, reason="GNU tar is not installed")
 def test_gnu_tar_writes_the_same_bytes(tmp_path: Path) -> None:
     """An independent writer, told our conventions, arrives at our bytes, long names included."""

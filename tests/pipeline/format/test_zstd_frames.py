@@ -79,6 +79,7 @@ def test_equal_spans_are_equal_frames():
 class TestTools:
     """What others read of it."""
 
+    @pytest.mark.process
     def test_zstd_and_tar(self, tiny):
         root, raw = tiny
         subprocess.run(["zstd", "--test", "-q", root / SHARD], check=True)
@@ -91,6 +92,7 @@ class TestTools:
                 key, _, name = member.name.partition(".")
                 assert tar.extractfile(member).read() == raw[key][name]
 
+    @pytest.mark.process
     def test_a_reader_of_the_seekable_format(self, tiny):
         pyzstd = pytest.importorskip("pyzstd", reason="pyzstd is not installed (pip install pyzstd)")
         root, _ = tiny

@@ -284,6 +284,7 @@ next(pipeline)
 
 
 class TestProcess:
+    @pytest.mark.process
     def test_a_fork_says_what_is_wrong_and_ends_cleanly(self):
         done = _python(
             SETUP
@@ -304,10 +305,12 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(pipeline))
         assert "was forked from it without its threads" in done.stdout
         assert done.stdout.splitlines()[-1] == "5 1", "the parent goes on"
 
+    @pytest.mark.process
     def test_the_interpreter_exits_while_it_runs(self):
         done = _python(SETUP + "print(next(pipeline))")
         assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
+    @pytest.mark.process
     def test_ctrl_c_reaches_a_consumer_that_waits(self):
         code = """
 import sys, threading

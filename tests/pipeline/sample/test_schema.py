@@ -327,6 +327,7 @@ class TestBoxes:
         assert boxes(0).corners().shape == (0, 8, 3)
 
 
+@pytest.mark.real
 class TestNuScenes:
     """The calibration and poses of two real rigs."""
 

@@ -24,6 +24,8 @@ from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.process
+
 TINY = WorldSpec(seed=1, num_clips=1, num_frames=1, width_px=160, height_px=90)
 
 

@@ -16,6 +16,8 @@ from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
 if TYPE_CHECKING:
     from fuelrail.sharding.demo.rig import Camera
 
+pytestmark = pytest.mark.slow
+
 SPEC = WorldSpec(seed=4, num_frames=4, width_px=800, height_px=450)
 CLEAR, RAIN, DUSK, NIGHT = range(4)
 

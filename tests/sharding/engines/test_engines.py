@@ -12,6 +12,8 @@ from fuelrail.sharding.engines import LOCAL_ENGINES, EngineOptions, make_engine
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes
 
+pytestmark = pytest.mark.process
+
 
 def test_each_local_engine_gives_the_same_bytes(tmp_path):
     source = build_nuscenes(tmp_path / "source", {"a": 4, "b": 4}, cameras=("CAM_FRONT", "CAM_BACK"))

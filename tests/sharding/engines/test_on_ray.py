@@ -29,7 +29,10 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, of its dependencies
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, of its dependencies
+]
 
 
 @pytest.fixture(scope="module")

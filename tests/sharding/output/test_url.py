@@ -32,6 +32,8 @@ from fuelrail.sharding.write.shard_writer import WriteJob
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import Interrupt, digests, shard_nuscenes
 
+pytestmark = pytest.mark.network
+
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'fuelrail[s3]'")
 
 CLIPS = {"a": 4, "b": 5, "c": 3, "d": 4}
@@ -124,6 +126,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
+@pytest.mark.process
 def test_killed_in_the_middle_the_same_command_finishes(source, expected, bucket, url, tmp_path):
     run = subprocess.Popen(command(source, url, "--workers", "2"), env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 100

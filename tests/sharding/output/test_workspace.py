@@ -45,6 +45,7 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path):
         pass
 
 
+@pytest.mark.process
 def test_the_lock_of_a_dead_process_is_stale(tmp_path):
     code = (
         "import os, signal, sys\n"

@@ -10,6 +10,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import FileFacts, source_files
 
 
+@pytest.mark.network
 def test_a_listing_of_several_pages():
     pytest.importorskip("s3fs")
     with listing_server(2500) as url:

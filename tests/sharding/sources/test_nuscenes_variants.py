@@ -123,6 +123,7 @@ def test_nuscenes_f2_lyft_categories(tmp_path):
     assert [attributes[f"num_{name}"] for name in ("car", "pedestrian", "truck", "bus", "bicycle")] == [1] * 5
 
 
+@pytest.mark.real
 def test_nuscenes_f2_nuscenes_own_categories_are_none_unmapped(tmp_path):
     oracle = pytest.importorskip("nuscenes.eval.detection.utils", reason="nuscenes-devkit is not installed")
     folder = shared_data("nuscenes-mini") / "v1.0-mini"
@@ -406,6 +407,7 @@ def test_a_long_list_in_a_report_is_cut():
     assert len(report.builtins()["unmapped"]) == 20
 
 
+@pytest.mark.real
 def test_nuscenes_a_real_t4_dataset(tmp_path):
     outcome = shard_nuscenes(shared_data("t4-sample"), tmp_path / "out")
     assert verify(tmp_path / "out", deep=True, num_threads=1).faults == []

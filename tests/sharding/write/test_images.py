@@ -101,6 +101,7 @@ def test_l1_m3_what_the_loader_refuses_is_refused_by_the_writer_and_verify_deep(
             refuse()
 
 
+@pytest.mark.real
 def test_sizes_agree_with_pillow_on_real_files():
     folder = shared_data("jpeg-pillow")
     compared = 0
@@ -120,6 +121,7 @@ def test_sizes_agree_with_pillow_on_real_files():
     assert compared >= 5
 
 
+@pytest.mark.real
 def test_pointers_of_git_lfs_are_named():
     pointers = sorted(shared_data("lfs-pointers").rglob("*.jpg"))
     assert pointers

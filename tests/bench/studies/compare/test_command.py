@@ -29,6 +29,8 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.process
+
 SIZE = ("--height", 32, "--width", 48, "--batch-size", 2, "--no-html", "--cpus", 0)
 
 

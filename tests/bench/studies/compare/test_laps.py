@@ -73,6 +73,7 @@ def test_what_ends_or_never_begins_is_noticed(tmp_path):
     assert not process.is_alive()
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped group may outlive who stopped it")
 def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     arrivals, worker, log = (str(tmp_path / name) for name in ("arrivals", "worker", "log"))

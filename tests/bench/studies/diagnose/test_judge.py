@@ -182,6 +182,7 @@ def test_every_bound_has_trials_or_none_and_tells_so(bound, tmp_path):
         msgspec.structs.replace(TrainOptions(), **trial.changes)
 
 
+@pytest.mark.slow
 def test_the_command_runs_and_tells(tmp_path, capsys):
     build_dataset(tmp_path / "data", {"train": (12,)})
     out = tmp_path / "out"

@@ -15,6 +15,8 @@ from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.slow
+
 IMAGE = ImageAugment(height=32, width=48)
 CHOICE = LoaderChoice(split="train", batch_size=2, num_workers=2, decoder="turbo", verify=True, points=False, seed=0)
 

@@ -7,6 +7,8 @@ from fuelrail.bench.studies.scale.report import load_scale_report
 from fuelrail.bench.studies.scale.run import merged_warnings
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.process
+
 _PROFILE = """
 name: quick
 device: none

@@ -17,6 +17,8 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from support.bench_runs import log, steps
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):

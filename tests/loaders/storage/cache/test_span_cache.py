@@ -265,6 +265,7 @@ class TestTrouble:
             assert cache.put(0, memoryview(bytes(dataset.index.row(0).length))) or cache.open(0, 1)
             cache.close()
 
+    @pytest.mark.process
     def test_killed_while_writing_nothing_half_is_ever_seen(self, tmp_path):
         def write_for_ever():
             cache = large_cache(tmp_path)
@@ -286,6 +287,7 @@ class TestTrouble:
             cache.close()
         assert here
 
+    @pytest.mark.process
     def test_processes_share_one_cache_within_its_size(self, tmp_path):
         rows = np.concatenate([np.random.default_rng(epoch).permutation(100) for epoch in range(4)])
 

@@ -158,6 +158,7 @@ def test_made_tables_against_the_devkit(made, tmp_path):
     check_against_devkit(opened_by_devkit(made.root, made.version), info, table, source, points_of=6 * 60)
 
 
+@pytest.mark.real
 def test_real_keyframes_against_the_devkit(tmp_path):
     root = shared_data("nuscenes-mini")
     source, info, table = scan(root, tmp_path, version="v1.0-derived")
@@ -332,6 +333,7 @@ def test_channels_that_are_no_names(copy, tmp_path, channel, says):
         scan(copy.root, tmp_path)
 
 
+@pytest.mark.process
 def test_names_over_100_bytes(tmp_path):
     made = build_nuscenes(tmp_path / "root", {"x" * 64: 2}, cameras=("CAM_FRONT", "CAM_" + "Y" * 60))
     shard_nuscenes(made.root, tmp_path / "out")

@@ -1,0 +1,83 @@
+"""Pages that people read first: the files and names in them exist, and the lists in them are complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fuelrail import __main__ as command_line
+from fuelrail.loaders.batch import assemble, temporal
+
+ROOT = Path(__file__).resolve().parents[1]
+HALLS = ("pipeline", "sharding", "loaders", "bench")
+ROOMS = sorted(page for hall in HALLS for page in (ROOT / hall).rglob("README.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "configs" / "trainers" / "README.md", *ROOMS])
+MAX_README_LINES = 105
+MAX_PICTURE_BYTES = 400_000
+
+# A file or folder of this repository: with a known suffix, or with a slash at its end.
+PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|toml|txt|css|c)|(?:[\w.-]+/)+)`")
+# What users write, or what is written for them.
+NOT_OURS = re.compile(r"(^|/)NAME|(^|/)test_NAME|schemas/$|\.fuelrail/")
+
+
+def named_paths(text: str) -> list[str]:
+    return [path for path in PATH.findall(text) if not NOT_OURS.search(path)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_files_exist(page: Path) -> None:
+    """Links are relative to the page, names of files to the page's folder, its hall, or the repository."""
+    text = page.read_text(encoding="utf-8")
+    if page.name != "CHANGELOG.md":
+        hall = ROOT / page.relative_to(ROOT).parts[0]
+        places = (page.parent, hall, ROOT)
+        missing = [path for path in named_paths(text) if not any((place / path).exists() for place in places)]
+        assert not missing
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_readme_is_short_and_its_pictures_are_small() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_README_LINES
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert len(pictures) == 3
+    for picture in pictures:
+        assert 0 < (ROOT / picture).stat().st_size <= MAX_PICTURE_BYTES, picture
+
+
+def test_start_here_is_a_list_of_files() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme[readme.index("### START HERE") :]
+    files = named_paths(section)
+    assert len(files) == 10
+    assert all((ROOT / file).is_file() for file in files)
+
+
+def test_every_task_of_contributing_names_a_file_to_open() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text[text.index("| task | open first |") : text.index("### Add a source")]
+    rows = [row.split("|")[1:-1] for row in table.strip().splitlines()[2:]]
+    assert len(rows) >= 10
+    for task, first, then in rows:
+        assert named_paths(first) or "search" in first, task
+        assert named_paths(then), task
+    for steps in ("Run one test", "Add a source", "Add a decoder", "Add an order kind", "Add a command"):
+        assert re.search(rf"^##+ {steps}$", text, re.MULTILINE), steps
+
+
+def test_every_name_of_a_batch_is_on_the_loaders_page() -> None:
+    page = (ROOT / "docs" / "loader.md").read_text(encoding="utf-8")
+    names = {
+        name for module in (assemble, temporal) for name in re.findall(r"^``(\w+)``", module.__doc__, re.MULTILINE)
+    }
+    assert {"img", "ego2img", "frame_valid"} <= names
+    assert not [name for name in names if f"`{name}`" not in page]
+
+
+def test_every_command_is_on_the_commands_page() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert not [word for word in command_line._COMMANDS if f"`{word}" not in page]
