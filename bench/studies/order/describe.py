@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.order.compile import AnyOrder
+    from fuelrail.pipeline.order.epoch import EndlessOrder
 
 _MAX: Final = 1_000_000_000
 _EPOCHS = 1000
@@ -111,7 +111,7 @@ def describe_order(
     return description
 
 
-def _placed(order: AnyOrder, spec: OrderSpec, lengths: Any, options: DescribeOptions) -> list[Placed]:  # noqa: ANN401
+def _placed(order: EndlessOrder, spec: OrderSpec, lengths: Any, options: DescribeOptions) -> list[Placed]:  # noqa: ANN401
     """Return one epoch of the order, of webdataset's and of a true shuffle, over the same samples."""
     samples = _epoch(order, options.epoch)
     selected = np.unique(samples)
@@ -141,20 +141,15 @@ def _placed(order: AnyOrder, spec: OrderSpec, lengths: Any, options: DescribeOpt
     ]
 
 
-def _epoch(order: AnyOrder, epoch: int) -> NDArray[np.int64]:
+def _epoch(order: EndlessOrder, epoch: int) -> NDArray[np.int64]:
     """The samples of one epoch, padding of lanes left out."""
-    positions = np.arange(order.epoch_length)
-    if isinstance(order, LaneOrder):
-        entries = order.epoch(epoch).entries(positions)
-        return entries.samples[entries.valid]
-    return order.epoch(epoch)(positions)
+    entries = order.epoch(epoch).entries(np.arange(order.epoch_length))
+    return entries.samples[entries.valid]
 
 
-def _over_epochs(order: AnyOrder) -> NDArray[np.int64]:
+def _over_epochs(order: EndlessOrder) -> NDArray[np.int64]:
     """Return the samples at the first, middle and last position of many epochs; for lanes, where always valid."""
     at = np.array([0, order.epoch_length // 2, order.epoch_length - 1])
-    if isinstance(order, LaneOrder):
-        entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
-        always = np.all([each.valid for each in entries], axis=0)
-        return np.array([each.samples[always] for each in entries])
-    return np.array([order.epoch(epoch)(at) for epoch in range(_EPOCHS)])
+    entries = [order.epoch(epoch).entries(at) for epoch in range(_EPOCHS)]
+    always = np.all([each.valid for each in entries], axis=0)
+    return np.array([each.samples[always] for each in entries])
