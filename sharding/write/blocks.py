@@ -126,8 +126,8 @@ class ReadBuffer:
     def joined(self, pieces: Sequence[Buffer]) -> list[Buffer]:
         """The same bytes in fewer pieces, which are good until :meth:`clear`.
 
-        What stands between files that were read here, one behind the other, is copied to between them; small pieces
-        elsewhere are joined; large ones stay where they are.
+        Bytes between two files that were read here one after the other are copied into the space between them, which
+        ends at ``limit``; small pieces elsewhere are joined; large ones stay where they are.
         """
         found: list[Buffer] = []
         small: list[Buffer] = []
@@ -139,7 +139,7 @@ class ReadBuffer:
                 continue
             between = b"".join(small)
             small.clear()
-            if data is not None and begin < end and end + len(between) == start:
+            if data is not None and begin < end and end + len(between) == start == limit:
                 self._memory[end:start] = between
             elif data is not None and begin == end and start == _FRONT_BYTES + BLOCK_BYTES >= len(between):
                 begin = start - len(between)
