@@ -35,7 +35,9 @@ def members_in(buffer, folder, sizes, draw):
 
 @given(samples=st.lists(MEMBERS, min_size=1, max_size=3), shuffled=st.booleans(), seed=st.integers(0, 99))
 @example(
-    [[(False, 241)], [(True, 517), (True, 1), (True, 81), (False, 1), (False, 1), (False, 509)]], shuffled=True, seed=0
+    samples=[[(False, 241)], [(True, 517), (True, 1), (True, 81), (False, 1), (False, 1), (False, 509)]],
+    shuffled=True,
+    seed=0,
 )
 @settings(max_examples=40, deadline=None)
 def test_joined_pieces_are_the_same_bytes(folder, samples, shuffled, seed):
