@@ -1,9 +1,11 @@
 """NVIDIA DALI: whole batches of images of any sizes through one graph, on the CPU or on a GPU.
 
-Decode of the region that is seen, an antialiased resize of its exact (fractional) box, one affine transform where the
-map turns rows or leaves the image, planes out. Every parameter is per image and comes from the `ImageMap`, so the graph
-draws nothing and is the same on both devices; on a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware
-decoder where there is one. On the CPU it decodes in full resolution and is slower than the turbo backend.
+Decode, resize the exact (fractional) box that is seen with antialiasing, apply one affine transform where the map turns
+rows or leaves the image, write planes. Every parameter is per image and comes from the `ImageMap`, so the graph draws
+nothing. On a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware decoder where there is one, and decodes
+whole images: nvJPEG before 13.2 refuses a region of a subsampled image, which DALI then decodes on the CPU, and
+nvImageCodec 0.9 is reported to crash on regions. On the CPU only the region is decoded, in full resolution, which is
+slower than the turbo backend.
 
 An error inside a DALI pipeline names no image and costs the run. So headers are checked first, and if a run fails all
 the same, the batch is halved until the culprits stand alone. Those go to the turbo backend, which decodes them or says
@@ -60,8 +62,18 @@ MAX_BATCH = 64
 """Images of one run; larger batches are several runs."""
 
 
-HARDWARE_SHARE = 0.9
-"""DALI's own default: the rest keeps the CUDA cores' decoder from idling."""
+HARDWARE_SHARE = 1.0
+"""Part of a batch that goes to the hardware decoder.
+
+With 1 every image that it takes is decoded by it. With less, an image's place among its neighbours decides whether the
+hardware or the CUDA cores decode it; where the two differ by a grey level, pixels are not reproducible.
+"""
+
+_MIXED = "mixed"
+_DECODING = {
+    "adjust_orientation": False,  # calibrations speak of pixels as stored
+    "jpeg_fancy_upsampling": True,  # as libjpeg does by default
+}
 
 
 class DaliDecoder:
@@ -72,8 +84,9 @@ class DaliDecoder:
     Args:
         device: ``"cpu"``, or the CUDA device that batches are decoded on and for.
         num_threads: of each pipeline, for what is decoded on the host.
-        facts: of the images to come, where that is a GPU: memory for the largest is allocated once, and the hardware
-            decoder gets `HARDWARE_SHARE` of those that it can take.
+        facts: of the images to come, where that is a GPU: memory for the largest is allocated once, and there is a
+            hardware decoder if any image is baseline JPEG.
+        hardware_share: see `HARDWARE_SHARE`. Pixels are reproducible with 1 and with 0 only.
 
     """
 
@@ -85,11 +98,14 @@ class DaliDecoder:
         *,
         num_threads: int = 2,
         facts: ImageFacts = UNKNOWN,
+        hardware_share: float = HARDWARE_SHARE,
     ) -> None:
         self.device = torch.device(device)
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self._on_gpu = self.device.type == "cuda"
         self._num_threads, self._facts = num_threads, facts
+        self._hardware_share = hardware_share if facts.baseline_share > 0.0 else 0.0
         self._local = _Pipelines()
         self._turbo = TurboDecoder()
         self.num_refused = 0
@@ -242,40 +258,27 @@ class DaliDecoder:
     def _build(self, interpolation: str, is_aligned: bool, out_width: int, out_height: int) -> Pipeline:
         """Return a built pipeline: inputs as in `Job`, output uint8 (3, height, width) on the device."""
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
-        on_gpu = self.device.type == "cuda"
         # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
         pipeline = Pipeline(
             batch_size=MAX_BATCH,
             num_threads=self._num_threads,
-            device_id=self.device.index if on_gpu else None,
+            device_id=self.device.index if self.device.type == "cuda" else None,
             prefetch_queue_depth=1,  # a run is of what was fed last
         )
-        options: dict[str, Any] = {}
-        if on_gpu:
-            options = {
-                "device": "mixed",
-                "affine": False,  # several pipelines and ranks would tie their threads to the same cores
-                "hw_decoder_load": HARDWARE_SHARE * self._facts.baseline_share,
-                "preallocate_width_hint": self._facts.largest_wh[0],
-                "preallocate_height_hint": self._facts.largest_wh[1],
-            }
         with pipeline:
             encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
             window = fn.external_source(name="window", dtype=types.INT32, ndim=1)
             roi = fn.external_source(name="roi", dtype=types.FLOAT, ndim=1)
             size = fn.external_source(name="size", dtype=types.FLOAT, ndim=1)
-            pictures = fn.decoders.image_slice(
-                encoded,
-                start=window[0:2],
-                end=window[2:4],
-                axis_names="HW",
-                adjust_orientation=False,  # calibrations speak of pixels as stored
-                jpeg_fancy_upsampling=True,  # as libjpeg does by default
-                **options,
-            )
-            pictures = fn.resize(
-                pictures, roi_start=roi[0:2], roi_end=roi[2:4], size=size, interp_type=kind, antialias=True
-            )
+            start, end = roi[0:2], roi[2:4]
+            if self._on_gpu:
+                pictures = fn.decoders.image(encoded, **_DECODING, **self._gpu_options())
+                start, end = start + window[0:2], end + window[0:2]
+            else:
+                pictures = fn.decoders.image_slice(
+                    encoded, start=window[0:2], end=window[2:4], axis_names="HW", **_DECODING
+                )
+            pictures = fn.resize(pictures, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True)
             if not is_aligned:
                 matrix = fn.external_source(name="matrix", dtype=types.FLOAT, ndim=2)
                 pictures = fn.warp_affine(
@@ -284,6 +287,15 @@ class DaliDecoder:
             pipeline.set_outputs(fn.transpose(pictures, perm=[2, 0, 1]))
         pipeline.build()
         return pipeline
+
+    def _gpu_options(self) -> dict[str, Any]:
+        return {
+            "device": _MIXED,
+            "affine": False,  # several pipelines and ranks would tie their threads to the same cores
+            "hw_decoder_load": self._hardware_share,
+            "preallocate_width_hint": self._facts.largest_wh[0],
+            "preallocate_height_hint": self._facts.largest_wh[1],
+        }
 
 
 def _no_pipeline(error: RuntimeError) -> ConfigError:

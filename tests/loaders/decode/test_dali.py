@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.protocol import UNKNOWN, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -20,7 +21,9 @@ if not HAS_DALI:
 from fuelrail.loaders.decode import dali
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode import ImageDecoder
+    from collections.abc import Callable
+
+    from fuelrail.loaders.decode import ImageDecoder, Interpolation
 
 SIZES = [(320, 180), (64, 64), (250, 333), (401, 97)]
 AUGMENT = ImageAugment(
@@ -30,6 +33,70 @@ AUGMENT = ImageAugment(
 
 class TestDali(DecoderSuite):
     backend = "dali"
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dali.DaliDecoder]:
+    """Make decoders that run the GPU's graph and everything around it in host memory."""
+    monkeypatch.setattr(dali, "_MIXED", "cpu")
+
+    def make(**options: Any) -> dali.DaliDecoder:
+        decoder = dali.DaliDecoder(**options)
+        decoder._on_gpu = True
+        return decoder
+
+    return make
+
+
+class Calls(list[dict[str, Any]]):
+    """The keywords of every call of a function that it stands in for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.append(keywords)
+        return self._function(*arguments, **keywords)
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
+    """The calls of DALI's decoders by their names, as graphs are defined."""
+    calls = {name: Calls(getattr(dali.fn.decoders, name)) for name in ("image", "image_slice")}
+    for name, each in calls.items():
+        monkeypatch.setattr(dali.fn.decoders, name, each)
+    return calls
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("facts", [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)])
+def test_f29_f30_f7_the_graph_of_a_gpu_decodes_whole_images_by_hardware(
+    decoding: dict[str, Calls], monkeypatch: pytest.MonkeyPatch, facts: ImageFacts, is_aligned: bool
+) -> None:
+    monkeypatch.setattr(dali.Pipeline, "build", lambda pipeline: None)  # which needs a GPU; defining does not
+    decoder = dali.DaliDecoder("cuda:0", facts=facts)
+    decoder._build("bilinear", is_aligned, 64, 48)
+    assert not decoding["image_slice"]
+    (options,) = decoding["image"]
+    assert options["device"] == "mixed"
+    assert not {"start", "end", "shape", "rel_start", "rel_shape"} & options.keys()
+    # A share between 0 and 1 makes pixels depend on an image's neighbours.
+    assert options["hw_decoder_load"] == (1.0 if facts.baseline_share else 0.0)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("name", ALL_MAPS)
+def test_both_graphs_agree(name: str, interpolation: Interpolation, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
+    image_map = ALL_MAPS[name]
+    width, height = image_map.out_wh
+    pictures = []
+    for decoder in (make_decoder("dali"), as_on_gpu()):
+        pictures.append(np.empty((3, height, width), np.uint8))
+        decoder.decode_into(
+            encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0"), image_map, pictures[-1], interpolation
+        )
+    assert psnr_db(*pictures) > 48.0
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
