@@ -17,7 +17,7 @@ from fuelrail.loaders.batch.samples import Augments
 from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import DEFAULT_BUDGET, Budget, check_arguments, choose_window, default_num_workers
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import MAX_BAD, QUARANTINE_FILE, BadSamples, make_policy
@@ -354,6 +354,8 @@ class DataLoader:
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         self._runner.stop()
+        if isinstance(self._make.decoder, BatchDecoder):
+            self._make.decoder.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, for spawned processes, is how the loader was made, as which rank, and where it stands."""
