@@ -6,6 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import cv2
 import numpy as np
 import simplejpeg
 import torch
@@ -102,8 +103,12 @@ def known_good_job(largest_wh: tuple[int, int], out_wh: tuple[int, int], is_alig
 
 def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the PSNR in dB of two uint8 images (3, height, width), each averaged over 4 x 4 pixels."""
-    means = [torch.nn.functional.avg_pool2d(one.float(), 4, ceil_mode=True) for one in (first, second)]
-    error = float(torch.mean((means[0] - means[1]) ** 2))
+    width, height = -(-first.shape[2] // 4), -(-first.shape[1] // 4)
+    differences = [
+        cv2.absdiff(*(cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA) for plane in planes))
+        for planes in zip(first.numpy(), second.numpy(), strict=True)
+    ]
+    error = float(np.mean(np.square(differences, dtype=np.float64)))
     return 10.0 * math.log10(255.0**2 / error) if error else math.inf
 
 
