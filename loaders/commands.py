@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fuelrail.loaders.config import Transforms, default_num_workers
-from fuelrail.loaders.decode.dali_install import installed_dali
+from fuelrail.loaders.decode import dali_install
 from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import Command
 from fuelrail.pipeline.errors import ConfigError
@@ -106,7 +106,7 @@ def examine() -> list[Finding]:
         _turbo(),
         _native(),
         _pillow(),
-        _dali(),
+        *_dali(),
         _gpu(),
         _jpegtran(),
         Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),
@@ -149,22 +149,37 @@ def _pillow() -> Finding:
     )
 
 
-def _dali() -> Finding:
-    found = installed_dali()
+def _dali() -> list[Finding]:
+    """Return whether DALI can be used, what decodes on a GPU, and the known faults of its libraries."""
+    import torch
+
+    found = dali_install.installed_dali()
     if found is None:
-        return Finding(
-            "decoder=dali", "NVIDIA DALI is not installed", "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12)"
-        )
-    package = f"{found.package} {found.version}"
-    if found.missing:
-        return Finding(
-            "decoder=dali", f"not ready: {package} is installed without {', '.join(found.missing)}", found.advice
-        )
-    return Finding(
+        return [Finding("decoder=dali", "NVIDIA DALI is not installed", dali_install.what_to_install()), _engine()]
+    if found.problem:
+        return [Finding("decoder=dali", f"not ready: {found.problem}", found.advice), _engine()]
+    ready = Finding(
         "decoder=dali",
-        f"ready: {package}; on the CPU it decodes in full size and is slower than turbo",
+        f"ready: {found}; on the CPU it decodes in full size and is slower than turbo",
         "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it",
     )
+    faults = [
+        Finding("known fault", f"{fault.library} {fault.effect}; avoided: {fault.avoided_by}")
+        for fault in found.known_faults
+    ]
+    return [ready, _engine(), *(faults if torch.cuda.is_available() else ())]
+
+
+def _engine() -> Finding:
+    """Return what decodes with decoder='dali' and device='cuda'."""
+    import torch
+
+    loads = f"libnvcuvid.so.1 {'loads' if dali_install.has_libnvcuvid() else 'does not load'}"
+    facts = f"driver {dali_install.driver_version() or 'not found'}, {loads}"
+    if not torch.cuda.is_available():
+        return Finding("GPU decoding", f"none: torch finds no GPU ({facts})")
+    engine = dali_install.gpu_engine()
+    return Finding("GPU decoding", f"by {engine.name}: {engine.reason} ({facts})", engine.advice)
 
 
 def _gpu() -> Finding:

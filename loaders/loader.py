@@ -18,7 +18,7 @@ from fuelrail.loaders.batch.samples import Augments
 from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refuse_unknown
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
@@ -303,6 +303,8 @@ class DataLoader:
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
         self._runner.stop()
+        if isinstance(self._make.decoder, BatchDecoder):
+            self._make.decoder.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle, for spawned processes, the arguments, the rank and the position."""

@@ -23,6 +23,7 @@
     │   ├── MemberTooLargeError    over the size cap
     │   ├── SchemaError            decoded bytes that do not match the schema
     │   └── ImageError             an encoded image that is refused or broken
+    ├── DecoderError           a decoder or its device that fails, or wrong pixels without an error
     ├── BadSamplesError        more bad samples than the policy allows
     ├── StateMismatchError     loader state of another dataset, order, version or augmentation
     └── StageError             an exception in a loader stage, with its origin
@@ -148,6 +149,13 @@ class SchemaError(MemberError):
 
 class ImageError(MemberError):
     """An encoded image that is refused (format, size limits) or broken."""
+
+
+class DecoderError(FuelrailError):
+    """A decoder that fails, whatever the image: no memory, a CUDA error, or wrong pixels without an error.
+
+    It says nothing about the sample, so it is never treated as a bad sample.
+    """
 
 
 class BadSamplesError(FuelrailError):

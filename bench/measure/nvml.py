@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +12,8 @@ import msgspec
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+_LOG = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
 
@@ -37,7 +40,7 @@ class NvmlWatch:
     """Samples the first ``num_gpus`` GPUs in a thread between entering and leaving; use as a context manager.
 
     ``nvml`` is the module `pynvml` (package nvidia-ml-py), imported if not given. Without it, without a driver, or with
-    no GPUs to look at, :meth:`use` is None.
+    no GPUs to look at, :meth:`use` is None, and the reason is logged.
     """
 
     def __init__(self, num_gpus: int, nvml: Any = None) -> None:  # noqa: ANN401 - a module without types
@@ -71,14 +74,16 @@ class NvmlWatch:
         try:
             self._nvml = self._nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-        except Exception:  # noqa: BLE001 - not installed, no driver, no permission: then there is nothing to say
+        except Exception as error:  # noqa: BLE001 - not installed, no driver, no permission
+            _LOG.warning("no facts from NVML: %s: %s; it needs nvidia-ml-py and a driver", type(error).__name__, error)
             return False
         return True
 
     def _watch(self) -> None:
         try:
             self._sample()
-        except Exception:  # noqa: BLE001 - NVML's own errors: a part of a card (MIG) has no utilisation, a card is lost
+        except Exception as error:  # noqa: BLE001 - NVML's own errors: a part of a card (MIG) has no utilisation
+            _LOG.warning("no facts from NVML: %s: %s", type(error).__name__, error)
             self._samples = [[] for _ in range(self._num_gpus)]
 
     def _sample(self) -> None:
@@ -101,7 +106,14 @@ class NvmlWatch:
                 return
 
     def _handle(self, index: int) -> Any:  # noqa: ANN401
-        """NVML numbers all of the host's GPUs, CUDA those that CUDA_VISIBLE_DEVICES names, in that order."""
+        """Return NVML's handle of torch's GPU ``index``, by UUID where torch knows it.
+
+        NVML numbers all of the host's GPUs by their place on the bus. CUDA numbers those that CUDA_VISIBLE_DEVICES
+        names, in that order, and without it the fastest one first.
+        """
+        uuid = _uuid(index)
+        if uuid is not None:
+            return self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         if not visible:
             return self._nvml.nvmlDeviceGetHandleByIndex(index)
@@ -115,6 +127,16 @@ class NvmlWatch:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
         except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card has not
             return None
+
+
+def _uuid(index: int) -> str | None:
+    """Return the UUID of torch's GPU; None where torch has no such GPU, or is older than 2.5."""
+    import torch
+
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return None if uuid is None else str(uuid)
 
 
 def _summary(index: int, samples: list[tuple[float, float, float | None, float | None, int, float]]) -> GpuUse:

@@ -39,6 +39,8 @@ def make_transfer(
     require_cuda(f"device={device!r}")
     if target.index is not None and target.index >= torch.cuda.device_count():
         raise ConfigError(f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
+    if str(target) == "cuda":  # now, not when a batch is handed over: that is in another thread, or on another device
+        target = torch.device("cuda", torch.cuda.current_device())
     return CudaTransfer(target, then)
 
 

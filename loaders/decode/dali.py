@@ -1,26 +1,31 @@
 """NVIDIA DALI: whole batches of images of any sizes through one graph, on the CPU or on a GPU.
 
-Decode of the region that is seen, an antialiased resize of its exact (fractional) box, one affine transform where the
-map turns rows or leaves the image, planes out. Every parameter is per image and comes from the `ImageMap`, so the graph
-draws nothing and is the same on both devices; on a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware
-decoder where there is one. On the CPU it decodes in full resolution and is slower than the turbo backend.
+Decode, resize the exact (fractional) box that is seen with antialiasing, apply one affine transform where the map turns
+rows or leaves the image, write planes. Every parameter is per image and comes from the `ImageMap`, so the graph draws
+nothing. On a GPU the JPEG decoding is DALI's ``mixed`` one, with the hardware decoder where there is one, and decodes
+whole images: nvJPEG before 13.2 refuses a region of a subsampled image, which DALI then decodes on the CPU, and
+nvImageCodec 0.9 is reported to crash on regions. On the CPU only the region is decoded, in full resolution, which is
+slower than the turbo backend.
 
-An error inside a DALI pipeline names no image and costs the run. So headers are checked first, and if a run fails all
-the same, the batch is halved until the culprits stand alone. Those go to the turbo backend, which decodes them or says
-what is wrong. So what becomes of an image never depends on its neighbours.
+A bad image makes the whole run fail. So headers are checked first, and if a run fails because of an image all the same,
+the batch is halved until the bad images are alone. Those go to the turbo backend, which decodes them or says what is
+wrong: what becomes of an image never depends on its neighbours. Any other failure of a run is raised, as is one on an
+image that is known to be good.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fuelrail.loaders.decode.dali_install import installed_dali
-from fuelrail.loaders.decode.dali_jobs import Job, make_job
+from fuelrail.loaders.decode import dali_install
+from fuelrail.loaders.decode.dali_jobs import Job, black_out_unseen, known_good_job, make_job, places, psnr_of_means
 from fuelrail.loaders.decode.protocol import (
     INTERPOLATIONS,
     UNKNOWN,
@@ -30,21 +35,17 @@ from fuelrail.loaders.decode.protocol import (
     check_source,
 )
 from fuelrail.loaders.decode.turbo import TurboDecoder
-from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
 from fuelrail.pipeline.sample.image_header import probe
 
 try:
-    from nvidia.dali import Pipeline, fn, types
+    from nvidia.dali import Pipeline, backend, fn, types
 except ImportError as error:
-    found = installed_dali()
-    if found is not None:
-        missing = ", ".join(found.missing) or "a package that it imports"
-        raise ConfigError(
-            f"decoder='dali': {found.package} is installed without {missing} ({error}); {found.advice}"
-        ) from error
-    raise ConfigError(
-        "decoder='dali' needs NVIDIA DALI: pip install 'fuelrail[dali]' (CUDA 12) or 'fuelrail[dali-cu13]'"
-    ) from error
+    found = dali_install.installed_dali()
+    if found is None:
+        raise ConfigError(f"decoder='dali' needs NVIDIA DALI; {dali_install.what_to_install()}") from error
+    problem = found.problem or f"{found.package} is installed without a package that it imports"
+    raise ConfigError(f"decoder='dali': {problem} ({error}); {found.advice}") from error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,8 +61,27 @@ MAX_BATCH = 64
 """Images of one run; larger batches are several runs."""
 
 
-HARDWARE_SHARE = 0.9
-"""DALI's own default: the rest keeps the CUDA cores' decoder from idling."""
+HARDWARE_SHARE = 1.0
+"""Part of a batch that goes to the hardware decoder.
+
+With 1 every image that it takes is decoded by it. With less, an image's place among its neighbours decides whether the
+hardware or the CUDA cores decode it; where the two differ by a grey level, pixels are not reproducible.
+"""
+
+CHECK_EVERY = 1000
+"""On a GPU, one image in this number is decoded again on the CPU and compared, the first one included."""
+
+MIN_PSNR_DB = 30.0
+"""Least agreement of a compared image, over means of 4 x 4 pixels.
+
+Means, because two right decoders filter noise differently: 18 dB on white noise, where the means agree to 31 dB.
+"""
+
+_MIXED = "mixed"
+_DECODING = {
+    "adjust_orientation": False,  # calibrations speak of pixels as stored
+    "jpeg_fancy_upsampling": True,  # as libjpeg does by default
+}
 
 
 class DaliDecoder:
@@ -72,8 +92,11 @@ class DaliDecoder:
     Args:
         device: ``"cpu"``, or the CUDA device that batches are decoded on and for.
         num_threads: of each pipeline, for what is decoded on the host.
-        facts: of the images to come, where that is a GPU: memory for the largest is allocated once, and the hardware
-            decoder gets `HARDWARE_SHARE` of those that it can take.
+        facts: of the images to come, where that is a GPU: memory for the largest is allocated once, and there is a
+            hardware decoder if any image is baseline JPEG.
+        hardware_share: see `HARDWARE_SHARE`. Pixels are reproducible with 1 and with 0 only.
+        check_every: number of images of which one is decoded again on the CPU and compared; 0 for none. By default
+            `CHECK_EVERY` on a GPU and none on the CPU. Decoders of GPUs are known to report black images as decoded.
 
     """
 
@@ -85,20 +108,48 @@ class DaliDecoder:
         *,
         num_threads: int = 2,
         facts: ImageFacts = UNKNOWN,
+        hardware_share: float = HARDWARE_SHARE,
+        check_every: int | None = None,
     ) -> None:
+        found = dali_install.installed_dali()
+        if found is not None and found.problem:
+            raise ConfigError(f"decoder='dali': {found.problem}; {found.advice}")
         self.device = torch.device(device)
         if str(self.device) == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        self._on_gpu = self.device.type == "cuda"
         self._num_threads, self._facts = num_threads, facts
-        self._local = _Pipelines()
+        self._hardware_share = hardware_share if facts.baseline_share > 0.0 else 0.0
+        self._check_every = (CHECK_EVERY if self._on_gpu else 0) if check_every is None else check_every
+        self._num_checkable = 0
+        self._threads: weakref.WeakSet[_ThreadState] = weakref.WeakSet()
+        self._threads_lock = threading.Lock()
+        self._local = _Local(self._threads, self._threads_lock)
         self._turbo = TurboDecoder()
         self.num_refused = 0
         """Images that DALI failed on and libjpeg-turbo then decoded."""
-        self._reason = ""
+        self._reason = ""  # DALI's, of the last image that it failed on
+        self._has_warned_of_lens = False
+        _OPEN.add(self)
+        if self._on_gpu and torch.cuda.is_available():
+            engine = dali_install.gpu_engine(self.device.index)
+            if engine.name == "CPU":
+                _LOG.warning(
+                    "decoder='dali' on %s decodes on the CPU: %s; %s", self.device, engine.reason, engine.advice
+                )
+
+    def close(self) -> None:
+        """Drop the pipelines of all threads and give DALI's unused memory back; see the protocol."""
+        with self._threads_lock:
+            states = list(self._threads)
+        if any(state.pipelines for state in states):
+            for state in states:
+                state.pipelines.clear()
+            backend.ReleaseUnusedMemory()
 
     def new_output(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return uninitialised uint8 memory on the device; see the protocol."""
-        with torch.cuda.stream(self._local.stream(self.device)):
+        with torch.cuda.stream(self._local.state.stream(self.device)):
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def decode_into(
@@ -127,7 +178,7 @@ class DaliDecoder:
     ) -> list[ImageError | None]:
         """Decode a batch; see the protocol."""
         self._check(image_maps, out, interpolation)
-        stream = self._local.stream(self.device)
+        stream = self._local.state.stream(self.device)
         with torch.cuda.stream(stream):
             errors = self._decode_batch(encoded, image_maps, out, interpolation)
         if stream is not None:
@@ -164,6 +215,12 @@ class DaliDecoder:
                 by_turbo.append(at)
             else:
                 jobs.append(job)
+        if by_turbo and self._on_gpu and not self._has_warned_of_lens:
+            self._has_warned_of_lens = True
+            _LOG.warning(
+                "decoder='dali' on %s decodes images with a lens (undistort) or in CMYK on the CPU, by libjpeg-turbo",
+                self.device,
+            )
         refused: list[int] = []
         for is_aligned in (True, False):
             group = [job for job in jobs if job.is_aligned is is_aligned]
@@ -179,12 +236,44 @@ class DaliDecoder:
                 continue
             out[at] = torch.from_numpy(picture).to(out.device)
         self._note_refused([at for at in refused if errors[at] is None])
+        if self._check_every:
+            failed = set(refused)
+            self._compare_some(
+                [job.at for job in jobs if job.at not in failed], encoded, image_maps, out, interpolation
+            )
         return errors
+
+    def _compare_some(
+        self,
+        places: Sequence[int],
+        encoded: Sequence[Buffer | None],
+        image_maps: Sequence[ImageMap],
+        out: torch.Tensor,
+        interpolation: Interpolation,
+    ) -> None:
+        """Compare one decoded image in `check_every` with libjpeg-turbo's; raises DecoderError below `MIN_PSNR_DB`."""
+        first = -self._num_checkable % self._check_every
+        self._num_checkable += len(places)  # two threads may count the same images: that changes which are compared
+        for at in places[first :: self._check_every]:
+            expected, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
+            assert data is not None
+            try:
+                self._turbo.decode_into(data, image_maps[at], expected, interpolation)
+            except ImageError:  # damaged data, at which DALI does not stop: the shard's digests find that
+                continue
+            psnr_db = psnr_of_means(out[at].cpu(), torch.from_numpy(expected))
+            if psnr_db < MIN_PSNR_DB:
+                raise DecoderError(
+                    f"decoder='dali' on {self.device} returned wrong pixels without an error: image {at} of a batch of "
+                    f"{len(encoded)} agrees with libjpeg-turbo's to {psnr_db:.1f} dB, and at least {MIN_PSNR_DB:g} dB "
+                    f"is allowed; take decoder='turbo', or another version than {dali_install.installed_dali()}"
+                )
 
     def _note_refused(self, places: Sequence[int]) -> None:
         """Count images that only libjpeg-turbo could decode: if they are many, the GPU decodes nothing. Said once."""
         if places and self.num_refused == 0:
-            _LOG.warning("DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", self._reason)
+            reason = dali_install.short(self._reason)
+            _LOG.warning("DALI fails on images that libjpeg-turbo decodes; those are left to it: %s", reason)
         self.num_refused += len(places)
 
     def _check(self, image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str) -> None:
@@ -200,82 +289,100 @@ class DaliDecoder:
     def _run_or_split(
         self, jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor, interpolation: str
     ) -> list[int]:
-        """Decode the jobs; return the places of those that DALI cannot decode. Each is judged alone in the end."""
+        """Decode the jobs; return the places of the images that DALI cannot decode, each tried alone in the end."""
         if self._run(jobs, out, interpolation):
             if not jobs[0].is_aligned:
-                _black_out_unseen([job.at for job in jobs], image_maps, out)
+                black_out_unseen([job.at for job in jobs], image_maps, out)
             return []
         if len(jobs) == 1:
+            # After a CUDA error every image is reported as bad.
+            self._run_known_good(_key(jobs, out, interpolation), 1)
             return [jobs[0].at]
         half = len(jobs) // 2
-        return [
-            place
-            for some in (jobs[:half], jobs[half:])
-            for place in self._run_or_split(some, image_maps, out, interpolation)
-        ]
+        first = self._run_or_split(jobs[:half], image_maps, out, interpolation)
+        return first + self._run_or_split(jobs[half:], image_maps, out, interpolation)
 
     def _run(self, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> bool:
         """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
-        key = (interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]))
-        pipeline = self._local.pipelines.get(key)
-        if pipeline is None:
-            try:
-                pipeline = self._local.pipelines[key] = self._build(*key)
-            except RuntimeError as error:
-                raise _no_pipeline(error) from error
+        key = _key(jobs, out, interpolation)
         try:
-            for name in ("encoded", "window", "roi", "size", *(() if jobs[0].is_aligned else ("matrix",))):
-                pipeline.feed_input(name, [getattr(job, name) for job in jobs])
-            # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
-            (pictures,) = pipeline.run()
+            pictures = self._run_pipeline(key, jobs)
         except RuntimeError as error:
             self._reason = str(error)
-            if "operator" not in self._reason:  # not an operator's complaint about its input, but the pipeline's own
-                del self._local.pipelines[key]
+            if not dali_install.is_about_an_image(self._reason):
+                self._local.state.pipelines.pop(key, None)
+                raise DecoderError(dali_install.explain_failure(self._reason)) from error
             return False
         # The pipeline's own memory, valid until its next run.
-        out[_places(jobs)] = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
+        out[places(jobs)] = torch.utils.dlpack.from_dlpack(pictures.as_tensor())
         if out.device.type == "cuda":
             torch.cuda.current_stream(out.device).synchronize()
         return True
 
+    def _run_pipeline(self, key: _Key, jobs: Sequence[Job]) -> Any:  # noqa: ANN401 - DALI's list of tensors
+        """Return the outputs of one run, complete, of this thread's pipeline; raises RuntimeError if the run fails.
+
+        Keep runs host-synchronous and one deep: nvJPEG's batched hardware decoding on H100 writes its output when it is
+        called, ahead of the work already queued on its stream, and events on the device do not help (torchcodec PR
+        1634). With an asynchronous run, or a second one queued, it would overwrite pixels that are still read.
+        """
+        pipelines = self._local.state.pipelines
+        if key not in pipelines:
+            try:
+                pipelines[key] = self._build(*key)
+            except RuntimeError as error:
+                raise ConfigError(dali_install.explain_failure(str(error))) from error
+            if self._on_gpu:
+                # nvImageCodec computes from the first batch how many images of every later one go to the hardware.
+                try:
+                    self._run_known_good(key, MAX_BATCH)
+                except DecoderError:
+                    pipelines.pop(key, None)
+                    raise
+        pipeline = pipelines[key]
+        try:
+            for name in ("encoded", "window", "roi", "size", *(() if key.is_aligned else ("matrix",))):
+                pipeline.feed_input(name, [getattr(job, name) for job in jobs])
+            # Complete when it returns, since it is given no stream: until then it reads the encoded images in place.
+            (pictures,) = pipeline.run()
+        except RuntimeError as error:
+            if "operator" not in str(error):  # not an operator's complaint about its input, but the pipeline's own
+                pipelines.pop(key, None)
+            raise
+        return pictures
+
+    def _run_known_good(self, key: _Key, count: int) -> None:
+        """Decode ``count`` images that are known to be good; raises DecoderError if that fails."""
+        job = known_good_job(self._facts.largest_wh, (key.width, key.height), key.is_aligned)
+        try:
+            self._run_pipeline(key, [job] * count)
+        except RuntimeError as error:
+            raise DecoderError(dali_install.explain_failure(str(error))) from error
+
     def _build(self, interpolation: str, is_aligned: bool, out_width: int, out_height: int) -> Pipeline:
         """Return a built pipeline: inputs as in `Job`, output uint8 (3, height, width) on the device."""
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
-        on_gpu = self.device.type == "cuda"
         # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
         pipeline = Pipeline(
             batch_size=MAX_BATCH,
             num_threads=self._num_threads,
-            device_id=self.device.index if on_gpu else None,
+            device_id=self.device.index if self.device.type == "cuda" else None,
             prefetch_queue_depth=1,  # a run is of what was fed last
         )
-        options: dict[str, Any] = {}
-        if on_gpu:
-            options = {
-                "device": "mixed",
-                "affine": False,  # several pipelines and ranks would tie their threads to the same cores
-                "hw_decoder_load": HARDWARE_SHARE * self._facts.baseline_share,
-                "preallocate_width_hint": self._facts.largest_wh[0],
-                "preallocate_height_hint": self._facts.largest_wh[1],
-            }
         with pipeline:
             encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
             window = fn.external_source(name="window", dtype=types.INT32, ndim=1)
             roi = fn.external_source(name="roi", dtype=types.FLOAT, ndim=1)
             size = fn.external_source(name="size", dtype=types.FLOAT, ndim=1)
-            pictures = fn.decoders.image_slice(
-                encoded,
-                start=window[0:2],
-                end=window[2:4],
-                axis_names="HW",
-                adjust_orientation=False,  # calibrations speak of pixels as stored
-                jpeg_fancy_upsampling=True,  # as libjpeg does by default
-                **options,
-            )
-            pictures = fn.resize(
-                pictures, roi_start=roi[0:2], roi_end=roi[2:4], size=size, interp_type=kind, antialias=True
-            )
+            start, end = roi[0:2], roi[2:4]
+            if self._on_gpu:
+                pictures = fn.decoders.image(encoded, **_DECODING, **self._gpu_options())
+                start, end = start + window[0:2], end + window[0:2]
+            else:
+                pictures = fn.decoders.image_slice(
+                    encoded, start=window[0:2], end=window[2:4], axis_names="HW", **_DECODING
+                )
+            pictures = fn.resize(pictures, roi_start=start, roi_end=end, size=size, interp_type=kind, antialias=True)
             if not is_aligned:
                 matrix = fn.external_source(name="matrix", dtype=types.FLOAT, ndim=2)
                 pictures = fn.warp_affine(
@@ -285,22 +392,34 @@ class DaliDecoder:
         pipeline.build()
         return pipeline
 
+    def _gpu_options(self) -> dict[str, Any]:
+        return {
+            "device": _MIXED,
+            "affine": False,  # several pipelines and ranks would tie their threads to the same cores
+            "hw_decoder_load": self._hardware_share,
+            "preallocate_width_hint": self._facts.largest_wh[0],
+            "preallocate_height_hint": self._facts.largest_wh[1],
+        }
 
-def _no_pipeline(error: RuntimeError) -> ConfigError:
-    """Say why DALI cannot build a pipeline, and what to do."""
-    found = installed_dali()
-    if found is not None and found.missing:
-        missing = ", ".join(found.missing)
-        return ConfigError(f"decoder='dali': {found.package} is installed without {missing}; {found.advice}")
-    reason = " ".join(str(error).split())[:500]
-    return ConfigError(f"decoder='dali' cannot be used on this machine, take decoder='turbo'; DALI says: {reason}")
+
+class _Key(NamedTuple):
+    """What a pipeline is built for."""
+
+    interpolation: str
+    is_aligned: bool
+    width: int
+    height: int
 
 
-class _Pipelines(threading.local):
-    """The calling thread's pipelines by (interpolation, aligned, output width, output height), and its CUDA stream."""
+def _key(jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> _Key:
+    return _Key(interpolation, jobs[0].is_aligned, int(out.shape[3]), int(out.shape[2]))
+
+
+class _ThreadState:
+    """One thread's pipelines and its CUDA stream."""
 
     def __init__(self) -> None:
-        self.pipelines: dict[tuple[str, bool, int, int], Pipeline] = {}
+        self.pipelines: dict[_Key, Pipeline] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -310,19 +429,20 @@ class _Pipelines(threading.local):
         return self._stream
 
 
-def _places(jobs: Sequence[Job]) -> slice | list[int]:
-    """Where the jobs stand in the caller's batch; consecutive ones as a slice, which needs no index on the device."""
-    first, last = jobs[0].at, jobs[-1].at
-    return slice(first, last + 1) if last - first == len(jobs) - 1 else [job.at for job in jobs]
+class _Local(threading.local):
+    """The calling thread's state, which ``states`` knows as long as the thread lives."""
+
+    def __init__(self, states: weakref.WeakSet[_ThreadState], lock: threading.Lock) -> None:
+        self.state = _ThreadState()
+        with lock:
+            states.add(self.state)
 
 
-def _black_out_unseen(places: Sequence[int], image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:
-    """Set the pixels black that the maps let see nothing: one small copy to the device for all images."""
-    limited = [(at, np.stack(pair)) for at in places if (pair := image_maps[at].visible_columns()) is not None]
-    if not limited:
-        return
-    columns = torch.from_numpy(np.stack([pair for _, pair in limited])).to(out.device)  # [n, 2, height]
-    x = torch.arange(out.shape[3], device=out.device)
-    seen = (x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None])
-    at = [place for place, _ in limited]
-    out[at] = out[at] * seen[:, None]
+_OPEN: weakref.WeakSet[DaliDecoder] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Drop all pipelines while CUDA still works: in the interpreter's own clean-up DALI aborts (DALI issue 6166)."""
+    for decoder in list(_OPEN):
+        decoder.close()

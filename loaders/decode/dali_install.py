@@ -1,37 +1,267 @@
-"""Which DALI package is installed, and which packages that it requires are not; DALI is not loaded."""
+"""Which DALI is installed, what it lacks, its libraries' faults, and what its errors mean; DALI is not loaded."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-_EXTRAS = {"nvidia-dali-cuda120": "fuelrail[dali]", "nvidia-dali-cuda130": "fuelrail[dali-cu13]"}
+MIN_VERSION = (2, 2)
+"""The first DALI whose decoder is nvImageCodec's, which knows `adjust_orientation`."""
+
+
+class _Line(NamedTuple):
+    """One CUDA line of DALI: our extra, the packages of its libraries, and the driver that it needs."""
+
+    extra: str
+    nvjpeg: str
+    nvimgcodec: str
+    min_driver: tuple[int, ...]
+
+
+_LINES = {
+    "nvidia-dali-cuda120": _Line("fuelrail[dali]", "nvidia-nvjpeg-cu12", "nvidia-nvimgcodec-cu12", (525, 60)),
+    "nvidia-dali-cuda130": _Line("fuelrail[dali-cu13]", "nvidia-nvjpeg", "nvidia-nvimgcodec-cu13", (580,)),
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+class Fault(NamedTuple):
+    """A fault of a library of DALI's, from version ``first`` to before ``fixed`` (None: not known to be fixed)."""
+
+    library: str
+    first: tuple[int, ...]
+    fixed: tuple[int, ...] | None
+    effect: str
+    avoided_by: str
+
+
+KNOWN_FAULTS = (
+    Fault(
+        "nvJPEG", (), (13, 2),
+        "decodes regions of 4:2:0 and 4:2:2 JPEGs on the CPU",
+        "whole images are decoded",
+    ),
+    Fault(
+        "nvJPEG", (12, 3, 5), None,
+        "ignores its stream in batched hardware decoding on H100",
+        "each run is waited for on the host",
+    ),
+    Fault(
+        "nvImageCodec", (0, 9), None,
+        "is reported to crash on H100 and B200 when it decodes regions (nvImageCodec issue 55)",
+        "whole images are decoded",
+    ),
+    Fault(
+        "nvImageCodec", (0, 8), None,
+        "computes the hardware's share from the first batch only",
+        "the first batch of each pipeline is a full one",
+    ),
+    Fault(
+        "nvImageCodec", (0, 8), None,
+        "can report images of a hardware batch as decoded that are black",
+        "one image in 1,000 is decoded again on the CPU and compared",
+    ),
+)  # fmt: skip
+"""Faults of the versions that DALI 2.2 and newer bring, and why they do no harm here."""
 
 
 class InstalledDali(NamedTuple):
-    """A DALI package with its version, and the names of the packages that it requires and that are missing."""
+    """A DALI package with its version, the packages that it requires and that are missing, and its libraries."""
 
     package: str
     version: str
     missing: list[str]
+    nvjpeg: str | None
+    nvimgcodec: str | None
 
     @property
     def advice(self) -> str:
-        """What to do about missing packages."""
-        return f"install it with what it requires: pip install '{_EXTRAS[self.package]}'"
+        """What to do about a problem."""
+        return f"install it with what it requires: pip install '{self._line.extra}'"
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be used; empty if nothing is known against it."""
+        if self.missing:
+            return f"{self.package} {self.version} is installed without {', '.join(self.missing)}"
+        if _numbers(self.version) < MIN_VERSION:
+            return f"{self.package} {self.version} is too old: {_dotted(MIN_VERSION)} or newer is needed"
+        return ""
+
+    @property
+    def min_driver(self) -> tuple[int, ...]:
+        """The oldest NVIDIA driver that it works with."""
+        return self._line.min_driver
+
+    @property
+    def known_faults(self) -> list[Fault]:
+        """Those of `KNOWN_FAULTS` that its libraries have."""
+        versions = {"nvJPEG": self.nvjpeg, "nvImageCodec": self.nvimgcodec}
+        found = ((fault, versions[fault.library]) for fault in KNOWN_FAULTS)
+        return [
+            fault
+            for fault, version in found
+            if version is not None
+            and fault.first <= _numbers(version)
+            and (fault.fixed is None or _numbers(version) < fault.fixed)
+        ]
+
+    @property
+    def _line(self) -> _Line:
+        return _LINES[self.package]
+
+    def __str__(self) -> str:
+        """Return the versions as one phrase."""
+        return f"{self.package} {self.version} (nvJPEG {self.nvjpeg or 'missing'}, nvImageCodec {self.nvimgcodec})"
 
 
 def installed_dali() -> InstalledDali | None:
     """Return the first DALI package that is installed; None where there is none."""
-    for package in _EXTRAS:
+    for package, line in _LINES.items():
         version = _version(package)
         if version is not None:
             required = importlib.metadata.requires(package) or []
             names = [_NAME.match(text) for text in required if "extra ==" not in text]
-            return InstalledDali(package, version, [n[0] for n in names if n is not None and _version(n[0]) is None])
+            missing = [name[0] for name in names if name is not None and _version(name[0]) is None]
+            return InstalledDali(package, version, missing, _version(line.nvjpeg), _version(line.nvimgcodec))
     return None
+
+
+class Engine(NamedTuple):
+    """What decodes JPEGs where a loader has decoder='dali' and a GPU, with what to do for a better one."""
+
+    name: str
+    reason: str
+    advice: str = ""
+
+
+def gpu_engine(index: int = 0) -> Engine:
+    """Return what DALI decodes baseline JPEGs with on that GPU of torch's: "hardware", "CUDA", "CPU" or "nothing"."""
+    import torch
+
+    found = installed_dali()
+    if found is None:
+        return Engine("nothing", "NVIDIA DALI is not installed", what_to_install())
+    if found.problem:
+        return Engine("nothing", found.problem, found.advice)
+    driver = driver_version()
+    if driver is not None and _numbers(driver) < found.min_driver:
+        return Engine("nothing", *_old_driver(found, driver))
+    if found.nvjpeg is None:
+        return Engine("CPU", f"{found.package} finds no nvJPEG, so libjpeg-turbo decodes inside DALI", found.advice)
+    if not has_libnvcuvid():
+        return Engine(
+            "CUDA",
+            "libnvcuvid.so.1 does not load, without which nvJPEG has no hardware decoder",
+            "in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video; elsewhere install the driver's "
+            "video libraries",
+        )
+    gpu, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    # Data-centre cards; consumer cards of the same generations have no JPEG engines that nvJPEG uses.
+    if capability in {(8, 0), (9, 0), (10, 0), (10, 3)} or re.search(r"\bL(4|40|40S)\b", gpu):
+        return Engine("hardware", f"the JPEG engines of {gpu}", _newer_line(found, driver))
+    return Engine("CUDA", f"{gpu} is not known to have JPEG engines")
+
+
+def has_libnvcuvid() -> bool:
+    """Return whether the driver's video library loads."""
+    try:
+        ctypes.CDLL("libnvcuvid.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def driver_version() -> str | None:
+    """Return the NVIDIA driver's version; None where none is loaded."""
+    try:
+        text = _DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b\d{3,}\.[\d.]*\d", text)
+    return None if found is None else found[0]
+
+
+_ABOUT_AN_IMAGE = re.compile(r"Failed to decode sample #\d+|nvImageCodec failure: '#(3|4|13|14|19)'")
+"""What DALI says of bad images; the numbers are nvImageCodec's: bad, unsupported or incomplete code stream."""
+
+_CUDA = re.compile(r"CUDA (runtime|driver) API error|\bcudaError\w|\bCUDA_ERROR_", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|allocation failed|ALLOCATOR_FAILURE|cudaErrorMemoryAllocation|bad_alloc"
+    r"|nvImageCodec failure: '#(5|15)'",
+    re.IGNORECASE,
+)
+
+
+def is_about_an_image(text: str) -> bool:
+    """Return whether a text of DALI's blames an image, and not the device, the memory or the pipeline."""
+    return bool(_ABOUT_AN_IMAGE.search(text)) and not (_CUDA.search(text) or _NO_MEMORY.search(text))
+
+
+def explain_failure(text: str) -> str:
+    """Return one sentence on a failure of DALI's: what failed, what to do, and what DALI says."""
+    found, driver = installed_dali(), driver_version()
+    if found is not None and found.problem:
+        return f"decoder='dali': {found.problem}; {found.advice}"
+    if re.search(r"driver.*insufficient|cudaErrorInsufficientDriver", text):
+        what, advice = _old_driver(found, driver or "in use") if found else ("the driver is too old", "update it")
+    elif _NO_MEMORY.search(text):
+        what = "there is no memory left to decode in"
+        advice = "take a smaller batch_size, leave the decoder some of the GPU's memory, or take decoder='turbo'"
+    elif _CUDA.search(text):
+        what = "a CUDA error, after which this process cannot use the GPU any more"
+        advice = (
+            "start it again; if a kernel of the training caused it, CUDA_LAUNCH_BLOCKING=1 shows which; "
+            "if decoder='turbo' runs without it, the decoder caused it"
+        )
+    else:
+        what, advice = "NVIDIA DALI fails, and not because of an image", "take decoder='turbo', and run fuelrail doctor"
+    return f"decoder='dali': {what}: {advice}; {found or 'DALI'} says: {short(text)}"
+
+
+def short(text: str) -> str:
+    """Return DALI's message without its stack of operators."""
+    said = text.split("encountered:")[-1].replace("Current pipeline object is no longer valid.", "")
+    return " ".join(said.split())[:500]
+
+
+def _old_driver(found: InstalledDali, driver: str) -> tuple[str, str]:
+    needed = _dotted(found.min_driver)
+    other = "" if found.package == "nvidia-dali-cuda120" else ", or pip install 'fuelrail[dali]' (CUDA 12) in its place"
+    return f"the NVIDIA driver {driver} is older than {needed}, which {found.package} needs", f"update it{other}"
+
+
+def _newer_line(found: InstalledDali, driver: str | None) -> str:
+    """Advise the CUDA 13 line where nvJPEG is old and the driver is new enough."""
+    line = _LINES["nvidia-dali-cuda130"]
+    if found.package != "nvidia-dali-cuda120" or (driver is not None and _numbers(driver) < line.min_driver):
+        return ""
+    return (
+        f"with driver {_dotted(line.min_driver)} or newer nvJPEG 13 is the better one than {found.nvjpeg}: "
+        f"pip uninstall {found.package}, then pip install '{line.extra}'"
+    )
+
+
+def what_to_install() -> str:
+    """Return which of the extras to install on this machine."""
+    driver, line = driver_version(), _LINES["nvidia-dali-cuda130"]
+    if driver is not None and _numbers(driver) >= line.min_driver:
+        return f"to decode on a GPU: pip install '{line.extra}' (CUDA 13, as the driver is {driver})"
+    return (
+        "to decode on a GPU: pip install 'fuelrail[dali]' (CUDA 12), or 'fuelrail[dali-cu13]' with driver 580 or newer"
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _version(package: str) -> str | None:

@@ -95,6 +95,10 @@ class BatchDecoder(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Release what the backend holds for all threads. None may be decoding; it can be used again."""
+        ...
+
 
 def black_out_unseen(image_map: ImageMap, out: NDArray[np.uint8]) -> None:
     """Set the pixels of ``out`` (3, height, width) black that the map lets see nothing."""

@@ -11,7 +11,7 @@ import torch
 
 from fuelrail.__main__ import main
 from fuelrail.loaders import commands
-from fuelrail.loaders.decode import BACKENDS
+from fuelrail.loaders.decode import BACKENDS, dali_install
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,14 +86,68 @@ def test_n10_the_loaders_error_names_what_dali_misses(incomplete_dali: Path) -> 
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
-    assert f"ConfigError: decoder='dali': {MISSING}".replace(" 2.4.0", "") in done.stderr
+    assert f"ConfigError: decoder='dali': {MISSING}" in done.stderr
     assert "pip install 'fuelrail[dali]'" in done.stderr.splitlines()[-1]
+
+
+def test_f8_a_dali_that_is_too_old_is_one_sentence(incomplete_dali: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = incomplete_dali / "nvidia_dali_cuda120-2.4.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: nvidia-dali-cuda120\nVersion: 2.1.1\nRequires-Dist: numpy\n")
+    monkeypatch.syspath_prepend(incomplete_dali)
+    assert about("decoder=dali").state == "not ready: nvidia-dali-cuda120 2.1.1 is too old: 2.2 or newer is needed"
+    assert "pip install 'fuelrail[dali]'" in about("decoder=dali").advice
+
+
+CUDA12 = {"nvidia_dali_cuda120": "2.4.0", "nvidia_nvjpeg_cu12": "12.4.0.76", "nvidia_nvimgcodec_cu12": "0.9.0.20"}
+CUDA13 = {"nvidia_dali_cuda130": "2.4.0", "nvidia_nvjpeg": "13.3.2.43", "nvidia_nvimgcodec_cu13": "0.9.0.20"}
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "capability", "driver", "loads", "state", "advice"),
+    [
+        (CUDA13, "NVIDIA H100", (9, 0), "580.65", True, "by hardware: the JPEG engines of NVIDIA H100 (driver", ""),
+        (CUDA12, "NVIDIA H100", (9, 0), "580.65", True, "by hardware: ", "pip install 'fuelrail[dali-cu13]'"),
+        (CUDA12, "NVIDIA H100", (9, 0), "570.10", True, "by hardware: ", ""),
+        (CUDA13, "NVIDIA L4", (8, 9), "580.65", True, "by hardware: ", ""),
+        (CUDA13, "NVIDIA GeForce RTX 4090", (8, 9), "580.65", True, "by CUDA: NVIDIA GeForce RTX 4090 is not", ""),
+        (CUDA13, "NVIDIA H100", (9, 0), "580.65", False, "by CUDA: libnvcuvid.so.1 does not", "compute,utility,video"),
+        ({**CUDA13, "nvidia_nvjpeg": None}, "NVIDIA H100", (9, 0), "580.65", True, "by CPU: ", "fuelrail[dali-cu13]"),
+        (CUDA13, "NVIDIA H100", (9, 0), "570.10", True, "by nothing: the NVIDIA driver 570.10 is older", "dali]"),
+        ({}, "NVIDIA H100", (9, 0), "580.65", True, "by nothing: NVIDIA DALI", "pip install 'fuelrail[dali-cu13]'"),
+        ({}, "NVIDIA H100", (9, 0), None, True, "by nothing: NVIDIA DALI", "pip install 'fuelrail[dali]'"),
+    ],
+)  # fmt: skip
+def test_what_decodes_on_a_gpu_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+    installed: dict[str, str | None],
+    gpu: str,
+    capability: tuple[int, int],
+    driver: str | None,
+    loads: bool,
+    state: str,
+    advice: str,
+) -> None:
+    pretend(monkeypatch, simplejpeg="1.9.0", **{name: version for name, version in installed.items() if version})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(dali_install, "driver_version", lambda: driver)
+    monkeypatch.setattr(dali_install, "has_libnvcuvid", lambda: loads)
+    found = about("GPU decoding")
+    assert found.state.startswith(state)
+    assert (advice in found.advice) if advice else not found.advice
+    faults = [one.state for one in commands.examine() if one.subject == "known fault"]
+    if installed == CUDA12:
+        assert any(one.startswith("nvJPEG decodes regions of") for one in faults)
+    assert all("; avoided: " in one for one in faults)
 
 
 def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     assert about("GPU").state == "2 for torch: NVIDIA H100"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert about("GPU").state.startswith("none that torch can use")

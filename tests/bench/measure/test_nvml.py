@@ -3,6 +3,7 @@ from __future__ import annotations
 import types
 
 import pytest
+import torch
 
 from fuelrail.bench.measure.nvml import NvmlWatch
 
@@ -28,7 +29,7 @@ class Card:
         return index
 
     def nvmlDeviceGetHandleByUUID(self, name):  # noqa: N802
-        return {"GPU-b": 3}[name]
+        return {"GPU-b": 3, "GPU-1234-fast": 2, "GPU-5678-slow": 1}[name]
 
     def nvmlDeviceGetUtilizationRates(self, handle):  # noqa: N802
         return types.SimpleNamespace(gpu=90 + handle, memory=40)
@@ -69,6 +70,24 @@ def test_gpus_are_numbered_as_cuda_does(visible, handles, monkeypatch):
         while watch.use() is None:
             pass
     assert [gpu.kernels for gpu in watch.use()] == [pytest.approx(0.90 + handle / 100) for handle in handles]
+
+
+def test_f12_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
+    uuids = ["1234-fast", "5678-slow"]  # CUDA numbers the fastest first, NVML by the bus
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")  # an abbreviation, which CUDA accepts and NVML does not
+    with NvmlWatch(2, Card()) as watch:
+        while watch.use() is None:
+            pass
+    assert [gpu.kernels for gpu in watch.use()] == [pytest.approx(0.92), pytest.approx(0.91)]
+
+
+def test_f12_why_nvml_says_nothing_is_logged(caplog):
+    with NvmlWatch(1, Card(driver=False)):
+        pass
+    assert "no facts from NVML: OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver" in caplog.text
 
 
 def test_a_card_that_does_not_tell_leaves_nothing_to_say(monkeypatch):

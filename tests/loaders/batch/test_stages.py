@@ -29,10 +29,14 @@ class Batched(TurboDecoder):
 
     name = "batched"
     sizes: ClassVar[list[int]] = []
+    closed = 0
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.device = torch.device(device)
+
+    def close(self):
+        type(self).closed += 1
 
     def new_output(self, shape):
         return torch.empty(shape, dtype=torch.uint8)
@@ -221,3 +225,10 @@ def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None
         difference = a["img"].float() - b["img"].float()
         assert float(difference.abs().mean()) < 8.0  # their textures are noise, which filters treat differently
         assert np.array_equal(a["img"].flatten(2).any(2), b["img"].flatten(2).any(2))
+
+
+def test_f33_closing_a_loader_closes_its_decoder(dataset, backend):
+    loader = DataLoader(dataset, 2, image=IMAGE, decoder="batched")
+    before = backend.closed
+    loader.close()
+    assert backend.closed == before + 1

@@ -58,3 +58,21 @@ def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
     assert torch.equal(moved["img"].cpu(), batch["img"])
     with pytest.raises(ConfigError, match="numbered from 0"):
         make_transfer(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_f10_a_transfer_keeps_the_device_that_was_current_when_it_was_made(monkeypatch):
+    current, recorded = [1], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    transfer = make_transfer("cuda")
+    current[0] = 0
+
+    class Moved(torch.Tensor):
+        def record_stream(self, stream):
+            recorded.append(stream)
+
+    transfer.hand_over({"img": torch.zeros(1).as_subclass(Moved)})
+    assert recorded == ["stream of cuda:1"]

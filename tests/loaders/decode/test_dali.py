@@ -1,15 +1,24 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+import gc
+import subprocess
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from fuelrail.loaders.decode import make_decoder
-from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.loaders.decode import dali_install, make_decoder
+from fuelrail.loaders.decode.dali_install import InstalledDali
+from fuelrail.loaders.decode.protocol import UNKNOWN, ImageFacts
+from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
+from fuelrail.pipeline.transforms.lens import Lens
 from support.backends import HAS_DALI
 from support.decoder_suite import ALL_MAPS, NUSCENES_WH, DecoderSuite
 from support.pictures import encode, natural, psnr_db, seen, shift_px
@@ -20,7 +29,9 @@ if not HAS_DALI:
 from fuelrail.loaders.decode import dali
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode import ImageDecoder
+    from collections.abc import Callable
+
+    from fuelrail.loaders.decode import ImageDecoder, Interpolation
 
 SIZES = [(320, 180), (64, 64), (250, 333), (401, 97)]
 AUGMENT = ImageAugment(
@@ -30,6 +41,70 @@ AUGMENT = ImageAugment(
 
 class TestDali(DecoderSuite):
     backend = "dali"
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dali.DaliDecoder]:
+    """Make decoders that run the GPU's graph and everything around it in host memory."""
+    monkeypatch.setattr(dali, "_MIXED", "cpu")
+
+    def make(**options: Any) -> dali.DaliDecoder:
+        decoder = dali.DaliDecoder(**options)
+        decoder._on_gpu = True
+        return decoder
+
+    return make
+
+
+class Calls(list[dict[str, Any]]):
+    """The keywords of every call of a function that it stands in for."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.append(keywords)
+        return self._function(*arguments, **keywords)
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> dict[str, Calls]:
+    """The calls of DALI's decoders by their names, as graphs are defined."""
+    calls = {name: Calls(getattr(dali.fn.decoders, name)) for name in ("image", "image_slice")}
+    for name, each in calls.items():
+        monkeypatch.setattr(dali.fn.decoders, name, each)
+    return calls
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("facts", [UNKNOWN, ImageFacts((1600, 900), 0.5), ImageFacts((1600, 900), 0.0)])
+def test_f29_f30_f7_the_graph_of_a_gpu_decodes_whole_images_by_hardware(
+    decoding: dict[str, Calls], monkeypatch: pytest.MonkeyPatch, facts: ImageFacts, is_aligned: bool
+) -> None:
+    monkeypatch.setattr(dali.Pipeline, "build", lambda pipeline: None)  # which needs a GPU; defining does not
+    decoder = dali.DaliDecoder("cuda:0", facts=facts)
+    decoder._build("bilinear", is_aligned, 64, 48)
+    assert not decoding["image_slice"]
+    (options,) = decoding["image"]
+    assert options["device"] == "mixed"
+    assert not {"start", "end", "shape", "rel_start", "rel_shape"} & options.keys()
+    # A share between 0 and 1 makes pixels depend on an image's neighbours.
+    assert options["hw_decoder_load"] == (1.0 if facts.baseline_share else 0.0)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("name", ALL_MAPS)
+def test_both_graphs_agree(name: str, interpolation: Interpolation, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
+    image_map = ALL_MAPS[name]
+    width, height = image_map.out_wh
+    pictures = []
+    for decoder in (make_decoder("dali"), as_on_gpu()):
+        pictures.append(np.empty((3, height, width), np.uint8))
+        decoder.decode_into(
+            encode(natural(*NUSCENES_WH), quality=92, subsampling="4:2:0"), image_map, pictures[-1], interpolation
+        )
+    assert psnr_db(*pictures) > 48.0
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -82,20 +157,212 @@ def test_a_batch_is_its_images_one_by_one(count: int, augment: ImageAugment) -> 
     assert decoder.num_refused == 0, "libjpeg-turbo did DALI's work"
 
 
-def test_where_dali_fails_altogether_turbo_decodes_and_it_is_said(monkeypatch, caplog) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("no decoder on this device")
+class Runs:
+    """Stand in for a pipeline's runs: ``answer`` gets the encoded images that were fed, and may raise."""
 
-    monkeypatch.setattr(dali.Pipeline, "run", fails)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[list[np.ndarray]], None]) -> None:
+        self.sizes: list[int] = []
+        fed: list[np.ndarray] = []
+        feed_input, run = dali.Pipeline.feed_input, dali.Pipeline.run
+
+        def feed(pipeline: dali.Pipeline, name: str, data: list[np.ndarray]) -> None:
+            if name == "encoded":
+                fed[:] = data
+            feed_input(pipeline, name, data)
+
+        def run_or_raise(pipeline: dali.Pipeline) -> Any:
+            self.sizes.append(len(fed))
+            outputs = run(pipeline)  # a run that fails has taken its inputs too
+            answer(fed)
+            return outputs
+
+        monkeypatch.setattr(dali.Pipeline, "feed_input", feed)
+        monkeypatch.setattr(dali.Pipeline, "run", run_or_raise)
+
+
+def test_images_that_only_turbo_decodes_are_left_to_it_and_it_is_logged_once(monkeypatch, caplog) -> None:
+    encoded, maps = batch(16, AUGMENT.evaluation())
+    expected, out = (torch.empty((16, 3, 48, 64), dtype=torch.uint8) for _ in range(2))
+    make_decoder("dali").decode_batch(encoded, maps, expected)
+
+    def fail_on_one(fed: list[np.ndarray]) -> None:
+        if any(image.tobytes() == encoded[5] for image in fed):
+            raise RuntimeError("Error in an operator, encountered:\n\nFailed to decode sample #0 : \n")
+
+    Runs(monkeypatch, fail_on_one)
     decoder = make_decoder("dali")
-    encoded, maps = batch(3)
+    for _ in range(2):
+        assert decoder.decode_batch(encoded, maps, out) == [None] * 16
+    assert decoder.num_refused == 2
+    others = [at for at in range(16) if at != 5]
+    assert torch.equal(out[others], expected[others])
+    assert [record.getMessage() for record in caplog.records] == [
+        "DALI fails on images that libjpeg-turbo decodes; those are left to it: Failed to decode sample #0 :"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA runtime API error cudaErrorIllegalAddress (700): an illegal memory access was encountered",
+        "Error in an operator, encountered: CUDA allocation failed",
+        "Error in an operator, encountered: nvImageCodec failure: '#8'",
+        "no decoder on this device",
+    ],
+)
+def test_f9_what_is_not_about_an_image_is_raised_at_once(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fed: list[np.ndarray]) -> None:
+        raise RuntimeError(text)
+
+    runs = Runs(monkeypatch, fail)
+    encoded, maps = batch(16, AUGMENT.evaluation())
+    decoder = make_decoder("dali")
+    with pytest.raises(DecoderError, match=r"decoder='dali': .*turbo"):
+        decoder.decode_batch(encoded, maps, torch.empty((16, 3, 48, 64), dtype=torch.uint8))
+    assert runs.sizes == [16], "the batch was halved"
+    assert decoder.num_refused == 0
+
+
+def test_f9_a_decoder_that_calls_every_image_bad_is_no_reason_to_decode_by_turbo(monkeypatch) -> None:
+    def fail(fed: list[np.ndarray]) -> None:
+        raise RuntimeError("Error in an operator, encountered:\n\nFailed to decode sample #0 : \n")
+
+    runs = Runs(monkeypatch, fail)
+    encoded, maps = batch(16, AUGMENT.evaluation())
+    decoder = make_decoder("dali")
+    with pytest.raises(DecoderError, match="not because of an image"):
+        decoder.decode_batch(encoded, maps, torch.empty((16, 3, 48, 64), dtype=torch.uint8))
+    assert runs.sizes == [16, 8, 4, 2, 1, 1]
+    assert decoder.num_refused == 0
+
+
+def test_f6_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(
+    monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
+    runs = Runs(monkeypatch, lambda fed: None)
+    decoder = as_on_gpu(check_every=0)
+    encoded, maps = batch(3, AUGMENT.evaluation())
     out = torch.empty((3, 3, 48, 64), dtype=torch.uint8)
     for _ in range(2):
         assert decoder.decode_batch(encoded, maps, out) == [None] * 3
-    assert decoder.num_refused == 6
-    assert [record.getMessage() for record in caplog.records] == [
-        "DALI fails on images that libjpeg-turbo decodes; those are left to it: no decoder on this device"
-    ]
+    assert runs.sizes == [dali.MAX_BATCH, 3, 3]
+    expected = torch.empty_like(out)
+    make_decoder("dali").decode_batch(encoded, maps, expected)
+    assert (out.int() - expected.int()).abs().max() <= 2
+
+
+def test_f32_one_image_in_n_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, maps = batch(13)
+    decoder = dali.DaliDecoder(check_every=5)
+    compared: list[int] = []
+    decode_into = decoder._turbo.decode_into
+    monkeypatch.setattr(
+        decoder._turbo,
+        "decode_into",
+        lambda data, *rest: compared.append(encoded.index(data)) or decode_into(data, *rest),
+    )
+    out = torch.empty((13, 3, 48, 64), dtype=torch.uint8)
+    for _ in range(2):
+        assert decoder.decode_batch(encoded, maps, out) == [None] * 13
+    assert len(compared) == 6  # of 26: the first, and every fifth after it
+
+
+@pytest.mark.parametrize(
+    "image", [natural(320, 180), np.random.default_rng(0).integers(0, 256, (180, 320, 3), np.uint8)]
+)
+def test_f32_right_pixels_pass(image: np.ndarray) -> None:
+    encoded = [encode(image)] * 12
+    maps = [AUGMENT.draw([(320, 180)], seed=0, epoch=0, sample=number)[0] for number in range(12)]
+    out = torch.empty((12, 3, 48, 64), dtype=torch.uint8)
+    assert dali.DaliDecoder(check_every=1).decode_batch(encoded, maps, out) == [None] * 12
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros_like, lambda pictures: pictures.roll(1, 0)])
+def test_f32_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.utils.dlpack.from_dlpack
+    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda pictures: wrong(right(pictures)))
+    encoded, maps = batch(8, AUGMENT.evaluation())
+    out = torch.empty((8, 3, 48, 64), dtype=torch.uint8)
+    with pytest.raises(DecoderError, match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB"):
+        dali.DaliDecoder(check_every=1000).decode_batch(encoded, maps, out)
+    assert make_decoder("dali").decode_batch(encoded, maps, out) == [None] * 8  # which compares nothing on the CPU
+
+
+def test_f32_gpus_are_checked_and_the_cpu_is_not() -> None:
+    assert dali.DaliDecoder("cuda:0")._check_every == 1000
+    assert dali.DaliDecoder("cpu")._check_every == 0
+
+
+def test_f33_closing_drops_the_pipelines_of_all_threads() -> None:
+    decoder = dali.DaliDecoder()
+    encoded, maps = batch(2, AUGMENT.evaluation())
+    out = torch.empty((2, 3, 48, 64), dtype=torch.uint8)
+    built: list[weakref.ref[dali.Pipeline]] = []
+
+    def decode() -> None:
+        assert decoder.decode_batch(encoded, maps, out) == [None] * 2
+        built.extend(map(weakref.ref, decoder._local.state.pipelines.values()))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(decode).result()
+        decode()
+        assert [pipeline() is not None for pipeline in built] == [True, True]
+        decoder.close()
+        gc.collect()
+        assert [pipeline() is not None for pipeline in built] == [False, False]
+    decode()
+
+
+def test_f33_no_pipeline_is_left_when_the_interpreter_ends() -> None:
+    code = """
+import atexit
+atexit.register(lambda: print("left", len(decoder._local.state.pipelines)))  # runs after what dali registers
+import sys, numpy as np
+from fuelrail.loaders.decode import dali_install, make_decoder
+from fuelrail.loaders.decode.dali_install import InstalledDali
+from fuelrail.pipeline.transforms.image_map import ImageMap
+from fuelrail.pipeline.transforms.lens import Lens
+import simplejpeg
+decoder = make_decoder("dali")
+image = simplejpeg.encode_jpeg(np.zeros((64, 64, 3), np.uint8))
+decoder.decode_into(image, ImageMap.identity((64, 64)), np.zeros((3, 64, 64), np.uint8))
+print("built", len(decoder._local.state.pipelines))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["built", "1", "left", "0"]
+
+
+def test_a_lens_on_a_gpu_is_undone_on_the_cpu_and_it_is_logged_once(
+    as_on_gpu: Callable[..., dali.DaliDecoder], caplog: pytest.LogCaptureFixture
+) -> None:
+    camera = ((200.0, 0.0, 160.0), (0.0, 200.0, 90.0), (0.0, 0.0, 1.0))
+    lens = Lens("pinhole", (0.01, 0.0, 0.0, 0.0, 0.0), camera, camera)
+    image_map = dataclasses.replace(ImageMap.identity((320, 180)).resize(64, 48), lens=lens)
+    decoder = as_on_gpu()
+    for _ in range(2):
+        decoder.decode_into(encode(natural(320, 180)), image_map, np.empty((3, 48, 64), np.uint8))
+    assert len(caplog.records) == 1
+    assert "decodes images with a lens (undistort) or in CMYK on the CPU" in caplog.text
+
+
+def test_a_gpu_without_nvjpeg_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found = InstalledDali("nvidia-dali-cuda120", "2.4.0", [], None, "0.9.0.20")
+    monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dali.DaliDecoder("cuda:0")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "decoder='dali' on cuda:0 decodes on the CPU: nvidia-dali-cuda120 finds no nvJPEG"
+    )
+
+
+def test_f8_a_dali_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = InstalledDali("nvidia-dali-cuda120", "2.1.1", [], "12.4.0.76", "0.7.0")
+    monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
+    with pytest.raises(
+        ConfigError, match=r"2\.1\.1 is too old: 2\.2 or newer is needed; .*pip install 'fuelrail\[dali\]'"
+    ):
+        make_decoder("dali")
 
 
 def test_bad_images_are_named_and_the_others_come() -> None:

@@ -1,0 +1,120 @@
+"""What is known of DALI without loading it: versions, faults, and the meaning of its errors."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fuelrail.loaders.decode import dali_install
+from fuelrail.loaders.decode.dali_install import InstalledDali, explain_failure, is_about_an_image
+
+PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
+
+# As DALI 2.4.0 says it.
+BAD_IMAGE = (
+    "Critical error in pipeline:\nCritical error in pipeline:\nError in CPU operator `nvidia.dali.fn.decoders.image`,\n"
+    'which was used in the pipeline definition with the following traceback:\n\n  File "x.py", line 10, in build\n\n'
+    "encountered:\n\nFailed to decode sample #2 : \nCurrent pipeline object is no longer valid.\n"
+    "Current pipeline object is no longer valid."
+)
+CODE_STREAM = BAD_IMAGE.replace("Failed to decode sample #2 : ", "nvImageCodec failure: '#3'")
+INTERNAL = BAD_IMAGE.replace("Failed to decode sample #2 : ", "nvImageCodec failure: '#8'")
+NO_MEMORY = BAD_IMAGE.replace("Failed to decode sample #2 : ", "CUDA allocation failed")
+STICKY = "CUDA runtime API error cudaErrorIllegalAddress (700):\nan illegal memory access was encountered"
+STICKY_ON_A_SAMPLE = BAD_IMAGE.replace("sample #2 : ", f"sample #2 : {STICKY}")
+OLD_DRIVER = "CUDA runtime API error cudaErrorInsufficientDriver (35):\nCUDA driver version is insufficient for CUDA"
+
+
+@pytest.mark.parametrize("text", [BAD_IMAGE, CODE_STREAM])
+def test_f9_errors_about_images_are_known(text: str) -> None:
+    assert is_about_an_image(text)
+
+
+@pytest.mark.parametrize("text", [INTERNAL, NO_MEMORY, STICKY, STICKY_ON_A_SAMPLE, OLD_DRIVER, "unknown"])
+def test_f9_no_other_error_is_about_an_image(text: str) -> None:
+    assert not is_about_an_image(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (NO_MEMORY, "there is no memory left to decode in: take a smaller batch_size"),
+        (STICKY, "a CUDA error, after which this process cannot use the GPU any more: start it again"),
+        (INTERNAL, "take decoder='turbo', and run fuelrail doctor"),
+        (OLD_DRIVER, "the NVIDIA driver 570.10 is older than 580, which nvidia-dali-cuda130 needs: update it"),
+    ],
+)
+def test_f9_a_failure_is_one_sentence_that_says_what_to_do(
+    text: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = InstalledDali("nvidia-dali-cuda130", "2.4.0", [], "13.3.2.43", "0.9.0.20")
+    monkeypatch.setattr(dali_install, "installed_dali", lambda: found)
+    monkeypatch.setattr(dali_install, "driver_version", lambda: "570.10")
+    message = explain_failure(text)
+    assert message.startswith("decoder='dali': ")
+    assert expected in message
+    assert "nvidia-dali-cuda130 2.4.0 (nvJPEG 13.3.2.43, nvImageCodec 0.9.0.20) says: " in message
+    assert "pipeline definition" not in message
+    assert "\n" not in message
+
+
+def test_f8_the_extras_ask_for_the_version_that_the_decoder_needs() -> None:
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    floor = ".".join(map(str, dali_install.MIN_VERSION))
+    assert extras["dali"] == [f"nvidia-dali-cuda120>={floor}; platform_system == 'Linux'"]
+    assert extras["dali-cu13"] == [f"nvidia-dali-cuda130>={floor}; platform_system == 'Linux'"]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_usable"), [("1.53.0", False), ("2.1.1", False), ("2.2.0", True), ("2.10", True)]
+)
+def test_f8_versions_below_the_floor_are_a_problem(version: str, is_usable: bool) -> None:
+    found = InstalledDali("nvidia-dali-cuda120", version, [], "12.4.0.76", "0.8.0")
+    assert (found.problem == "") == is_usable
+
+
+@pytest.mark.parametrize(
+    ("nvjpeg", "nvimgcodec", "num_faults"),
+    [
+        ("12.4.0.76", "0.9.0.20", 5),
+        ("13.3.2.43", "0.9.0.20", 4),
+        ("13.3.2.43", "0.8.0", 3),
+        ("12.3.3", "0.7", 1),
+        (None, None, 0),
+    ],
+)
+def test_known_faults_are_those_of_the_libraries_versions(
+    nvjpeg: str | None, nvimgcodec: str | None, num_faults: int
+) -> None:
+    faults = InstalledDali("nvidia-dali-cuda120", "2.4.0", [], nvjpeg, nvimgcodec).known_faults
+    assert len(faults) == num_faults
+    assert all(fault.avoided_by for fault in faults)
+
+
+def test_the_libraries_of_the_installed_dali_are_found() -> None:
+    found = dali_install.installed_dali()
+    if found is None:
+        pytest.skip("NVIDIA DALI is not installed")
+    assert found.nvjpeg == importlib.metadata.version(dali_install._LINES[found.package].nvjpeg)
+    assert found.nvimgcodec is not None
+    assert found.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 02:03:04 2025\nGCC", "570.86.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_drivers_version_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
+) -> None:
+    monkeypatch.setattr(dali_install, "_DRIVER_FILE", tmp_path / "version")
+    assert dali_install.driver_version() is None
+    (tmp_path / "version").write_text(text)
+    assert dali_install.driver_version() == version
