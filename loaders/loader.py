@@ -334,7 +334,7 @@ class DataLoader:
                 self._position = walk.after(handed_out)
                 if (tuning := self._runner.tuning_due()) is not None:
                     self.num_workers, self.prefetch_factor = tuning
-                    self._runner.adapt(self.stages())
+                    self._runner.adapt(self._left_out.stages(self.stages()))
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Here, not behind the loop: who counts batches by len() never asks for one more.
                     self._go_on(walk.following)
@@ -363,8 +363,7 @@ class DataLoader:
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal on all ranks, as plain JSON types."""
-        state = self.state_dict()
-        identity = msgspec.json.decode(state.pop("identity"))
+        identity = msgspec.json.decode((state := self.state_dict()).pop("identity"))
         return {**identity.pop("settings"), **identity, "batch_size": self.batch_size, **state}
 
     def stages(self) -> list[Stage]:
@@ -442,9 +441,9 @@ def _unpickle(
         name: open_dataset(location, storage_options=options, cache_dir=storage.cache_dir, retry=storage.retry)
         for name, (location, options) in datasets.items()
     }
-    dataset = opened if arguments.mix is not None else next(iter(opened.values()))
     given = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
-    loader = DataLoader(**{**given, "dataset": dataset})
+    given["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
+    loader = DataLoader(**given)
     loader.load_state_dict(state)
     if epoch is not None:
         loader.set_epoch(epoch)

@@ -307,8 +307,8 @@ def dataset(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("order", "describe", "DS", "--global-batch=99999999999999999999"), "must be 1,000,000,000 or less"),
-        (("order", "describe", "DS", "--buffer=99999999999999999999"), "must be 1,000,000,000 or less"),
+        (("order", "describe", "DS", "--global-batch=99999999999999999999"), "Expected `int` <= 1000000000"),
+        (("order", "describe", "DS", "--buffer=99999999999999999999"), "Expected `int` <= 1000000000"),
         (("verify", "DS", "--workers", "0"), "--workers 0: Expected `int` >= 1"),
         (("verify", "DS", "--workers", "99999999999999999999"), "--workers 99999999999999999999: "),
         (("view", "DS", ""), "has no sample ''"),

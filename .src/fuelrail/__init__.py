@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.errors import DatasetError as DatasetError
     from fuelrail.pipeline.errors import DatasetExistsError as DatasetExistsError
     from fuelrail.pipeline.errors import DatasetNotReadyError as DatasetNotReadyError
+    from fuelrail.pipeline.errors import DecoderError as DecoderError
     from fuelrail.pipeline.errors import FrameError as FrameError
     from fuelrail.pipeline.errors import FuelrailError as FuelrailError
     from fuelrail.pipeline.errors import ImageError as ImageError
@@ -155,6 +156,7 @@ _PUBLIC: Final = {
     "BadSamplesError": "fuelrail.pipeline.errors",
     "StateMismatchError": "fuelrail.pipeline.errors",
     "StageError": "fuelrail.pipeline.errors",
+    "DecoderError": "fuelrail.pipeline.errors",
     # sharding
     "inspect": "fuelrail.sharding.api",
     "Recipe": "fuelrail.sharding.planning.recipe",

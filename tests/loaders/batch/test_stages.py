@@ -228,7 +228,7 @@ def test_dali_gives_the_same_samples_and_nearly_the_same_pixels(dataset) -> None
 
 
 def test_f33_closing_a_loader_closes_its_decoder(dataset, backend):
-    loader = DataLoader(dataset, 2, image=IMAGE, decoder="batched")
+    loader = make_loader(dataset, 2, image=IMAGE, decoder="batched")
     before = backend.closed
     loader.close()
     assert backend.closed == before + 1

@@ -313,6 +313,7 @@ def test_f33_closing_drops_the_pipelines_of_all_threads() -> None:
     decode()
 
 
+@pytest.mark.process
 def test_f33_no_pipeline_is_left_when_the_interpreter_ends() -> None:
     code = """
 import atexit

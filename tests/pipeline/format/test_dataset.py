@@ -283,6 +283,7 @@ class TestSequence:
             with pytest.raises(IndexError, match=rf"sample {number} is not in the dataset: it has samples 0 to 6"):
                 dataset[number]
 
+    @pytest.mark.network
     def test_at_a_url(self, tmp_path):
         build_dataset(tmp_path / "OUT", {"train": (3,)})
         with FaultServer(tmp_path / "OUT") as server:

@@ -167,5 +167,5 @@ def test_ctrl_c_while_workers_start_ends_with_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", ["1600", "ax9", "1600x900x3", "-4x4"])
 def test_the_command_refuses_a_size_that_is_none(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["synth", str(tmp_path / "w"), f"--size={size}"]) == 2
-    assert f"--size: got '{size}'" in capsys.readouterr().err
+    assert f"--size '{size}': it must be WIDTHxHEIGHT" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
