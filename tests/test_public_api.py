@@ -11,6 +11,8 @@ import pytest
 
 import fuelrail
 
+pytestmark = pytest.mark.process
+
 FROZEN = (Path(__file__).parent / "public_api.txt").read_text(encoding="utf-8").split()
 
 
