@@ -112,8 +112,10 @@ def shard(
     ``out`` is a folder or a URL that fsspec can write. Options are the fields of :class:`Recipe` as keywords (``seed=7,
     splits={"train": 0.8, "val": 0.2}``) or as one struct. ``source_options`` are those of the kind of source, such as
     ``{"version": "v1.0-mini"}``. ``workers=0`` is one per core; ``engine`` is "threads", "processes", "ray" or None for
-    the best local one. Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another
-    dataset, DatasetError where it cannot be written, ConfigError for options.
+    the best local one. A script that starts processes needs an ``if __name__ == "__main__":`` guard: they import it.
+
+    Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another dataset, DatasetError
+    where it cannot be written, ConfigError for options.
     """
     spec = parse_source(source, dict(source_options or {}))
     if spec.kind == "fuelrail":

@@ -25,6 +25,9 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.process
+
+
 QUICK = {"batch_size": 1, "steps": 12, "warmup": 2, "workers": 1, "model": "light"}
 KINDS = [TrainOptions, DiagnoseOptions, ScaleOptions, LoaderOptions, CompareOptions, DiffOptions, DescribeOptions]
 
