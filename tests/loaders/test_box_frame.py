@@ -26,6 +26,8 @@ from support.loaders import make_loader
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
+pytestmark = pytest.mark.slow
+
 README = Path(__file__).parents[2] / "README.md"
 WH = (320, 180)
 IMAGE = ImageAugment(height=64, width=176)

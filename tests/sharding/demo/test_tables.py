@@ -15,6 +15,8 @@ from fuelrail.sharding.demo.world import WorldSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 Tables = dict[str, list[dict[str, Any]]]
 _LINKS = {
     "sample_data": {

@@ -96,6 +96,7 @@ def test_loaders_give_the_same_batches(datasets) -> None:
             assert torch.equal(a["img"], b["img"])
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_stopped_and_the_picture_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = build_nuscenes(tmp_path / "source", CLIPS)
     program = tmp_path / "jpegtran"

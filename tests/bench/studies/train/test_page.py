@@ -8,6 +8,8 @@ from fuelrail.bench.studies.train.page import render_page, verdict
 from support.bench_runs import SETTINGS, log, report_of, step, steps
 from support.html_page import Page
 
+pytestmark = pytest.mark.slow
+
 RUNS = {
     "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))], price=2.5),
     "three hundred steps": report_of([log(0, steps(300, wait_ms=3))]),
