@@ -31,7 +31,7 @@ SCHEMA = "fuelrail-bench-loader"
 VERSION = 3
 
 
-# A few pages are read anew by any process.
+# A few pages are read again by any process.
 _MANY_FAULTS = 100
 
 
