@@ -334,8 +334,8 @@ def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/m
 
 def ranks_on_host() -> int:
     """Ranks that share this host, as the launcher says (LOCAL_WORLD_SIZE), else 1."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1
+    stated = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(stated)) if stated.isdecimal() else 1
 
 
 def default_num_workers() -> int:
@@ -350,9 +350,9 @@ def default_memory_bytes() -> int:
 
 def _cpu_quota(cgroup: Path) -> float | None:
     """CPUs by the cgroup's bandwidth limit (version 2, then 1), None without one."""
-    told = _read(cgroup / "cpu.max")
-    if told is not None:
-        quota, period = told.split()
+    stated = _read(cgroup / "cpu.max")
+    if stated is not None:
+        quota, period = stated.split()
     else:
         quota = _read(cgroup / "cpu" / "cpu.cfs_quota_us") or "max"
         period = _read(cgroup / "cpu" / "cpu.cfs_period_us") or "100000"
