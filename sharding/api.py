@@ -81,6 +81,18 @@ class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
 
 
+class ReshardOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``reshard`` beside those of ``shard``."""
+
+    append: Annotated[
+        bool,
+        Meta(
+            description="make OUT the next version of the first dataset, with the clips of the others added; existing "
+            "shards are reused (linked in a folder, copied by the store at a URL), and the old version stays"
+        ),
+    ] = False
+
+
 class VerifyOptions(Settings, frozen=True, kw_only=True):
     """Options of ``verify``."""
 

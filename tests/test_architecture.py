@@ -64,7 +64,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "pipeline": [
         {"rigid", "text"},
         {"errors"},
-        {"settings", "runtime", "sample"},
+        {"settings"},
+        {"runtime", "sample"},
         {"storage", "transforms", "cli"},
         {"format"},
         {"order"},

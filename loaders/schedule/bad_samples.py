@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import (
     BadSamplesError,
@@ -31,7 +31,7 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.settings import PathText, Settings, check_types, resolve_fields
+from fuelrail.pipeline.settings import PathText, Settings, check_types, must_be, resolve_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +57,9 @@ class BadSamplePolicy(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    on_error: Annotated[Literal["raise", "substitute"], msgspec.Meta(description="one of raise, substitute")] = "raise"
-    max_bad: Annotated[int, msgspec.Meta(ge=0, description="a whole number of 0 or more")] = 100
-    file: Annotated[PathText | None, msgspec.Meta(description="a path or None")] = "fuelrail-quarantine.jsonl"
+    on_error: Annotated[Literal["raise", "substitute"], must_be("one of raise, substitute")] = "raise"
+    max_bad: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 100
+    file: Annotated[PathText | None, must_be("a path or None")] = "fuelrail-quarantine.jsonl"
 
     def __post_init__(self) -> None:
         resolve_fields(self)

@@ -326,9 +326,9 @@ def compile_mix(
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
-    """Raise OrderError unless ``ratios`` gives each dataset a whole number of 1 or more, MAX_BLOCK in sum."""
+    """Raise OrderError unless ``ratios`` gives each dataset an integer >= 1, MAX_BLOCK in sum."""
     example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
-    rule = f"it gives each dataset a whole number of 1 or more, {MAX_BLOCK} in sum, such as {example}"
+    rule = f"it gives each dataset an integer >= 1, {MAX_BLOCK} in sum, such as {example}"
     if not hasattr(ratios, "items"):
         raise OrderError(f"mix={ratios!r} is no mix: {rule}")
     given = dict(ratios.items())

@@ -384,8 +384,8 @@ class TestBadSamples:
     ("options", "message"),
     [
         ({"on_error": "skip"}, "bad_samples.on_error='skip' must be one of raise, substitute"),
-        ({"max_bad": -1}, "bad_samples.max_bad=-1 must be a whole number of 0 or more"),
-        ({"look_ahead_bytes": 0}, "storage.look_ahead_bytes=0 must be a whole number of 1 or more"),
+        ({"max_bad": -1}, "bad_samples.max_bad=-1 must be an integer >= 0"),
+        ({"look_ahead_bytes": 0}, "storage.look_ahead_bytes=0 must be an integer >= 1"),
         ({"cache_size": "1GB"}, "needs cache_dir"),
         ({"backend": "s3"}, "storage.backend='s3' must be one of auto, mapped"),
         ({"backend": "mapped", "cache_dir": "x"}, "cache_dir needs backend"),

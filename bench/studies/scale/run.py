@@ -15,7 +15,7 @@ from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scale_model import Fit, Overhead
 from fuelrail.bench.report.files import prepare_folder, write_report
-from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import LoaderChoice
 from fuelrail.bench.studies.scale.options import ScaleOptions
@@ -32,6 +32,7 @@ from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:
     import os

@@ -16,12 +16,13 @@ from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gp
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder, write_report
-from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
