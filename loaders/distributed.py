@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.pipeline.order.batching import Share
+    from fuelrail.pipeline.order.batching import WorkerShard
 
 DATA_AXES: Final = frozenset(
     {
@@ -233,7 +233,7 @@ def _signed(digest: int) -> int:
     return digest - (1 << 63)
 
 
-def warn_of_workers(share: Share) -> None:
+def warn_of_workers(share: WorkerShard) -> None:
     """Warn where this process is one of several workers of torch's DataLoader, and the steps are not shared out."""
     worker = get_worker_info()
     if worker is not None and share.of < worker.num_workers:

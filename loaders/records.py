@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """One sample in the order of loading. Made by `fuelrail.loaders.schedule.tasks`."""
+    """One sample in the order of loading. Made by `fuelrail.loaders.schedule.positions`."""
 
     epoch: int
     step: int

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 
-class Production(NamedTuple):
+class BatchPipeline(NamedTuple):
     """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
 
     bad: BadSamples

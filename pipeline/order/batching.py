@@ -10,8 +10,8 @@ An epoch is cut into global batches of G consecutive positions; each of the R ra
 alone, so another number of ranks continues with the same batches. With another G the rest of the epoch is cut again,
 and each of the samples left comes once. Ranks agree without communication.
 
-`Batching` is one epoch or its rest, `Cursor` the position of a run, `Share` the steps of one of several processes that
-take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
+`Batching` is one epoch or its rest, `Cursor` the position of a run, `WorkerShard` the steps of one of several processes
+that take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Cursor:
         return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
 
 
-class Share(NamedTuple):
+class WorkerShard(NamedTuple):
     """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from ``first`` on."""
 
     first: int = 0
@@ -167,7 +167,7 @@ class Share(NamedTuple):
         return range(self.first, batching.num_steps, self.of)
 
 
-EVERY_STEP: Final = Share()
+EVERY_STEP: Final = WorkerShard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Walk:
 
     start: Cursor
     batching: Batching
-    share: Share = EVERY_STEP
+    share: WorkerShard = EVERY_STEP
     rest: Batching = field(init=False)
     """The batches of the first epoch that are still to come."""
 

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
 from fuelrail.pipeline.order.epoch import MappedEpoch
-from fuelrail.pipeline.order.lanes import LaneEpoch, Lanes
+from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.select import Filter
@@ -101,8 +101,10 @@ def compile_order(
             raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
         assert clips is not None
         identity["lanes"] = global_batch
-        lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
-        return LaneOrder(spec.seed, lanes, identity)
+        pieces = spec.pieces_per_clip or 1
+        return LaneOrder(
+            clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
+        )
     lengths = Layout.of_split(dataset.manifest, split).shard_lengths
     for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
@@ -198,28 +200,6 @@ class CompiledOrder:
         lengths = np.diff(bounds)
         order = Order(self._kind, Layout(tuple(lengths[lengths > 0].tolist())), epoch)
         return MappedEpoch(order, *then)
-
-
-class LaneOrder:
-    """The epochs of an order of kind ``lanes``; as :class:`CompiledOrder`, with :meth:`epoch` giving lanes."""
-
-    def __init__(self, seed: int, lanes: Lanes, identity: dict[str, Any]) -> None:
-        self.lanes, self.identity, self._seed = lanes, identity, seed
-        self.epoch_length, self.num_selected = len(lanes), lanes.num_samples
-
-    def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
-        return self.lanes.selected()
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, padding aside: float64 (num_selected,), ones."""
-        return np.ones(self.num_selected)
-
-    def epoch(self, epoch: int, /) -> LaneEpoch:
-        """The lanes of one epoch; raises OrderError for an epoch out of range."""
-        if not 0 <= epoch < 2**63:
-            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        return self.lanes.epoch(self._seed, epoch)
 
 
 def read_keys(file: str, known: pa.ChunkedArray) -> Rows:

@@ -53,7 +53,11 @@ class Epoch(Protocol):
 
 
 class EndlessOrder(Protocol):
-    """An order of epochs that all have one length."""
+    """An order of epochs that all have one length; what `compile_order` returns for every kind.
+
+    Three classes implement it: `CompiledOrder` (shuffled, windowed, sequential, each with or without weights),
+    `LaneOrder`, and `MixedOrder`, whose parts are again such orders.
+    """
 
     identity: dict[str, Any]
     """What a saved position depends on, in plain JSON types."""

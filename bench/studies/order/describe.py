@@ -18,7 +18,7 @@ from fuelrail.bench.studies.order.report import (
 )
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import LaneOrder, compile_order
+from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import Layout, OrderSpec
 from fuelrail.pipeline.settings import Settings, check_types, make_options, resolve_fields
 from fuelrail.pipeline.text import shown
@@ -109,7 +109,7 @@ def describe_order(
         num_selected=compiled.num_selected,
         epoch_length=compiled.epoch_length,
         num_steps=compiled.epoch_length // options.global_batch,
-        num_padding=compiled.lanes.num_padding if isinstance(compiled, LaneOrder) else 0,
+        num_padding=compiled.epoch_length - len(placed[0].samples),
         identity=compiled.identity,
         figures=figures,
     )
