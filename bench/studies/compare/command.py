@@ -63,7 +63,7 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
             assert figures is not None
             rate, times = figures.images_per_s, figures.ours_times_as_fast
             table.add_row(
-                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}" if rate.is_told else "",
+                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}" if rate.has_interval else "",
                 "" if times is None else f"{times.median:.2f} ({times.shown('.2f')})",
                 f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
                 f"{figures.first_batch_s:.2f}",

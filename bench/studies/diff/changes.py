@@ -50,7 +50,7 @@ class Change(NamedTuple):
         return self.ratio_low is not None and self.ratio_high is not None and not self.ratio_low <= 1 <= self.ratio_high
 
     def is_worse(self, threshold: float) -> bool:
-        """Whether it is real and a loss of more than ``threshold`` (0.02 for 2 %)."""
+        """Return whether it is real and a loss of more than ``threshold`` (0.02 for 2 %)."""
         loss = 1 - self.ratio if self.higher_is_better else 1 - 1 / self.ratio
         return self.is_real and loss > threshold
 
@@ -151,7 +151,7 @@ def _compare_changes(before: CompareReport, after: CompareReport) -> list[Change
 def _of_intervals(name: str, old: Interval, new: Interval, *, higher_is_better: bool) -> Change:
     """A change between two medians: lowest over highest and the reverse is its interval, where both sides have one."""
     low = high = None
-    if old.is_told and new.is_told:
+    if old.has_interval and new.has_interval:
         low, high = new.low / old.high, new.high / old.low
     return Change(name, old.median, new.median, low, high, higher_is_better)
 

@@ -83,7 +83,7 @@ def _print_figures(figures: LoaderFigures, console: Console) -> None:
         highlight=False,
     )
     console.print(
-        f"CPU time {cpu.median:.2f} ms a sample{f' ({cpu.low:.2f} to {cpu.high:.2f})' if cpu.is_told else ''}, "
+        f"CPU time {cpu.median:.2f} ms a sample{f' ({cpu.low:.2f} to {cpu.high:.2f})' if cpu.has_interval else ''}, "
         f"{figures.cpu_s_per_1000_images:.2f} s per 1,000 images; first batch after {first.median:.2f} s; peak memory "
         f"{figures.peak_rss_bytes / 2**30:.2f} GiB",
         highlight=False,

@@ -118,7 +118,7 @@ def _figures(figures: LoaderFigures) -> list[str]:
 
 
 def _range(interval: Interval, digits: int = 1) -> str:
-    return f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})" if interval.is_told else ""
+    return f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})" if interval.has_interval else ""
 
 
 def _rows(rates: Sequence[Rate]) -> list[list[str]]:
