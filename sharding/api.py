@@ -1,4 +1,4 @@
-"""The functions behind the commands: options in, report out. ``fuelrail.shard`` and ``fuelrail shard`` are one thing.
+"""The functions behind the commands: options in, report out. ``fuelrail shard`` calls ``fuelrail.shard``.
 
 Options are keywords, checked as the command line checks its flags; every error is a FuelrailError.
 """
@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text
@@ -238,6 +239,7 @@ def _run(
     ray_address: str | None,
     progress: Progress | None,
 ) -> ShardReport:
+    check_main_guard()
     name = engine if isinstance(engine, str) else None
     options = convert({"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options")
     start = time.monotonic()

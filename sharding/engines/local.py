@@ -79,8 +79,8 @@ def _in_processes(
                     yield future.result()
         except BrokenProcessPool as error:
             raise FuelrailError(
-                "a worker process died: killed, perhaps for want of memory (fewer workers need less), or the calling "
-                "program lacks `if __name__ == '__main__':`; run the same command again to resume"
+                "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
+                "script lacks `if __name__ == '__main__':`; run the same command again to resume"
             ) from error
         finally:
             stop.set()
