@@ -85,7 +85,7 @@ class DoctorReport(msgspec.Struct, frozen=True):
 def doctor() -> DoctorReport:
     """Look at the decode backends and what they depend on; nothing is decoded, and DALI is not loaded."""
     findings = [
-        Finding("decoder=auto", "takes turbo: the fastest on the CPU, and always installed"),
+        Finding("decoder=auto", "uses turbo, the fastest CPU decoder"),
         _turbo(),
         _native(),
         _pillow(),
@@ -115,7 +115,9 @@ def _turbo() -> Finding:
 def _native() -> Finding:
     loaded = load_native()
     if isinstance(loaded, str):
-        return Finding("native JPEG", "not used by turbo: camera JPEGs take about 1.5 times as long", loaded)
+        return Finding(
+            "native JPEG", "the native decoder was not built, so decoding takes about 1.5 times as long", loaded
+        )
     return Finding("native JPEG", "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it")
 
 

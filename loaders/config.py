@@ -342,7 +342,7 @@ def default_num_workers() -> int:
 
 
 def default_memory_bytes() -> int:
-    """Memory for batch buffers of this rank, if nothing else is said."""
+    """Default memory for batch buffers of this rank."""
     return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()
 
 

@@ -1,9 +1,9 @@
-"""Who am I: this process's data-parallel rank and the number of ranks, under any kind of parallelism.
+"""Detect this process's data-parallel rank and the number of ranks, under any kind of parallelism.
 
 Ranks that work on one copy of the model's input (tensor, pipeline and context parallel) form one data-parallel rank:
 each of them runs a loader, and all get the same batches. Where the answer comes from, first that applies:
 
-1. what the caller says: a `World`, or a `DeviceMesh` whose axis names tell data from model parallelism;
+1. the argument: a `World`, or a `DeviceMesh` whose axis names distinguish data from model parallelism;
 2. Megatron-Core's parallel state, once initialised;
 3. torch.distributed, once initialised: every rank a data-parallel one;
 4. the launcher's RANK and WORLD_SIZE;
@@ -76,8 +76,8 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
     if not names:
         if len(sizes) != 1:
             raise WorldError(
-                f"a device mesh of shape {sizes} without mesh_dim_names does not tell data from model parallelism: "
-                'name its axes, e.g. init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))'
+                f"a device mesh of shape {sizes} without mesh_dim_names does not distinguish data from model "
+                'parallelism: name its axes, e.g. init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))'
             )
         names = ("dp",)
     if data_axes is not None:
@@ -123,7 +123,7 @@ def detect_world() -> World:
 
 
 def _megatron_world() -> World | None:
-    # A parallel state that is initialised has been imported by whoever did that; never import it here.
+    # An initialised parallel state has been imported already; never import it here.
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.is_initialized():
         return None
@@ -168,7 +168,7 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
     if missing:
         raise WorldError(
             f"no process is data-parallel rank {missing[0]} of {world.size}: {len(claims)} processes claim the ranks "
-            f"{sorted(first)}; hand every one its World, or the device mesh that tells it"
+            f"{sorted(first)}; pass each one its World, or the device mesh"
         )
 
 

@@ -1,4 +1,4 @@
-"""The DataLoader: chooses the parts, strings them together, keeps the position. Everything else is elsewhere."""
+"""The public DataLoader: it builds the pipeline and tracks the resume position."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class DataLoader:
         bad_samples: what to do with bad samples; by default they are errors.
         device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they are copied from
             pinned memory, on a separate stream.
-        world: data-parallel rank and size, or a device mesh, whose axis names tell data parallelism (dp, dp_shard, ...)
-            from model parallelism (tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's
-            environment. Ranks of one model-parallel group get the same batches.
+        world: data-parallel rank and size, or a device mesh, whose axis names distinguish data parallelism (dp,
+            dp_shard, ...) from model parallelism (tp, pp, cp); None: from Megatron-Core, torch.distributed or the
+            launcher's environment. Ranks of one model-parallel group get the same batches.
         trace: receives timing events, for example a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
         check_ranks: at the start of each iteration compare settings and first batch over all processes, in one small
             collective operation that every process must take part in; for debugging.
@@ -211,9 +211,9 @@ class DataLoader:
         return self._batching.num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Start the epoch, from its beginning or from where a restored state stands; ends an iteration under way.
+        """Start the epoch, from its beginning or from a restored position; ends a running iteration.
 
-        That one raises FuelrailError if it is continued: never is an epoch short in silence.
+        That one raises FuelrailError if it is continued, so that no epoch is short without an error.
 
         Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
         continue over the epoch's end, until :meth:`close` or garbage collection.
@@ -247,7 +247,7 @@ class DataLoader:
         self._epoch_is_set = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sequence stands after the last batch handed out; plain JSON types, equal on all ranks."""
+        """Return the position after the last delivered batch; plain JSON types, equal on all ranks."""
         return encode_state(
             LoaderState(
                 version=STATE_VERSION,

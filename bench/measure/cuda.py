@@ -39,13 +39,13 @@ class CudaAccelerator:
         self._launch_ns = 0
 
     @contextmanager
-    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
         """Time the copies queued inside on the compute stream, which then may use the batch."""
         with self._span("host_to_device"):
             yield
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
+    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
         """Time the kernels queued inside."""
         with self._span("forward"), self._launching():
             yield

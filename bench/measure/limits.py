@@ -1,4 +1,4 @@
-"""This machine's limits on this dataset's own bytes: what a loader that did nothing else could reach.
+"""This machine's limits, measured on the bytes of this dataset: upper bounds for any loader.
 
 Every limit is a rate in samples/s, so that they can be compared with the loader's. All bytes come from the page cache:
 they are read once before. How fast the storage itself is, cold, is another question.

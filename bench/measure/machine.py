@@ -1,4 +1,4 @@
-"""The facts that a figure must carry: hardware, limits, versions and commit. No host names, user names or paths."""
+"""The facts to report with each figure: hardware, limits, versions and commit. No host names, user names or paths."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ _STAT = Path("/proc/stat")
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean number of CPUs in use over a while: by this process and its ended children, and by everybody else.
+    """Mean number of CPUs in use over a while: by this process and its ended children, and by all others.
 
     ``others`` is None where it cannot be known: without ``/proc/stat``, or where we may use only some of the CPUs that
     it counts.

@@ -300,7 +300,7 @@ class LoaderStats(NamedTuple):
     waited_s: float
     """Time that the trainer waited for batches."""
     elapsed_s: float
-    """Time since the first iteration began."""
+    """Time since the start of the first iteration."""
     storage: StorageStats
     """What was read, fetched, found in the cache."""
     bad_samples: int

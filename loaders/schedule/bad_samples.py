@@ -49,7 +49,7 @@ class BadSamplePolicy(Settings, frozen=True):
     """What to do with bad samples: wrong digest, cut off, not decodable.
 
     Attributes:
-        on_error: ``"raise"``, or ``"substitute"``: load the next good sample of the order instead, the same one in
+        on_error: ``"raise"``, or ``"substitute"``: replace it with the next good sample of the order, the same one in
             every run.
         max_bad: maximum number of distinct bad samples to substitute on this rank before an error is raised.
         file: file that lists the bad samples, one JSON line each; None: they are only logged.

@@ -87,7 +87,7 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
-        # Matrices from and to the lidar are there for a whole batch or not at all.
+        # A batch has the matrices from and to the lidar for all of its samples or for none.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
     return {**facts, "lidars' columns": both(columns)} if points else facts
@@ -118,7 +118,7 @@ def make_sources(
 def require_lidar(sources: Sequence[Source]) -> None:
     """Make samples without a lidar's pose bad ones, for boxes could not be in its frame.
 
-    Raises ConfigError where a dataset has no lidar at all.
+    Raises ConfigError where a dataset has no lidar.
     """
     for source in sources:
         manifest = source.dataset.manifest

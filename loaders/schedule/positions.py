@@ -96,7 +96,7 @@ class PositionIndex:
                 yield Scheduled(epoch, step, at, position, row, is_valid, part, exists, flags)
 
     def numbers(self, epoch: int, positions: NDArray[np.int64]) -> Rows:
-        """What is read for ``positions`` (B,), in the order of reading: ``base + row`` of each frame, (B * T,)."""
+        """Return the rows to read for ``positions`` (B,), in order: ``base + row`` of each frame, (B * T,)."""
         places = self.places(epoch, positions)
         bases = np.array([part.base for part in self._parts])
         numbers: Rows = (places.rows + bases[places.parts][:, None]).reshape(-1)

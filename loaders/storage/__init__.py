@@ -1,4 +1,4 @@
-"""Where a sample's bytes come from: one protocol, and the backend that fits the place.
+"""Storage of samples: one protocol, and the backend that fits the location.
 
 =========  ==========================================  =====================================================
 backend    for                                         how
@@ -31,7 +31,7 @@ __all__ = ["BACKENDS", "Backend", "Session", "Storage", "StorageStats", "open_st
 
 Backend: TypeAlias = Literal["auto", "mapped", "pread", "remote", "fsspec", "obstore"]
 BACKENDS: Final = get_args(Backend)
-"""Names that :func:`open_storage` knows; the last two are ``remote`` with the client said."""
+"""Names that :func:`open_storage` knows; the last two are ``remote`` with that client."""
 
 
 def open_storage(

@@ -1,4 +1,4 @@
-"""Open shard files, as few at a time as the process may have, and what to say when one changed under a run."""
+"""Open shard files within the process's limit, and describe the change when one changed during a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _FILES_AT_MOST: Final = 512
 _ADVISED_BYTES: Final = 128 << 10
 """Of one advice the kernel reads no more than its read-ahead (or what a disk's request holds), and forgets the rest:
-128 KiB unless somebody set it lower.
+128 KiB unless the system sets it lower.
 """
 
 
@@ -41,7 +41,7 @@ class OpenShards(Generic[T]):
 
     def __getitem__(self, number: int) -> T:
         shard = self._shards.get(number)
-        if shard is not None and len(self._shards) < self._limit:  # nothing is forgotten, so nobody asks what was used
+        if shard is not None and len(self._shards) < self._limit:  # nothing is evicted, so the uses do not matter
             return shard
         with self._lock:
             shard = self._shards.get(number)
@@ -65,13 +65,13 @@ class OpenShards(Generic[T]):
 
 
 def open_files_limit(files_each: int) -> int:
-    """How many shards may be open at once, each taking ``files_each`` descriptors: half of the process's."""
+    """Return how many shards may be open at once, with ``files_each`` descriptors each: half of the process's."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(_FILES_AT_MOST, allowed // 2 // files_each))
 
 
 class ShardFile:
-    """An open shard of the size that the manifest states; closed when nobody refers to it any more.
+    """An open shard of the size that the manifest states; closed when the last reference to it is gone.
 
     Raises OSError where it cannot be opened, TruncatedShardError or ShardError where its size is another.
     """
@@ -92,7 +92,7 @@ class ShardFile:
             os.close(self.fd)
 
     def has_in_memory(self, position: int) -> bool | None:
-        """Whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
+        """Return whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
 
         Where it says no, the kernel may have started to read that page.
         """
@@ -113,12 +113,12 @@ class ShardFile:
         return os.fstat(self.fd).st_size
 
     def was_written(self) -> bool:
-        """Whether the file was written to or cut since it was opened, by its size and time of change."""
+        """Return whether the file was written to or cut since it was opened, by its size and time of change."""
         now, then = os.fstat(self.fd), self._opened
         return now.st_mtime_ns != then.st_mtime_ns or now.st_size != then.st_size
 
     def was_replaced(self) -> bool:
-        """Whether the name now leads to another file, or the file was written to since it was opened."""
+        """Return whether the name now leads to another file, or the file was written to since it was opened."""
         try:
             now = self.path.stat()
         except OSError:

@@ -1,4 +1,4 @@
-"""Which positions a rank takes in which step and epoch: arithmetic on a few integers.
+"""Assign positions to ranks, steps and epochs, by arithmetic on a few integers.
 
 An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R consecutive ones::
 
@@ -106,7 +106,7 @@ class Batching:
         return self._running(step) % self.epoch_length
 
     def valid(self, step: int) -> NDArray[np.bool_]:
-        """Which of ``positions(step)`` are samples of the epoch, and not padding: bool (rank_batch,)."""
+        """Return which of ``positions(step)`` are samples of the epoch, not padding: bool (rank_batch,)."""
         return self._running(step) < self.epoch_length
 
     def _running(self, step: int) -> NDArray[np.int64]:

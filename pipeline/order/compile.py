@@ -184,7 +184,7 @@ class CompiledOrder:
         return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
         return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
 
     def epoch(self, epoch: int, /) -> MappedEpoch:

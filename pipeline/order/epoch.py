@@ -74,7 +74,7 @@ class EndlessOrder(Protocol):
         """The selected samples, ascending: int64 (num_selected,)."""
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
 
     def epoch(self, epoch: int, /) -> Epoch:
         """One epoch; raises OrderError for an epoch out of range."""

@@ -84,7 +84,7 @@ class LaneOrder:
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, padding aside: float64 (num_selected,), ones."""
+        """Return how often each selected sample occurs in an epoch, padding aside: float64 (num_selected,), ones."""
         return np.ones(self.num_selected)
 
     def epoch(self, epoch: int, /) -> LaneEpoch:

@@ -99,7 +99,7 @@ class MixedOrder:
         return np.sort(np.concatenate([order.selected() for order in self.orders]))
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each sample of :meth:`selected` comes in an epoch, averaged over epochs: float64."""
+        """Return how often each sample of :meth:`selected` occurs in an epoch, averaged over epochs: float64."""
         counts = [
             order.expected_counts() * (self.num_blocks * ratio / order.epoch_length)
             for order, ratio in zip(self.orders, self.ratios, strict=True)

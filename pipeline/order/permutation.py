@@ -14,7 +14,7 @@ A round adds F(right) to the left half modulo its size. F is the high 32 bits of
 (8e-6 for n = 10**9); each half collects the sum of half the rounds, in which these excesses multiply.
 
 This is a shuffle of statistical quality with a fixed definition, not a cipher. Its values are pinned by tests: a
-change of them changes every order, hence `fuelrail.pipeline.order.spec.ORDER_VERSION`.
+change of them changes every order, and needs another `fuelrail.pipeline.order.spec.ORDER_VERSION`.
 """
 
 from __future__ import annotations

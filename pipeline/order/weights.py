@@ -125,7 +125,7 @@ def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[n
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
-    """Which of ``values``, written as text, each row has: int64 (n,), -1 for any other and for null."""
+    """Return which of ``values``, as text, each row has: int64 (n,), -1 for any other and for null."""
     number = {text: i for i, text in enumerate(values)}
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()

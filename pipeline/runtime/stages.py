@@ -137,11 +137,11 @@ class _Crew:
             return [self.threads[number] for number in missing]
 
     def dismissed(self, number: int) -> bool:
-        """Whether thread ``number`` is one too many and must end now."""
+        """Return whether thread ``number`` is one too many and must end now."""
         if number < self.target:
             return False
         with self._lock:
-            if number < self.target:  # wanted again meanwhile
+            if number < self.target:  # wanted again in between
                 return False
             del self.threads[number]
             return True
@@ -273,7 +273,7 @@ class Pipeline:
 
 
 def _per_batch(stages: Sequence[Stage]) -> int:
-    """How many outputs of the first of these stages become one result of the last; its own group is behind it."""
+    """Return how many outputs of the first of these stages become one result of the last."""
     product = 1
     for stage in stages[1:]:
         product *= stage.group or 1
@@ -314,7 +314,7 @@ def _run(crew: _Crew, number: int) -> None:
 
 
 def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
-    """Take up to ``size`` items; the group's number counts groups. The first failure stands for the whole group.
+    """Take up to ``size`` items; the group's number counts groups. The first failure is that of the whole group.
 
     The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
     """

@@ -1,4 +1,4 @@
-"""``fuelrail top``: what the loaders behind some metrics endpoints are doing, in a terminal."""
+"""``fuelrail top``: show in a terminal what running loaders do, from their metrics endpoints."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class RankView(NamedTuple):
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage that holds the trainer up: the busiest one, if the trainer waits."""
+        """The stage that slows the trainer down: the busiest one, if the trainer waits."""
         if self.waiting < 0.02 or not self.stages:
             return None
         return max(self.stages, key=lambda stage: stage.busy).name
 
 
 def read(url: str) -> Reading:
-    """Ask one endpoint. Raises ConfigError where none answers, or where it is no loader's."""
+    """Read one endpoint. Raises ConfigError where none answers, or where it is not a loader's."""
     address = url if "://" in url else f"http://{url}"
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"metrics endpoint {url!r} must be an http URL or HOST:PORT")
@@ -101,7 +101,7 @@ def read(url: str) -> Reading:
 
 
 def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
-    """Metrics as a reading."""
+    """Return metrics as a reading."""
     values: dict[tuple[str, ...], float] = {}
     for name, labels, value in metrics:
         values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
@@ -111,7 +111,7 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
 
 
 def compare(before: Reading, now: Reading) -> RankView:
-    """What happened between two readings of one endpoint."""
+    """Return the rates and shares between two readings of one endpoint."""
     length_s = max(now.time_s - before.time_s, 1e-9)
 
     def grown(*key: str) -> float:
@@ -146,7 +146,7 @@ def compare(before: Reading, now: Reading) -> RankView:
 
 
 def draw(views: Sequence[RankView]) -> Group:
-    """The views as tables."""
+    """Return the views as tables."""
     parts: list[RenderableType] = []
     for view in views:
         fed = Text(f"trainer fed {100 * (1 - view.waiting):.0f} %", "green" if view.waiting < 0.02 else "bold red")

@@ -1,4 +1,4 @@
-"""Files of a dataset, opened with the care that a folder of a stranger's takes.
+"""Open files of a dataset without trusting its folder.
 
 Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link is followed within
 the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
@@ -56,5 +56,5 @@ def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def _refused(path: str | os.PathLike[str], what: str) -> OSError:
-    # Of this class, so that nobody tries it again (pipeline.retry).
+    # Of this class, so that it is not retried (pipeline.storage.retry).
     return PermissionError(errno.EPERM, what, str(path))

@@ -37,7 +37,7 @@ READ_BYTES: Final = 1 << 20
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:
-    """Whether a dataset's place is a URL and not a local path; ``file://`` counts as local."""
+    """Return whether a dataset's place is a URL and not a local path; ``file://`` counts as local."""
     return isinstance(root, str) and "://" in root and not root.startswith("file://")
 
 
@@ -84,6 +84,6 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
 
 
 def default_cache_folder() -> Path:
-    """Where manifests and indices of remote datasets are kept: ``fuelrail`` in the user's cache folder (XDG)."""
+    """Return the folder for manifests and indices of remote datasets: ``fuelrail`` in the user's cache folder (XDG)."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fuelrail"

@@ -1,9 +1,9 @@
-"""Columns that may outgrow memory: written to unnamed temporary files, read back through the page cache.
+"""Columns larger than memory: written to unnamed temporary files, read back through the page cache.
 
 What is collected row by row and looked up all over (the joined tables of a source, the columns of an index) would take
 memory for every row. Here it takes disk: a column is a file without a name in a folder of the caller's, gone with the
 process however that ends, mapped into memory when it is read. :meth:`Spill.used` gives pages back to the page cache, so
-that what stands in this process's memory stays the same however long the columns are.
+that the memory of this process stays the same however long the columns are.
 
 Columns of up to 64 KiB never see a disk. For one thread.
 """
@@ -91,7 +91,7 @@ class _Bytes:
         self._whole: mmap.mmap | bytearray | None = None
 
     def __del__(self) -> None:
-        if self._file is not None:  # of a column that nobody read
+        if self._file is not None:  # of a column that was not read
             self._file.close()
 
     def append(self, data: bytes | memoryview) -> None:

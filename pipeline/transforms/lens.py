@@ -1,4 +1,4 @@
-"""How a lens bends what a pinhole would see: the coefficients of a camera, by the name of their model."""
+"""Lens distortion: the coefficients of a camera, by the name of their model."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/
 is finished. How a file appears whole differs::
 
     folder   written under .fuelrail/tmp/, synced, renamed; the folder synced
-    URL      a multipart upload, completed when all parts are there, aborted where something fails
+    URL      a multipart upload, completed when all parts are uploaded, aborted where something fails
 
 So OUT holds complete files only, at any moment. A partial run is known by ``.fuelrail/run.json``, finished shards by
 their records in ``.fuelrail/records/``; ``dataset.json`` is written last.
@@ -115,7 +115,7 @@ def check_out(out: Output) -> None:
 
 
 def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
-    """Whether a file is there with this size and SHA-256."""
+    """Return whether a file exists with this size and SHA-256."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
@@ -204,7 +204,7 @@ class FolderOutput:
             return None
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Whether a file is there with this size and SHA-256."""
+        """Return whether a file exists with this size and SHA-256."""
         return file_is(self.root / name, num_bytes, sha256)
 
     def version_tag(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing

@@ -1,4 +1,4 @@
-"""Writing a file in large aligned blocks, which is faster to write, and to read and map afterwards.
+"""Write a file in large aligned blocks, which is faster to write, and to read and map afterwards.
 
 The kernel keeps what is written in pages whose size follows the writes: one call for 2 MiB that begins at a multiple of
 2 MiB makes one huge page (ext4 and XFS, Linux 6.16 and newer); calls of the length of a sample, beginning anywhere,
@@ -117,7 +117,7 @@ class ReadBuffer:
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
         if found != num_bytes:
-            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run began and has {found} now")
+            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run started and has {found} now")
         self._used = start + padded
         data = view[:num_bytes]
         self._files[id(data)] = data, start

@@ -1,4 +1,4 @@
-"""One shard being written: samples in, tar bytes out, with everything that index, manifest and DALI ask of them."""
+"""One shard being written: samples in, tar bytes out, with all facts for index, manifest and DALI."""
 
 from __future__ import annotations
 

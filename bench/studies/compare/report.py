@@ -31,7 +31,7 @@ SCHEMA = "fuelrail-bench-compare"
 VERSION = 2
 MIN_BATCHES = 8
 REFERENCE = f"{OURS}:turbo"
-# A gap so long between two batches is a machine that stood still, not a loader that is slow.
+# A gap this long between two batches means that the machine was stopped, not that a loader is slow.
 _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20
 

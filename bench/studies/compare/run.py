@@ -86,7 +86,7 @@ class Workshop:
         return self._data / (PEERS[contestant.peer].data or contestant.peer)
 
     def prepare(self, contestant: Contestant) -> str | None:
-        """Write the contestant's data unless it is there; the reason why it can't be, or None."""
+        """Write the contestant's data unless it exists; return the reason why that fails, or None."""
         folder = self.folder(contestant)
         if contestant.peer == OURS and contestant.decoding != RESTART:
             return None

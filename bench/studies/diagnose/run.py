@@ -256,7 +256,7 @@ def _report(
 
 
 def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
-    """List the parts that a run has; on a GPU the copy and the launches show without a run of their own."""
+    """List the parts that a run has; on a GPU the copy and the launches are measured without a separate run."""
     found: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
     if settings.transform is not None:
         found.append("transform")

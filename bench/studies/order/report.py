@@ -19,7 +19,7 @@ MAX_POSITIONS: Final = 10_000_000
 """Longest epoch that is measured whole: every figure needs all of it in memory."""
 
 WEBDATASET_SHARD_BUFFER: Final = 100  # what WebDataset(..., shardshuffle=True) means
-WEBDATASET_SAMPLE_BUFFER: Final = 1000  # what its .shuffle() holds unless told otherwise
+WEBDATASET_SAMPLE_BUFFER: Final = 1000  # the default size of its .shuffle()
 
 
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Placed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An epoch of some order: the samples of the split in the order of the positions, by name.
 
-    ``over_epochs``: what stands at some fixed positions in many epochs, int64 (num_epochs, num_positions); ``chances``:
+    ``over_epochs``: the samples at some fixed positions in many epochs, int64 (num_epochs, num_positions); ``chances``:
     how often each sample is expected in an epoch, float64 (num_samples of the split,).
     """
 
@@ -73,7 +73,7 @@ def describe(
 ) -> OrderFigures:
     """The figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
 
-    Samples may come more than once or not at all: their copies count as samples of their own. Raises OrderError for
+    Samples may occur any number of times: each copy counts as a sample. Raises OrderError for
     epochs too short or too long to be measured.
     """
     n = len(placed.samples)
@@ -89,7 +89,7 @@ def describe(
 
 
 def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
-    """Chi-square, as a z, of what stands at some positions (num_epochs, num_positions) against the samples' chances.
+    """Chi-square, as a z, of the samples at some positions (num_epochs, num_positions) against the samples' chances.
 
     Samples are put in at most 16 buckets of about equal chance, with 8 expected in each. Positions are
     taken to be independent of one another, which they nearly are in long epochs. NaN for fewer than 16 epochs.

@@ -1,4 +1,4 @@
-"""Measures how training scales on this host, and what the simulation needs to know."""
+"""Measure how training scales on this host, and the inputs of the simulation."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class ScalePlan:
     def fit(self, reports: Sequence[Report]) -> Fit:
         """Measure the loader alone and put together what the simulation draws from.
 
-        Only runs of up to ``FITTED_RANKS`` ranks are looked at: the others are there to try the model.
+        Only runs of up to ``FITTED_RANKS`` ranks are used: the others test the model.
         """
         dataset, settings = open_dataset(self._dataset), self.runs[self.ranks[0]][0].settings
         choice = LoaderChoice(
@@ -241,7 +241,7 @@ class ScalePlan:
 
 
 def _communication_ms(report: Report) -> float:
-    """Exposed all-reduce of the rank that came last, which waits for nobody; mean over steps."""
+    """Exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
     return float(_column(report, "all_reduce").min(axis=0).mean())
 
 

@@ -71,7 +71,7 @@ def render_page(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """The run in two or three sentences for somebody who reads nothing else."""
+    """The run in two or three sentences."""
     figures = report.figures
     if figures is None:
         return f"No occupancy figure: {report.window.too_short}."

@@ -126,7 +126,7 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
     """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
-    it made a step; later runs are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
+    it made a step; later runs are left out. Without any step, raises what :meth:`TrainRun.report`
     raises. The use of the CPUs is reported for all runs together.
     """
     for run in runs:

@@ -206,7 +206,7 @@ class FarthestFirst:
             self._walked = end
 
     def next_use(self, row: int) -> int:
-        """When a row is used next after now."""
+        """Return when a row is used next."""
         return int(self._future_uses.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:

@@ -85,7 +85,7 @@ class SpanCache:
     def __init__(
         self, folder: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
     ) -> None:
-        """Open the cache in ``folder``, or begin one; ``length_of`` tells a sample's bytes.
+        """Open the cache in ``folder``, or create one; ``length_of`` returns a sample's number of bytes.
 
         Raises ConfigError where it is of another dataset, version or user.
         """
@@ -126,7 +126,7 @@ class SpanCache:
             return cls.open_for(dataset, cache_dir, cache_size)
         except ConfigError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
-                _LOG.warning("%s; going on without a cache", error)
+                _LOG.warning("%s; continuing without a cache", error)
                 return None
             raise
 
@@ -221,7 +221,7 @@ class SpanCache:
             next_use = NEVER
             if policy is not None and time is not None:
                 policy.advance(time)
-                if policy.wants_stock:  # not before the cache is full: until then nobody asks what should go
+                if policy.wants_stock:  # not before the cache is full: until then nothing is evicted
                     policy.rebuild(self.folder.held(), time)
                     self._has_stock = True
                 next_use = policy.next_use(index)
@@ -262,7 +262,7 @@ class SpanCache:
     def _give_up_writing(self, error: OSError) -> None:
         self._writes = False
         _LOG.warning(
-            "cache '%s' takes no more samples: %s; going on without, at the speed of the remote storage",
+            "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",
             self.folder.path, error,
         )  # fmt: skip
 
