@@ -58,7 +58,7 @@ def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
 
 
 def make_tuner(budget: Budget, batch_size: int, batch_bytes: int, ready: int) -> Autotuner:
-    """The tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
+    """Return the tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
 
     Raises ConfigError where the memory does not hold the batches that are in flight at the least.
     """

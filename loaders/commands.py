@@ -98,7 +98,7 @@ def doctor() -> DoctorReport:
 
 
 def _version(*packages: str) -> str | None:
-    """The first of these packages that is installed, with its version."""
+    """Return the first of these packages that is installed, with its version."""
     for package in packages:
         try:
             return f"{package} {importlib.metadata.version(package)}"

@@ -73,7 +73,7 @@ class Normalize(Settings, frozen=True):
         return values.to(getattr(torch, self.dtype), memory_format=layout).view(img.shape)
 
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
-        """The batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
+        """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
         img = batch.get("img") if isinstance(batch, dict) else None
         if not isinstance(img, torch.Tensor) or img.dtype != torch.uint8 or img.ndim < 3 or img.shape[-3] != 3:
             kind = f"{img.dtype} {list(img.shape)}" if isinstance(img, torch.Tensor) else type(img).__name__
@@ -194,7 +194,7 @@ class StorageOptions(Settings, frozen=True):
         check_types(self, ConfigError)
 
     def __repr__(self) -> str:
-        """All fields, without the values in ``options``, which may be credentials."""
+        """Return all fields, without the values in ``options``, which may be credentials."""
         hidden = None if self.options is None else dict.fromkeys(self.options, "...")
         return msgspec.Struct.__repr__(msgspec.structs.replace(self, options=hidden))
 

@@ -54,7 +54,7 @@ MODEL_AXES: Final = frozenset(
 
 
 def resolve_world(world: World | DeviceMesh | None) -> World:
-    """The data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
+    """Return the data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
     if isinstance(world, World):
         return world
     if world is not None and not hasattr(world, "mesh_dim_names"):
@@ -63,7 +63,7 @@ def resolve_world(world: World | DeviceMesh | None) -> World:
 
 
 def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> World:
-    """The data-parallel world of a device mesh.
+    """Return the data-parallel world of a device mesh.
 
     ``data_axes`` names the axes along which ranks get different samples; None: those in ``DATA_AXES``, where every
     other axis must be in ``MODEL_AXES``. The rank counts row by row in the mesh's order of axes, so that HSDP's
@@ -104,7 +104,7 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
 
 
 def detect_world() -> World:
-    """The data-parallel world of this process, from what is initialised here; see the module's list.
+    """Return the data-parallel world of this process, from what is initialised here; see the module's list.
 
     Raises WorldError when RANK and WORLD_SIZE are not numbers that fit.
     """
@@ -173,7 +173,7 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
 
 
 def batch_digest(batch: object) -> int:
-    """A signed 64-bit digest of a batch's content: of tensors, arrays, numbers, strings, in dicts, lists and tuples."""
+    """Return a signed 64-bit digest of a batch: tensors, arrays, numbers, strings, in dicts, lists and tuples."""
     digest = xxhash.xxh3_64()
     _feed(digest, batch)
     return _signed(digest.intdigest())

@@ -207,7 +207,7 @@ class DataLoader:
         )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, the same on every rank."""
+        """Return batches in a whole epoch, the same on every rank."""
         return self._batching.num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -273,7 +273,7 @@ class DataLoader:
         self._epoch_is_set = False
 
     def stats(self) -> LoaderStats:
-        """The stages' clocks and what was handed out, since the loader was made; empty before the first iteration."""
+        """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
         storage = add_stats([source.storage.stats() for source in self._supply.sources])
         return LoaderStats(
@@ -361,7 +361,7 @@ class DataLoader:
                 self.close()
 
     def stages(self) -> list[Stage]:
-        """The stages that samples go through to become batches, unstarted.
+        """Return the stages that samples go through to become batches, unstarted.
 
         A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
         """

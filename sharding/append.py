@@ -146,7 +146,7 @@ def _dictionary(dataset: Dataset) -> str | None:
 
 
 def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
-    """All shards in their new places: split by split, dataset by dataset, numbered again within the split."""
+    """Return all shards in their new places: split by split, dataset by dataset, numbered again within the split."""
     pieces: list[Piece] = []
     first_sample = 0
     for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
@@ -205,7 +205,7 @@ def _same_store(url: str, out: UrlOutput) -> bool:
 
 
 def _link(old: Path, out: FolderOutput, new: str) -> bool:
-    """A hard link under the new name; False where the file system cannot."""
+    """Return a hard link under the new name; False where the file system cannot."""
     final, temporary = out.root / new, out.temporary / new
     if final.exists() and final.samefile(old):
         return True

@@ -268,7 +268,7 @@ class EmulatedAccelerator:
 
 
 def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> AcceleratorProfile:
-    """The profile of a device that is spared the copy, the launches, or the decoding, where those are left out."""
+    """Return the profile of a device without the cost of copy, launches or decoding, where those are left out."""
     changes: dict[str, Any] = {}
     if not {"copy", "loading"}.isdisjoint(leave_out):
         changes["copy_gb_per_s"] = None

@@ -159,7 +159,7 @@ _TF32_SHARE = 0.5
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    """A device's peak by its name; None for one that isn't known."""
+    """Return a device's peak by its name; None for one that isn't known."""
     for name, peak in _PEAKS_BF16.items():
         if all(word in device for word in name.split()):
             return peak if precision == "bf16" else peak * _TF32_SHARE

@@ -114,7 +114,7 @@ def _system() -> str:
 
 
 def installed_gpus() -> list[Gpu]:
-    """The GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
+    """Return the GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -168,7 +168,7 @@ class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
-    """The facts of one split; raises ConfigError where there is none of that name."""
+    """Return the facts of one split; raises ConfigError where there is none of that name."""
     entry = dataset.split(split)
     lengths = dataset.index.column("length", entry.first_sample, entry.first_sample + entry.num_samples)
     return DatasetFacts(
@@ -228,7 +228,7 @@ class CpuWatch:
         self._started_s, self._own_s, self._all_s = time.monotonic(), _own_s(), all_cpu_s()
 
     def use(self) -> CpuUse:
-        """The use of the CPUs since the watch was made."""
+        """Return the use of the CPUs since the watch was made."""
         seconds = max(time.monotonic() - self._started_s, 1e-9)
         own = (_own_s() - self._own_s) / seconds
         all_s = all_cpu_s()

@@ -122,7 +122,7 @@ class NvmlWatch:
         return self._nvml.nvmlDeviceGetHandleByUUID(visible[index])
 
     def _engine(self, name: str, handle: Any) -> float | None:  # noqa: ANN401
-        """A decoding unit's share, where this driver and card know one."""
+        """Return a decoding unit's share, where this driver and card know one."""
         try:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
         except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card does not have

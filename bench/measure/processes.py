@@ -65,7 +65,7 @@ _PROC = Path("/proc")
 
 
 def tree_pids(root: int) -> list[int]:
-    """The process and all its descendants that live."""
+    """Return the process and all its descendants that live."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
@@ -127,14 +127,14 @@ def report_console() -> Console:
 
 
 def exit_code(cut_off: str | None, *, interrupted: bool) -> int:
-    """The exit code of a command whose report is written; why a partial one is partial goes to standard error."""
+    """Return the exit code of a command with a report; print to standard error why a partial one is partial."""
     if cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
     return INTERRUPTED if interrupted else FAILED if cut_off is not None else 0
 
 
 def storage_bytes_read() -> int | None:
-    """Bytes that storage has read for this process, page faults included; None where the kernel does not say."""
+    """Return the bytes that storage read for this process, with page faults; None where the kernel does not say."""
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:

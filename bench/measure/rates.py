@@ -28,7 +28,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def median_rates(repeats: Sequence[Sequence[Rate]]) -> list[Rate]:
-    """The medians over repeats that each measured the same rates in the same order."""
+    """Return the medians over repeats that each measured the same rates in the same order."""
     return [
         Rate(
             name=rates[0].name,
@@ -110,7 +110,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_repeats >= MIN_REPEATS
 
     def shown(self, spec: str) -> str:
-        """The interval for a reader, such as ``63.1 to 64.0 in 3 runs``; with fewer than three, that there is none."""
+        """Return the interval as text, such as ``63.1 to 64.0 in 3 runs``, or that there is none."""
         if self.has_interval:
             return f"{self.low:{spec}} to {self.high:{spec}} in {self.num_repeats} runs"
         return f"{self.num_repeats} run{'s' if self.num_repeats != 1 else ''}: no interval"

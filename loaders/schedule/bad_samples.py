@@ -80,7 +80,7 @@ class BadSamples:
         return len(self._bad)
 
     def replace(self, task: Task, frame: int, failure: Exception) -> Task:
-        """The task with the next sample of the order, all its frames, in place of one that has a bad frame.
+        """Return the task with the next sample of the order, all its frames, in place of one that has a bad frame.
 
         Raises ``failure`` itself, or the change of its shard that explains it, where the policy says so and where it
         is not the sample that is bad; BadSamplesError where there are more than allowed.
@@ -125,7 +125,7 @@ class BadSamples:
                 by_name[sample.dataset].recheck(row)
 
     def _cause(self, task: Task, frame: int, error: Exception) -> Exception:
-        """The error, or the change of the shard under our feet that explains it."""
+        """Return the error, or the change of the shard during the run that explains it."""
         try:
             task.source.storage.recheck(task.frames[frame].row)
         except ShardError as cause:

@@ -36,7 +36,7 @@ def open_all(
     cache_dir: str | os.PathLike[str] | None,
     retry: RetryPolicy | None,
 ) -> dict[str, Dataset]:
-    """The datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
+    """Return the datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
 
     Raises ConfigError for what is no dataset, or no mapping of names to them, and what `open_dataset` raises.
     """
@@ -130,7 +130,7 @@ def require_lidar(sources: Sequence[Source]) -> None:
 
 
 def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
-    """The storages' counts together; their names side by side where they are of different kinds."""
+    """Return the storages' counts together; their names side by side where they are of different kinds."""
     if len(stats) == 1:
         return stats[0]
     backend = "+".join(dict.fromkeys(each.backend for each in stats))

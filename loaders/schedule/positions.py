@@ -65,7 +65,7 @@ class PositionIndex:
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
-        """The places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
+        """Return the places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
         parts, samples, valid, flags = self._epoch(epoch).entries(positions)
         rows = np.empty((len(positions), self.frames), dtype=np.int64)
         present = np.ones(rows.shape, dtype=bool)
@@ -103,6 +103,6 @@ class PositionIndex:
         return numbers
 
     def next_position(self, epoch: int, position: int) -> int:
-        """The position whose sample replaces a bad one: the next position; in lanes that of the lane's next frame."""
+        """Return the position whose sample replaces a bad one: the next one, in lanes the lane's next frame."""
         # Another lane's would be of another clip.
         return (position + self._epoch(epoch).num_lanes) % self.epoch_length

@@ -69,7 +69,7 @@ class LoaderState(Settings, frozen=True):
 
 
 def encode_state(state: LoaderState) -> dict[str, Any]:
-    """The state as plain JSON types, for ``state_dict``.
+    """Return the state as plain JSON types, for ``state_dict``.
 
     The identity is one text of JSON: checkpoints that are loaded in place, as torch.distributed.checkpoint does it,
     look for the entries that the loading side has, so one that only the saved state has would go unnoticed.
@@ -126,7 +126,7 @@ def _check_numbers(state: LoaderState) -> None:
 
 
 def _settings_that_differ(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> str:
-    """Both sides of each setting, and of a struct of each entry, that differs."""
+    """Return both sides of each setting, and of a struct of each entry, that differs."""
     if theirs is None:
         return "settings: state names none"
     left, right = _flat(theirs), _flat(ours)
@@ -141,7 +141,7 @@ _NONE: Final = "none"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Each setting as text, by name; the entries of a struct by ``name.entry``."""
+    """Return each setting as text, by name; the entries of a struct by ``name.entry``."""
     flat: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, dict):

@@ -44,7 +44,7 @@ def open_storage(
     cache_size: int | str | None = None,
     retry: RetryPolicy | None = None,
 ) -> Storage:
-    """The storage of an open dataset.
+    """Return the storage of an open dataset.
 
     ``auto`` is ``remote`` for a dataset at a URL and wherever a cache is asked for, ``pread`` on a network file system
     and for a dataset larger than the memory, ``mapped`` elsewhere. ``verify`` holds every span against its xxh3.

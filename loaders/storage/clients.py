@@ -122,7 +122,7 @@ class ObstoreClient:
 def make_client(
     url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto", timeout_s: float = 30.0
 ) -> RangeClient:
-    """The client for a dataset's URL. ``auto`` takes obstore for S3 if it is installed and understands all options.
+    """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports all options.
 
     Raises ConfigError for an unknown kind, a missing library and wrong options.
     """

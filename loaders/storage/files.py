@@ -109,7 +109,7 @@ class ShardFile:
             os.posix_fadvise(self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED)
 
     def size_now(self) -> int:
-        """Bytes in the file at this moment."""
+        """Return the bytes in the file at this moment."""
         return os.fstat(self.fd).st_size
 
     def was_written(self) -> bool:
@@ -128,12 +128,12 @@ class ShardFile:
 
 
 def middle(start: int, length: int) -> int:
-    """The byte that tells best whether a span is in memory: the pages at its ends are its neighbours' too."""
+    """Return the byte that tells best whether a span is in memory: the pages at its ends are its neighbours' too."""
     return start + length // 2
 
 
 def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:
-    """The error with the sample's address, saying too whether dataset or shard was replaced since it was opened."""
+    """Return the error with the sample's address, and whether dataset or shard was replaced since it was opened."""
     try:
         fingerprint = load_manifest(dataset.root).fingerprint
     except DatasetError:
@@ -149,7 +149,7 @@ def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFil
 
 
 def replaced(dataset: Dataset, fingerprint: str) -> str:
-    """The clause on a dataset that is another one by now."""
+    """Return the clause on a dataset that is another one by now."""
     return (
         f"the dataset was replaced while in use: its fingerprint was {dataset.manifest.fingerprint} when it was opened "
         f"and is {fingerprint} now; open it again"

@@ -154,7 +154,7 @@ class MappedShards:
         """Spans that were not in memory when they were taken."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
-        """A read-only view of a sample's bytes.
+        """Return a read-only view of a sample's bytes.
 
         Raises TruncatedShardError where the shard is shorter than the index says, ChecksumError where its bytes differ
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
@@ -196,7 +196,7 @@ class MappedShards:
             raise _cut(file, row)
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
-        """A stream of requests, which read ahead."""
+        """Return a stream of requests, which read ahead."""
         is_guarding()
         return _MappedSession(self, self._files)
 

@@ -75,7 +75,7 @@ class PreadShards:
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
     def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
-        """A sample's bytes in a buffer of its own, which is reused when its last view is gone.
+        """Return a sample's bytes in a buffer of its own, which is reused when its last view is gone.
 
         A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
         TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
@@ -104,7 +104,7 @@ class PreadShards:
         """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
-        """A stream of requests, with the kernel's read-ahead."""
+        """Return a stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files, self._residency)
 
     def stats(self) -> StorageStats:
@@ -221,7 +221,7 @@ class SpanBuffers:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> memoryview:
-        """A writable view of ``length`` bytes with undefined content."""
+        """Return a writable view of ``length`` bytes with undefined content."""
         size = rounded_up(length)
         with self._lock:
             ready = self._free.get(size)
@@ -247,7 +247,7 @@ class SpanBuffers:
 
 
 def rounded_up(length: int) -> int:
-    """The smallest m * 2**k >= length with m of 8 .. 15; at least 4096."""
+    """Return the smallest m * 2**k >= length with m of 8 .. 15; at least 4096."""
     if length <= 4096:
         return 4096
     step: int = 1 << ((length - 1).bit_length() - 4)

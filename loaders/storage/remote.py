@@ -107,7 +107,7 @@ class RemoteShards:
         """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
-        """A stream of requests, whose future the cache may know."""
+        """Return a stream of requests, whose future the cache may know."""
         self._ensure_process()
         if self.cache is not None:
             self.cache.evict_by(future_uses, uses_per_step)
@@ -181,7 +181,7 @@ class RemoteShards:
         ) from None
 
     def shard_name(self, row: IndexRow) -> str:
-        """The file that holds a sample."""
+        """Return the file that holds a sample."""
         return self.dataset.shard_path(row).name
 
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
@@ -291,7 +291,7 @@ class _RemoteSession:
         return storage.handed_out(span)
 
     def _wait(self, asked: _Range, row: IndexRow) -> memoryview:
-        """A span out of its range once that is here, good, if need be by asking for it alone."""
+        """Return a span out of its range once that is here, good, if need be by asking for it alone."""
         storage = self._storage
         try:
             data = asked.future.result()

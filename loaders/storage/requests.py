@@ -88,7 +88,7 @@ class Latencies:
         bisect.insort(self._sorted, latency_s)
 
     def quantile(self, part: float) -> float | None:
-        """The latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
+        """Return the latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
         if len(self._sorted) < _ENOUGH:
             return None
         return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]

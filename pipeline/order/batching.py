@@ -117,7 +117,7 @@ class Batching:
         return np.arange(first, first + self.rank_batch, dtype=np.int64)
 
     def consumed(self, num_steps: int) -> int:
-        """Samples of the epoch that all ranks have consumed, from its beginning, once ``num_steps`` steps are done.
+        """Return how many samples of the epoch all ranks have consumed after ``num_steps`` steps.
 
         Padding is not counted. This is what `Cursor.samples_consumed` and ``start`` hold. Raises WorldError for more
         steps than there are.
@@ -144,7 +144,7 @@ class Cursor:
             raise WorldError(f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}")
 
     def rest(self, whole: Batching) -> Batching:
-        """The remaining batches of this cursor's epoch, of the size of ``whole``'s.
+        """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
         The first begins after the last consumed sample, whatever batch size that was consumed with. Without a step the
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
@@ -152,7 +152,7 @@ class Cursor:
         return replace(whole, start=self.samples_consumed)
 
     def rolled(self, whole: Batching) -> Cursor:
-        """Itself, or the beginning of the next epoch where its own has no step left."""
+        """Return itself, or the beginning of the next epoch where its own has no step left."""
         return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
 
 
@@ -163,7 +163,7 @@ class WorkerShard(NamedTuple):
     of: int = 1
 
     def steps(self, batching: Batching) -> range:
-        """The steps of these batches that are its own."""
+        """Return the steps of these batches that are its own."""
         return range(self.first, batching.num_steps, self.of)
 
 
@@ -199,7 +199,7 @@ class Walk:
         return Cursor(self.start.epoch + 1)
 
     def batches(self, epoch: int) -> Batching:
-        """The batches of one epoch of the walk."""
+        """Return the batches of one epoch of the walk."""
         return self.rest if epoch == self.start.epoch else self.batching
 
     def place(self, k: int) -> tuple[int, int]:
@@ -218,13 +218,13 @@ class Walk:
                     yield epoch, step
 
     def number(self, k: int) -> int:
-        """Number of the k-th step made here among the steps of all shares."""
+        """Return the number of the k-th step made here among the steps of all shares."""
         epoch, step = self.place(k)
         later = epoch - self.start.epoch
         return step if not later else self.rest.num_steps + (later - 1) * self.batching.num_steps + step
 
     def after(self, num_steps: int) -> Cursor:
-        """The cursor after this number of steps made here, in the first epoch; other shares have made as many."""
+        """Return the cursor after this number of steps made here and by each other share, in the first epoch."""
         return replace(
             self.start, samples_consumed=self.rest.consumed(min(num_steps * self.share.of, self.rest.num_steps))
         )

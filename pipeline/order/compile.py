@@ -127,7 +127,7 @@ def _mixed(
     selected: Rows | None,
     identity: dict[str, Any],
 ) -> MixedOrder:
-    """The parts of the selected samples, each an order of its own, mixed; weights are those of the whole selection."""
+    """Mix the parts of the selected samples, each with its own order; weights are those of the whole selection."""
     column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
     weights = None
     if spec.weights:
@@ -180,7 +180,7 @@ class CompiledOrder:
         self.epoch_length = self.num_selected if sampling is None else sampling.length
 
     def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
+        """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
 
     def expected_counts(self) -> NDArray[np.float64]:
@@ -188,7 +188,7 @@ class CompiledOrder:
         return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
-        """The order of one epoch: positions 0 .. epoch_length - 1 to samples of the split. Same length every epoch."""
+        """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
         bounds = self._bounds
         then: list[Callable[[Rows], Rows]] = []
         if self._sampling is not None:
@@ -203,7 +203,7 @@ class CompiledOrder:
 
 
 def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
-    """The samples (places in ``known``, ascending) that a keys file lists.
+    """Return the samples (places in ``known``, ascending) that a keys file lists.
 
     Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
     have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.

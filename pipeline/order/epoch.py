@@ -46,10 +46,10 @@ class Epoch(Protocol):
         """Positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples alone (int64, same shape) at ``positions``."""
+        """Return samples alone (int64, same shape) at ``positions``."""
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
+        """Return entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
 
 
 class EndlessOrder(Protocol):
@@ -71,7 +71,7 @@ class EndlessOrder(Protocol):
         """Number of selected samples."""
 
     def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
+        """Return the selected samples, ascending: int64 (num_selected,)."""
 
     def expected_counts(self) -> NDArray[np.float64]:
         """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
@@ -93,13 +93,13 @@ class MappedEpoch:
         return len(self._first)
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
+        """Return samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
         values = self._first(positions)
         for step in self._then:
             values = step(values)
         return values
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Entries at ``positions``, all valid; raises OrderError for positions outside."""
+        """Return entries at ``positions``, all valid; raises OrderError for positions outside."""
         samples = self(positions)
         return Entries(np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool))

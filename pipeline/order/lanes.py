@@ -80,7 +80,7 @@ class LaneOrder:
         return self.num_steps * self.num_lanes
 
     def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
+        """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
     def expected_counts(self) -> NDArray[np.float64]:
@@ -88,7 +88,7 @@ class LaneOrder:
         return np.ones(self.num_selected)
 
     def epoch(self, epoch: int, /) -> LaneEpoch:
-        """The lanes of one epoch, in time proportional to the number of pieces; raises OrderError if out of range."""
+        """Return the lanes of one epoch, in time linear in the number of pieces; raises OrderError if out of range."""
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         seed = self._seed
@@ -103,7 +103,7 @@ class LaneOrder:
 
 
 def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
-    """The lane of each piece, lengths descending: always the lane with the least, the lowest number among equals."""
+    """Return the lane of each piece, lengths descending: the lane with the least frames, the lowest of equals."""
     lanes = [(0, lane) for lane in range(num_lanes)]
     dealt = np.empty(len(lengths), dtype=np.int64)
     for slot, length in enumerate(lengths.tolist()):
@@ -149,11 +149,11 @@ class LaneEpoch:
         return self._num_steps * self.num_lanes
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
+        """Return samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
         return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Entries at ``positions``, with two flags; raises OrderError for positions outside.
+        """Return entries at ``positions``, with two flags; raises OrderError for positions outside.
 
         Not valid: the lane has ended, and shows its first piece again. ``lane``: which lane of the global batch.
         ``prev_exists``: the lane showed the frame before this one in its previous step; False: reset its memory.

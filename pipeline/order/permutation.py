@@ -59,7 +59,7 @@ _S33: Final = np.uint64(33)
 
 
 def derive_key(purpose: str, *numbers: int) -> int:
-    """A 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an unambiguous encoding.
+    """Return a 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an unambiguous encoding.
 
     Nothing is added up: (1, 2) and (2, 1) are unrelated, and so are two purposes. Numbers must be in [0, 2**128).
     Raises OrderError for others.
@@ -218,4 +218,4 @@ class PositionMap(Protocol):
         """Positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Sample indices (int64, same shape) at ``positions``."""
+        """Return sample indices (int64, same shape) at ``positions``."""

@@ -129,7 +129,7 @@ class Layout:
 
     @classmethod
     def of_split(cls, manifest: Manifest, split: str) -> Layout:
-        """The layout of one split of a dataset; sample 0 is the split's first. Raises OrderError for unknown splits."""
+        """Return the layout of one split; sample 0 is the split's first. Raises OrderError for unknown splits."""
         entry = manifest.splits.get(split)
         if entry is None:
             raise OrderError(f"dataset {manifest.name!r} has no split {split!r}; it has: {', '.join(manifest.splits)}")
@@ -160,7 +160,7 @@ class Order:
         return len(self._map)
 
     def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each position another sample.
+        """Return sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each another sample.
 
         Raises OrderError for positions outside the epoch or not integer.
         """
@@ -238,7 +238,7 @@ class _Windowed:
         return samples.reshape(wanted.shape)
 
     def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples at positions whose windows ascend."""
+        """Return samples at positions whose windows ascend."""
         samples = np.empty_like(positions)
         bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
         for first, last in pairwise(bounds.tolist()):

@@ -79,7 +79,7 @@ class WindowLookup:
         self._clips, self._offsets = clips, window.offsets
 
     def __call__(self, samples: ArrayLike) -> WindowSamples:
-        """The windows of ``samples`` (integers (B,), numbers within the split)."""
+        """Return the windows of ``samples`` (integers (B,), numbers within the split)."""
         current = np.asarray(samples, dtype=np.int64)
         clips = self._clips
         wanted = clips.keys[clips.ranks[current]][:, None] + self._offsets

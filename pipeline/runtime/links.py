@@ -92,7 +92,7 @@ class Link:
         del dropped
 
     def waiting(self) -> int:
-        """Number of items that lie here now."""
+        """Return the number of items that lie here now."""
         return len(self._items)
 
 

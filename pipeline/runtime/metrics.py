@@ -126,7 +126,7 @@ class Metric(NamedTuple):
 
 
 def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Metric]:
-    """The metrics of one loader; see the module's table."""
+    """Return the metrics of one loader; see the module's table."""
     metrics = [
         Metric("fuelrail_batches_total", labels, stats.batches),
         Metric("fuelrail_samples_total", labels, stats.samples),

@@ -161,7 +161,7 @@ class _Crew:
 
 
 def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:
-    """The clocks of one chain of stages over two runs; ``before`` may be empty."""
+    """Return the clocks of one chain of stages over two runs; ``before`` may be empty."""
     if not before:
         return tuple(now)
     return tuple(
@@ -211,7 +211,7 @@ class Pipeline:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401
-        """The next result in order; raises what a stage raised for it, and stops the pipeline then.
+        """Return the next result in order; raises what a stage raised for it, and stops the pipeline then.
 
         Threads still at work are not waited for, so that the error comes at once: :meth:`close` does.
         """
@@ -264,7 +264,7 @@ class Pipeline:
         self._crew(stage).outbox.set_capacity(capacity)
 
     def clocks(self) -> tuple[StageClock, ...]:
-        """The stages' clocks as of now, in flow order."""
+        """Return the stages' clocks as of now, in flow order."""
         now_s = time.perf_counter()
         return tuple(crew.clock(now_s) for crew in self._crews)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
+    """Return a descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags)
@@ -50,7 +50,7 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> Buf
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
+    """Return the whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
     with open_file(path, max_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 

@@ -42,17 +42,17 @@ def is_url(root: str | os.PathLike[str]) -> bool:
 
 
 def shown_url(url: str) -> str:
-    """The URL as messages may show it: without user, password and query."""
+    """Return the URL as messages may show it: without user, password and query."""
     return redacted(url)
 
 
 def stated_version(info: Mapping[str, Any]) -> str:
-    """The version of an object in a store, which changes whenever the object does (its ETag); empty where unknown."""
+    """Return the version of an object in a store (its ETag), which changes with the object; empty where unknown."""
     return next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
 
 
 def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """The fsspec file system for a URL, and the dataset's path in it.
+    """Return the fsspec file system for a URL, and the dataset's path in it.
 
     Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong or the URL has a
     query.

@@ -38,18 +38,18 @@ class Spill:
         self._num_used = 0
 
     def column(self, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> SpilledColumn:
-        """A column of rows of that type and shape, empty."""
+        """Return a column of rows of that type and shape, empty."""
         return SpilledColumn(self, np.dtype(dtype), shape)
 
     def filled(self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> NDArray[Any]:
-        """A column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
+        """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
         column = self.column(dtype, shape)
         for first in range(0, num_rows, ROWS_AT_ONCE):
             column.append(np.full((min(ROWS_AT_ONCE, num_rows - first), *shape), value, dtype))
         return column.values
 
     def texts(self) -> SpilledTexts:
-        """A column of texts, empty."""
+        """Return a column of texts, empty."""
         return SpilledTexts(self)
 
     def used(self, num_rows: int) -> None:
@@ -69,7 +69,7 @@ class Spill:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def new_file(self) -> IO[bytes]:
-        """A temporary file without a name."""
+        """Return a temporary file without a name."""
         return tempfile.TemporaryFile(dir=self._folder)
 
     def map(self, file: IO[bytes]) -> mmap.mmap:
@@ -140,7 +140,7 @@ class SpilledColumn:
         return self._values
 
     def parts(self) -> Iterator[NDArray[Any]]:
-        """The rows, in order, ``ROWS_AT_ONCE`` at a time."""
+        """Yield the rows, in order, ``ROWS_AT_ONCE`` at a time."""
         for first in range(0, self._length, ROWS_AT_ONCE):
             yield self.values[first : first + ROWS_AT_ONCE]
 
@@ -172,12 +172,12 @@ class SpilledTexts:
         return str(self._utf8.whole[first:end], "utf-8")
 
     def take(self, rows: NDArray[np.int64]) -> list[str]:
-        """The texts of some rows, in that order."""
+        """Return the texts of some rows, in that order."""
         ends, utf8 = self._ends.values, self._utf8.whole
         bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
         return [str(utf8[first:end], "utf-8") for first, end in bounds]
 
     def array(self) -> pa.LargeStringArray:
-        """All rows as an Arrow array, not copied."""
+        """Return all rows as an Arrow array, not copied."""
         buffers = (pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.whole))
         return pa.LargeStringArray.from_buffers(len(self), *buffers)

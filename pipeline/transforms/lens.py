@@ -45,7 +45,7 @@ class Lens:
 
 
 def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> Lens | None:
-    """The lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
+    """Return the lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
 
     Args:
         model: the camera's ``dist_model``.

@@ -61,7 +61,7 @@ class PointSweeps(Settings, frozen=True):
             raise ConfigError(f"min_distance_m={self.min_distance_m} must be 0 or more metres")
 
     def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
-        """The columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
+        """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
         return tuple("dt_s" if name == RING else name for name in stored) + (() if RING in stored else ("dt_s",))
 
     def chosen(self, num_stored: int, *, seed: int, epoch: int, sample: int) -> list[int]:

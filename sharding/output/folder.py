@@ -99,7 +99,7 @@ def open_output(location: str | os.PathLike[str]) -> Output:
 
 
 def manifest_in(out: Output) -> Manifest | None:
-    """The manifest of the dataset in OUT, None where none is finished; raises ManifestError for a damaged one."""
+    """Return the manifest of the dataset in OUT, None if none is finished; raises ManifestError if it is damaged."""
     data = out.read(MANIFEST_FILE)
     return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}")
 
@@ -159,7 +159,7 @@ class FolderOutput:
             raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
 
     def read(self, name: str) -> bytes | None:
-        """A small file's bytes."""
+        """Return a small file's bytes."""
         try:
             return read_file(self.root / name, _MAX_SMALL_BYTES)
         except FileNotFoundError:

@@ -55,7 +55,7 @@ class UrlOutput:
         return sorted(names - {""})
 
     def read(self, name: str) -> bytes | None:
-        """A small object's bytes."""
+        """Return a small object's bytes."""
         with self._reading():
             try:
                 data: bytes = self.fs.cat_file(self.path(name))

@@ -60,7 +60,7 @@ def record_name(stem: str) -> str:
 
 
 def load_record(out: Output, stem: str) -> ShardRecord | None:
-    """A shard's record; None where there is none, or none that can be read."""
+    """Return a shard's record; None where there is none, or none that can be read."""
     data = out.read(record_name(stem))
     try:
         return None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)

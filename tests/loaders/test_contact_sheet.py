@@ -118,7 +118,7 @@ class TestCommand:
         assert (written[..., ::-1] == report.sheet).all()
         assert fuelrail.view(root, report.key, image={"height": 64, "width": 176}).sheet.shape == report.sheet.shape
         with pytest.raises(fuelrail.ConfigError, match=r"ViewOptions\.image"):
-            fuelrail.view(root, image={"hight": 64})
+            fuelrail.view(root, image={"tall": 64})
 
     @pytest.mark.parametrize("side", [40_000, 1_000_000_000])
     def test_l1_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):

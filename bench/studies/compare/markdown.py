@@ -57,7 +57,7 @@ def describe(work: Work) -> str:
 
 
 def render_markdown(report: CompareReport) -> str:
-    """The whole report as one text."""
+    """Return the whole report as one text."""
     lines = table(HEADER, rows(report))
     out = [entry for entry in report.contestants if entry.left_out is not None]
     if out:

@@ -33,7 +33,7 @@ _METHOD = (
 
 
 def render_page(report: CompareReport) -> str:
-    """The page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it refers to nothing outside itself."""
     about = f"{escape(describe(report.work))}, {report.num_rounds} rounds"
     parts = head(report, "Fuelrail comparison", "The same images through every loader", about)
     timed = ranking(report)

@@ -210,7 +210,7 @@ def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path)
 
 
 def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
-    """The dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
+    """Return the dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
     entry = dataset.split(split)  # refuses one that is not there
     if len(dataset.manifest.splits) == 1:
         return dataset

@@ -158,7 +158,7 @@ def find_bound(evidence: Evidence) -> Diagnosis:
 
 
 def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
-    """The gain over all rounds. From three rounds on, their differences make the interval; before, the steps' noise."""
+    """Return the gain over all rounds; its interval is that of the rounds, or of the steps with fewer than three."""
     found = [counterfactual(name, as_it_is, other) for as_it_is, other in pairs]
     if len(found) < MIN_REPEATS:
         return found[0]

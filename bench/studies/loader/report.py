@@ -227,7 +227,7 @@ def _warning_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, 
 
 
 def step_cells(step: Step) -> list[str]:
-    """A step of the waterfall as a table's row."""
+    """Return a step of the waterfall as a table's row."""
     if step.samples_per_s is None or step.of_previous is None:
         return [step.name, "", ""]
     return [step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"]

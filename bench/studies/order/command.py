@@ -89,7 +89,7 @@ def _print(description: Description) -> None:
 
 
 def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:
-    """The table's rows: what, then each order's figure."""
+    """Return the table's rows: what, then each order's figure."""
     found = [(text, *(_shown(getattr(each.quality, name), spec) for each in figures)) for text, name, spec in _ROWS]
     found.append(("chances over epochs, z", *(_shown(each.equal_chance_z, "+.1f") for each in figures)))
     found.append(("same-clip pairs in a batch", *(_shown(each.same_clip_pairs, ".3%") for each in figures)))
@@ -98,7 +98,7 @@ def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:
 
 
 def _shown(figure: float, spec: str) -> str:
-    """The figure, or a dash where there are too few samples for one."""
+    """Return the figure, or a dash where there are too few samples for one."""
     return "-" if math.isnan(figure) else format(figure, spec)
 
 

@@ -152,7 +152,7 @@ def _placed(order: EndlessOrder, spec: OrderSpec, lengths: Any, options: Describ
 
 
 def _epoch(order: EndlessOrder, epoch: int) -> NDArray[np.int64]:
-    """The samples of one epoch, padding of lanes left out."""
+    """Return the samples of one epoch, padding of lanes left out."""
     entries = order.epoch(epoch).entries(np.arange(order.epoch_length))
     return entries.samples[entries.valid]
 

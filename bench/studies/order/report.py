@@ -51,7 +51,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def webdataset_order(
     shard_lengths: Sequence[int], selected: NDArray[np.int64], *, seed: int, sample_buffer: int
 ) -> NDArray[np.int64]:
-    """The order in which webdataset's own shuffles hand out ``selected`` samples (ascending): shards, then samples.
+    """Return the order of webdataset's own shuffles for ``selected`` samples (ascending): shards, then samples.
 
     One reader, seeded, with both through a buffer; several workers and ranks read their parts of the shards alike.
     """
@@ -64,14 +64,14 @@ def webdataset_order(
 
 
 def true_shuffle(selected: NDArray[np.int64], *, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
-    """A uniformly random permutation of some samples, by numpy."""
+    """Return a uniformly random permutation of some samples, by numpy."""
     return np.random.default_rng(seed).permutation(selected)
 
 
 def describe(
     placed: Placed, clips: NDArray[np.integer], shards: NDArray[np.integer], global_batch: int
 ) -> OrderFigures:
-    """The figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
+    """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
 
     Samples may occur any number of times: each copy counts as a sample. Raises OrderError for
     epochs too short or too long to be measured.
@@ -112,7 +112,7 @@ def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64])
 
 
 def ranks(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ranks of some numbers, 0 .. n - 1, equal ones in random order (seeded): int64 (n,)."""
+    """Return the ranks of some numbers, 0 .. n - 1, equal ones in random order (seeded): int64 (n,)."""
     ties = np.random.default_rng(0).random(len(samples))
     found = np.empty(len(samples), dtype=np.int64)
     found[np.lexsort((ties, samples))] = np.arange(len(samples))

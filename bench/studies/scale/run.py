@@ -172,7 +172,7 @@ class ScalePlan:
         return measure_all(self.runs[count])
 
     def point(self, report: Report) -> Measured | None:
-        """A report as a point; None where its window was too short for figures."""
+        """Return a report as a point; None where its window was too short for figures."""
         if report.figures is None:
             return None
         count, size = report.num_ranks, report.options["batch_size"]
@@ -246,7 +246,7 @@ def _communication_ms(report: Report) -> float:
 
 
 def _column(report: Report, name: str) -> NDArray[np.float64]:
-    """The measured window of one column [ranks, steps], in ms."""
+    """Return the measured window of one column [ranks, steps], in ms."""
     first, count = report.window.num_warmup_steps, report.window.num_measured_steps
     columns = [series.wall_ms if name == "wall" else series.phases_ms[name] for series in report.series]
     return np.array([column[first : first + count] for column in columns], dtype=np.float64)
@@ -292,7 +292,7 @@ def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: st
 
 
 def merged_warnings(warnings: Sequence[Sequence[str]]) -> list[str]:
-    """The runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
+    """Return the runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
     alike: dict[str, list[str]] = {}
     for warning in (warning for run in warnings for warning in run):
         alike.setdefault(re.sub(r"\d[\d.,]*", "#", warning), []).append(warning)

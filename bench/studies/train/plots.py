@@ -53,7 +53,7 @@ _SHORTEST_MS = 0.01
 
 
 def plots(report: Report) -> dict[str, str]:
-    """All plots that the report has data for, by name, each an ``<svg>`` element."""
+    """Return all plots that the report has data for, by name, each an ``<svg>`` element."""
     drawn: dict[str, str] = {}
     # A rank that died before its first step has nothing to draw, and must not cut the others short.
     report = msgspec.structs.replace(report, series=[series for series in report.series if series.end_s])
@@ -146,7 +146,7 @@ def _breakdown(report: Report) -> str:
 
 
 def _measured(report: Report, columns: Sequence[list[float]]) -> NDArray[np.float64]:
-    """The measured window of one column a rank, joined."""
+    """Return the measured window of one column a rank, joined."""
     first = report.window.num_warmup_steps
     return np.concatenate([column[first : first + report.window.num_measured_steps] for column in columns])
 

@@ -90,7 +90,7 @@ class TrainRun:
         check_decoder(self.settings)
 
     def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
-        """The report of what the ranks left; raises FuelrailError, or KeyboardInterrupt, where there is no step."""
+        """Return the report of the ranks' records; raises FuelrailError, or KeyboardInterrupt, without any step."""
         logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
         # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
         complete = all(log.end is not None for log in logs)
@@ -191,7 +191,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
 
 
 def _profile(choice: str) -> AcceleratorProfile | None:
-    """The profile to emulate, or None for CUDA."""
+    """Return the profile to emulate, or None for CUDA."""
     if choice == "auto":
         return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
     if choice == "cuda":

@@ -116,15 +116,15 @@ class CacheFolder:
         return bool(self._table[index])
 
     def held(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """All samples that are here."""
+        """Return all samples that are here."""
         return np.flatnonzero(self._table)
 
     def file(self, index: int) -> Path:
-        """The path of a sample's file, if it exists."""
+        """Return the path of a sample's file, if it exists."""
         return self.path / "data" / _name(index)
 
     def open_file(self, index: int) -> int:
-        """A descriptor of a sample's file, to read; raises OSError where it is not here."""
+        """Return a descriptor of a sample's file, to read; raises OSError where it is not here."""
         return os.open(_name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._data_fd)
 
     def write(self, index: int, span: memoryview) -> None:
@@ -248,7 +248,7 @@ class CacheFolder:
         self.used_bytes = used
 
     def _stored(self) -> Iterator[int]:
-        """The samples whose files are here, whole or not. Links and files with other names are no samples."""
+        """Yield the samples whose files are here, whole or not. Links and files with other names are no samples."""
         for group, fd in self._groups():
             for entry in os.scandir(fd):
                 index = int(entry.name, 16) if _NUMBER.fullmatch(entry.name) else -1
@@ -257,7 +257,7 @@ class CacheFolder:
                     yield index
 
     def _groups(self) -> Iterator[tuple[str, int]]:
-        """The folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
+        """Yield the folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
         for group in filter(_NUMBER.fullmatch, _names_in(self._data_fd)):
             fd = open_folder(self.path / "data" / group, self._data_fd)
             try:
@@ -272,12 +272,12 @@ def _names_in(folder_fd: int) -> list[str]:
 
 
 def _name(index: int) -> str:
-    """The file of a sample in ``data``."""
+    """Return the file of a sample in ``data``."""
     return f"{index >> _FOLDER_BITS:x}/{index:x}"
 
 
 def _kept(stack: contextlib.ExitStack, fd: int) -> int:
-    """A descriptor, closed with the stack."""
+    """Return a descriptor, closed with the stack."""
     stack.callback(os.close, fd)
     return fd
 
