@@ -276,7 +276,7 @@ def compile_mix(
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
 
     ``window`` and ``clips`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that do not name
-    the datasets or are not whole numbers of 1 or more, for an order that is not to be mixed (``lanes``, ``subset`` and
+    the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
     a mix of its own), and what `compile_order` raises.
     """
     check_ratios(ratios, datasets)
@@ -310,12 +310,12 @@ def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
     example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
     rule = f"it gives each dataset an integer >= 1, {MAX_BLOCK} in sum, such as {example}"
     if not hasattr(ratios, "items"):
-        raise OrderError(f"mix={ratios!r} is no mix: {rule}")
+        raise OrderError(f"mix={ratios!r} is not allowed: {rule}")
     given = dict(ratios.items())
     if given.keys() != datasets.keys():
         raise OrderError(f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}")
     if not all(type(ratio) is int and ratio >= 1 for ratio in given.values()) or sum(given.values()) > MAX_BLOCK:
-        raise OrderError(f"mix={given!r} is no mix: {rule}")
+        raise OrderError(f"mix={given!r} is not allowed: {rule}")
 
 
 def _names(named: Mapping[str, object]) -> str:

@@ -50,7 +50,7 @@ class LaneOrder:
         identity: dict[str, Any] | None = None,
     ) -> None:
         if num_lanes < 1 or pieces_per_clip < 1:
-            raise OrderError(f"lanes need a global batch and pieces of 1 or more, got {num_lanes}, {pieces_per_clip}")
+            raise OrderError(f"lanes need a global batch and pieces >= 1, got {num_lanes}, {pieces_per_clip}")
         chosen = np.arange(len(clips)) if selected is None else np.sort(clips.ranks[np.asarray(selected)])
         clip = clips.clip_numbers()[chosen]
         new = np.ones(len(chosen), dtype=bool)

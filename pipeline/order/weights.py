@@ -201,7 +201,7 @@ def checked(weights: NDArray[np.float64], what: str) -> NDArray[np.float64]:
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad.size:
         raise OrderError(
-            f"{what}: weights must be finite numbers of 0 or more, got {weights[bad[0]]} (number {bad[0]}; "
+            f"{what}: weights must be finite numbers >= 0, got {weights[bad[0]]} (number {bad[0]}; "
             f"{bad.size} of {len(weights)} are like that)"
         )
     return weights
