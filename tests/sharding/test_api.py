@@ -138,6 +138,7 @@ def test_inspect_describes(out):
         inspect(out, "x")
 
 
+@pytest.mark.slow
 def test_synth_renders(tmp_path):
     seen = []
     report = synth(
