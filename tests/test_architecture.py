@@ -66,6 +66,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"errors"},
         {"settings", "runtime", "sample"},
         {"storage", "transforms", "cli"},
+        {"channels"},
         {"format"},
         {"order"},
     ],

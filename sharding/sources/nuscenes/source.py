@@ -28,7 +28,7 @@ from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.scan_table import Reference
-from fuelrail.sharding.sources.source import Channel, ScanInfo
+from fuelrail.sharding.sources.source import Camera, ScanInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -193,7 +193,7 @@ class NuScenesSource:
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
             clips=out.clips,
-            cameras=[Channel(channel=name.lower(), source_name=name) for name in keyframes.cameras],
+            cameras=[Camera(channel=name.lower(), source_name=name) for name in keyframes.cameras],
             lidars=[
                 LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
             ],
