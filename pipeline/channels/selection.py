@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fuelrail.pipeline.channels.kinds import KINDS, image_size
 from fuelrail.pipeline.channels.laws import LAWS
 from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel, broken_entry
-from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError
+from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError, SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ def decode_values(members: Mapping[str, Buffer], channels: Sequence[Channel], ke
         data = members.get(channel.field)
         try:
             if data is None and not channel.optional:
-                raise MemberError(f"channel '{channel.name}' is missing, and the table does not say optional")
+                raise SchemaError(f"channel '{channel.name}' is missing, and the table does not say optional")
             values[channel.name] = None if data is None else KINDS[channel.kind].decode(data, channel)
         except MemberError as error:
             raise type(error)(error.message, key=key, member=channel.field) from error

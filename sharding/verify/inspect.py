@@ -172,7 +172,9 @@ def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard
 def _values_of(channel: Channel) -> str:
     """Dtype and shape of a channel's values, or its arrays, or what else it holds."""
     if channel.arrays:
-        return ", ".join(f"{spec.name} {spec.dtype}{['M', *spec.shape]}" for spec in channel.arrays)
+        return ", ".join(
+            f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]" for spec in channel.arrays
+        )
     if not channel.dtype:
         return channel.extension
     shape = ", ".join("any" if side is None else str(side) for side in channel.shape)

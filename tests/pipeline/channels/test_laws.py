@@ -410,5 +410,7 @@ def test_fixed_and_classes_move_nothing_and_identity_returns_the_value_itself() 
     with pytest.raises(SchemaError, match="camera 'cam', which has no map here"):
         move(channel(Law("image", camera="cam"), kind="image"), value)
     small = ImageAugment(height=8, width=8).draw([SIZE], seed=0, epoch=0, sample=0)[0]
-    with pytest.raises(SchemaError, match="a raster of 8 x 3 pixels; on a stored image of 96 x 64 at 1/1 it has 96 x 64"):
+    with pytest.raises(
+        SchemaError, match="a raster of 8 x 3 pixels; on a stored image of 96 x 64 at 1/1 it has 96 x 64"
+    ):
         move(channel(Law("image", camera="cam"), kind="image"), value, images={"cam": small})
