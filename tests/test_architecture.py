@@ -71,7 +71,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"order"},
     ],
     "sharding": [
-        {"sources", "demo"},
+        {"sources"},
+        {"demo"},
         {"planning"},
         {"output"},
         {"write"},

@@ -283,7 +283,7 @@ def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
 
 
 def _encode_image(value: Value, channel: Channel) -> bytes:
-    pixels = _checked(np.asarray(value), channel)
+    pixels: NDArray[Any] = _checked(np.asarray(value), channel)
     done, encoded = cv2.imencode(f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1])
     if not done:
         raise ImageError(f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as {channel.extension}")

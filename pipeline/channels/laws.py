@@ -60,7 +60,8 @@ class Motion:
     Attributes:
         images: camera to the map of its image.
         ego: the map of the ego frame.
-        sensor2ego: sensor to its extrinsics, rigid (4, 4) float64; of the sensors in whose frame channels are.
+        sensor2ego: lidar to the lidar at its own time to ego at the sample's (`Geometry.lidar2keyego`), rigid (4, 4)
+            float64; of the lidars in whose frame channels are.
     """
 
     images: Mapping[str, ImageMap] = field(default_factory=dict)
@@ -161,8 +162,8 @@ def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterat
     yield from _broken_roles(channel)
     frame = channel.frame or ""
     sensor = frame.removeprefix("sensor:")
-    if frame != "ego" and (sensor == frame or sensor not in table or table[sensor].sensor in (None, "camera")):
-        yield f"law 'ego_points' needs the frame 'ego' or that of a sensor of the table; it is {channel.frame!r:.80}"
+    if frame != "ego" and (sensor == frame or sensor not in table or table[sensor].sensor != "lidar"):
+        yield f"law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is {channel.frame!r:.80}"
 
 
 def _broken_ego_boxes(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
@@ -332,12 +333,13 @@ def _moved_points(points: Array, image_map: ImageMap) -> tuple[Array, Array]:
     width, height = image_map.out_wh
     seen = (flat >= (left - 0.5, top - 0.5)) & (flat <= (right - 0.5, bottom - 0.5))
     seen &= (moved >= -0.5) & (moved <= (width - 0.5, height - 0.5))
-    return moved.reshape(points.shape), seen.all(-1).reshape(points.shape[:-1])
+    whole: Array = seen.all(-1)
+    return moved.reshape(points.shape), whole.reshape(points.shape[:-1])
 
 
 def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
     flat = boxes.reshape(-1, 4)
-    corners = flat[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
+    corners: Array = flat[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
     if image_map.lens is not None:
         corners = rectified_places(corners, image_map.lens)
     corners = corners.reshape(-1, 4, 2)

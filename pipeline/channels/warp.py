@@ -108,7 +108,7 @@ def warp_grid(
     return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
 
 
-def _within(places: NDArray[np.float64], low: float, high: float) -> NDArray[np.bool_]:
+def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> NDArray[np.bool_]:
     return np.asarray((places >= low - _FUZZ) & (places <= high + _FUZZ) & (low < high))
 
 
@@ -144,7 +144,8 @@ def _look_up(raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fi
 
 def _along(raster: NDArray[Any], axis: _Axis, number: int, *, linear: bool) -> NDArray[Any]:
     if not linear:
-        return raster.take(axis.nearest, number)
+        taken: NDArray[Any] = raster.take(axis.nearest, number)
+        return taken
     lower, upper = raster.take(axis.lower, number), raster.take(axis.upper, number)
     weight = axis.weight.reshape(-1, *(1,) * (raster.ndim - number - 1))
     return lower + (upper.astype(np.float64) - lower) * weight

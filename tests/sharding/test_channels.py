@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(drive: Path, tmp_path: Path) -> Path:
-    subprocess.run(["cp", "-r", str(drive / "drive"), str(tmp_path / "drive")], check=True)
+    shutil.copytree(drive / "drive", tmp_path / "drive")
     return tmp_path / "drive"
 
 
@@ -109,6 +110,7 @@ def test_masks_lie_in_the_boxes_of_their_instances(drive) -> None:
     assert seen > 20
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_other_tools_read_the_shards(drive) -> None:
@@ -231,7 +233,10 @@ def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             "of channel 'radar' is not there: bring it there",
         ),
         (lambda drive: edit_table(drive, "radar", kind="voxels"), "its kind 'voxels' is unknown; known: "),
-        (lambda drive: edit_table(drive, "radar", name="cam_front", optional=True), "channel 'cam_front': the name occurs twice"),
+        (
+            lambda drive: edit_table(drive, "radar", name="cam_front", optional=True),
+            "channel 'cam_front': the name occurs twice",
+        ),
         (
             lambda drive: edit_table(drive, "instances_cam_back", law={"name": "image"}),
             "channel 'instances_cam_back': law 'image' needs its camera",
@@ -262,7 +267,7 @@ def test_images_are_not_scaled_away_from_what_lies_on_them(copy, tmp_path) -> No
 
 
 def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive, tmp_path) -> None:
-    subprocess.run(["cp", "-r", str(drive / "out"), str(tmp_path / "out")], check=True)
+    shutil.copytree(drive / "out", tmp_path / "out")
 
     def unknown(manifest: Any) -> Any:
         channels = [
@@ -293,7 +298,7 @@ def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive
     ],
 )
 def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, changes, says) -> None:
-    subprocess.run(["cp", "-r", str(drive / "out"), str(tmp_path / "out")], check=True)
+    shutil.copytree(drive / "out", tmp_path / "out")
 
     def edit(manifest: Any) -> Any:
         table = msgspec.to_builtins(manifest.channels)
@@ -307,7 +312,7 @@ def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, c
 
 
 def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) -> None:
-    subprocess.run(["cp", "-r", str(drive / "out"), str(tmp_path / "out")], check=True)
+    shutil.copytree(drive / "out", tmp_path / "out")
 
     def edit(manifest: Any) -> Any:
         channels = [

@@ -100,7 +100,7 @@ GRID = Law("ego_grid", extent_m=(-1.0, -1.0, 1.0, 1.0))
             channel(POINTS, Law("ego_points", roles={"vectors": (("x", "y"),)}), dtype="int16", **IN_EGO),
             "role 'vectors' needs floats",
         ),
-        (channel(POINTS, Law("ego_points")), "needs the frame 'ego' or that of a sensor of the table; it is None"),
+        (channel(POINTS, Law("ego_points")), "needs the frame 'ego' or that of a lidar of the table; it is None"),
         (channel(POINTS, Law("ego_points"), frame="sensor:radar"), "it is 'sensor:radar'"),
         (channel(ARRAY, GRID), "law 'ego_grid' needs the frame 'ego'; it is None"),
         (channel(ARRAY, GRID, axes=("x", "z"), **IN_EGO), "with the axes x and y (and z); not ['x', 'z']"),
