@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 
-class Production(NamedTuple):
+class BatchPipeline(NamedTuple):
     """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
 
     bad: BadSamples
@@ -300,7 +300,7 @@ class LoaderStats(NamedTuple):
     waited_s: float
     """Time that the trainer waited for batches."""
     elapsed_s: float
-    """Time since the first iteration began."""
+    """Time since the start of the first iteration."""
     storage: StorageStats
     """What was read, fetched, found in the cache."""
     bad_samples: int
