@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -26,8 +28,8 @@ from fuelrail.sharding.output.resume import (
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import assign_splits, make_plan, select_rows, selection
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter, uncompressed_share
-from fuelrail.sharding.sources.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_share
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.plan import Plan
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_report import ScanReport
+    from fuelrail.sharding.sources.source import ScanInfo, Source
 
 
 class Progress(Protocol):
@@ -145,17 +148,28 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
 
-def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
-    """Scan the source into the working folder."""
-    path = work.temporary / work.scan_table.name
+def scan_source(spec: SourceSpec) -> ScanInfo:
+    """Scan a source and keep nothing but the result; raises SourceError with what is wrong with it."""
+    with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
+        return _fill_table(make_source(spec), Path(folder) / "scan.arrow")[0]
+
+
+def _fill_table(source: Source, path: Path) -> tuple[ScanInfo, NDArray[np.uint64]]:
     with ScanWriter(path, source.attribute_types) as out:
         info = source.scan(out)
     if not info.num_samples:
         raise SourceError(f"the {source.kind} source has no samples")
+    return info, out.stamps
+
+
+def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
+    """Scan the source into the working folder."""
+    path = work.temporary / work.scan_table.name
+    info, stamps = _fill_table(source, path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     path.replace(work.scan_table)
-    return _Scan(info, ScanTable(work.scan_table), msgspec.structs.replace(recipe, scan_sha256=digest), out.stamps)
+    return _Scan(info, ScanTable(work.scan_table), msgspec.structs.replace(recipe, scan_sha256=digest), stamps)
 
 
 def _plan(work: Workspace, scan: _Scan, started: RunState | None, finished: Manifest | None) -> _Planned:

@@ -252,7 +252,7 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
 def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: Path, engine) -> None:
     """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset."""
     assert cli.main(["synth", str(tmp_path / "source"), "--seed", "7"]) == 0
-    words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "--version", "v1.0-mini", *engine]
+    words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "-o", "version=v1.0-mini", *engine]
     process = start(*words, "--json")
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,25 +1,24 @@
-"""The protocol of a source of driving data, and the registry of sources."""
+"""The protocol of a source of driving data.
+
+Most adapters are a :class:`fuelrail.sharding.sources.frames.source.FrameSource`, which implements all of it but a few
+methods. The kinds that there are stand in :mod:`fuelrail.sharding.sources.registry`.
+"""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
-
-from fuelrail.pipeline.errors import ConfigError
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.settings import Settings
     from fuelrail.sharding.sources.scan_report import ScanReport
     from fuelrail.sharding.sources.scan_table import ClipInfo, ScanWriter
 
-_REGISTRY: Final = {
-    "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
-    "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
-}
+Reads = Literal["random", "clip"]
 
 
 class Channel(NamedTuple):
@@ -36,7 +35,7 @@ class ScanInfo:
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
-    names.
+    names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the identity.
     """
 
     name: str
@@ -62,11 +61,17 @@ class ScanInfo:
 class Source(Protocol):
     """A dataset in its native layout.
 
-    Making one is cheap and reads nothing but what locates the data: every worker makes its own. Errors are
-    SourceError, naming table, file and token.
+    Making one, of a location and options, is cheap and reads nothing but what locates the data: every worker makes its
+    own. Errors are SourceError, naming table or file, and row or token.
     """
 
     kind: str
+    settings: type[Settings]
+    """The options; each with a description."""
+    requires: Mapping[str, str]
+    """Modules that it imports beyond Fuelrail's own dependencies, each with what brings it to `pip install`."""
+    reads: Reads
+    """"clip" where :meth:`open` is slow unless a clip is read in order: the source is a :class:`ClipSource` then."""
 
     @property
     def attribute_types(self) -> Mapping[str, type]:
@@ -79,7 +84,10 @@ class Source(Protocol):
         ...
 
     def scan(self, out: ScanWriter) -> ScanInfo:
-        """Read tables and file sizes, no sensor bytes; write one row for each sample, clip by clip in time order."""
+        """Read tables and file sizes; write one row for each sample, clip by clip in time order.
+
+        Sensor files are not read, but for the heads of images whose size no table has (64 KiB at most, in threads).
+        """
         ...
 
     def open(self, ref: str) -> Buffer:
@@ -87,36 +95,30 @@ class Source(Protocol):
         ...
 
 
-@runtime_checkable
-class FileSource(Protocol):
-    """A source, some of whose members are files of this machine as they are: those are read without :meth:`open`."""
+class Place(NamedTuple):
+    """Bytes of a file of this machine: ``length`` of them from ``offset`` on, or all of the file."""
 
-    def path(self, ref: str) -> str | None:
-        """The file whose bytes are the member's; None where ``open`` makes them."""
+    path: str
+    offset: int = 0
+    length: int | None = None
+
+
+@runtime_checkable
+class PlacedSource(Protocol):
+    """A source, some of whose members are bytes in files as they are: those go to a shard without :meth:`open`."""
+
+    def place(self, ref: str) -> Place | None:
+        """Where the member's bytes are; None where ``open`` makes them."""
         ...
 
 
-class SourceSpec(NamedTuple):
-    """A source by kind, location and options: everything that a worker needs to open it."""
+@runtime_checkable
+class ClipSource(Protocol):
+    """A source that is read clip by clip: a run brings each clip's members into its work folder first."""
 
-    kind: str
-    location: str
-    options: dict[str, Any]
+    def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Yield each of these members of one clip once, in any order, with its reference.
 
-
-def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
-    """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
-    kind, _, location = text.partition(":")
-    known = ", ".join(name for name in _REGISTRY if name != "fuelrail")  # a dataset goes to `fuelrail reshard`
-    if not location:
-        raise ConfigError(f"source {text!r} must be KIND:PATH, such as nuscenes:/data/nuscenes; known kinds: {known}")
-    if kind not in _REGISTRY:
-        raise ConfigError(f"source {text!r} has the unknown kind {kind!r}; known kinds: {known}")
-    return SourceSpec(kind, location, options)
-
-
-def make_source(spec: SourceSpec) -> Source:
-    """Make the source; raises ConfigError where its options are wrong."""
-    module, _, name = _REGISTRY[spec.kind].partition(":")
-    made: Source = getattr(importlib.import_module(module), name)(spec.location, spec.options)
-    return made
+        ``refs`` are in the order of the scan table. A member's bytes may be overwritten when the next one is asked for.
+        """
+        ...

@@ -28,8 +28,8 @@ from fuelrail.pipeline.sample.schema import (
     encode_meta,
 )
 from fuelrail.sharding.output.folder import open_output
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, decode_row
-from fuelrail.sharding.sources.source import SourceSpec, make_source
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import (
     scale_geometry,

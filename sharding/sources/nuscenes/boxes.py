@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import xxhash
 
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
+from fuelrail.sharding.sources.columns.tokens import TokenColumn, Tokens
+from fuelrail.sharding.sources.frames.boxes import stable_id, velocities
+from fuelrail.sharding.sources.frames.classes import CLASSES
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     Instance,
@@ -25,7 +27,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,12 +36,6 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.storage.spill import Spill
     from fuelrail.sharding.sources.scan_report import ScanReport
-
-CLASSES: Final = (
-    "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
-    "traffic_cone",
-)  # fmt: skip
-"""The ten detection classes, in the order that mmdetection3d and its descendants use."""
 
 DETECTION_CLASS: Final = {
     "movable_object.barrier": "barrier",
@@ -66,9 +61,6 @@ OUTSIDE: Final = frozenset((
     "vehicle.emergency.ambulance", "vehicle.emergency.police",
 ))  # fmt: skip
 """nuScenes' other nine categories, which are no detection class: label -1."""
-
-MAX_GAP_S: Final = 1.5
-"""Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
 
 _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "sample": (np.int64, ()),
@@ -131,7 +123,7 @@ class Annotations:
             self._instances.extend(own)
             linked = [record.category_token for record in piece]
             category.append(tokens.need(linked, table="instance", column="category_token", owners=own))
-            number.append([_stable_id(token) for token in own])
+            number.append([stable_id(token) for token in own])
         self._instances.check_unique()
         self._instance_category: NDArray[np.int32] = category.values
         self._instance_id: NDArray[np.int64] = number.values
@@ -272,24 +264,6 @@ def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:
     return np.fmax(np.array(stated, np.float64), -1).astype(np.int32)  # NaN stands for null; fmax takes the other
 
 
-def velocities(
-    centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else NaN.
-
-    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
-    positive, the velocity is unknown: NaN.
-    """
-    own = np.arange(len(centre))
-    first, last = np.where(prev < 0, own, prev), np.where(following < 0, own, following)
-    span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
-    limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
-    usable = (span_s > 0) & (span_s <= limit_s)
-    found = np.full(centre.shape, np.nan)
-    found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
-    return found
-
-
 def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
     """Matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) * rotation.
 
@@ -298,8 +272,3 @@ def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
     w, x, y, z = (frame_wxyz / np.linalg.norm(frame_wxyz, axis=1, keepdims=True)).T
     rows = [w, x, y, z, -x, w, z, -y, -y, -z, w, x, -z, y, -x, w]
     return np.stack(rows, -1).reshape(-1, 4, 4)
-
-
-def _stable_id(token: str) -> int:
-    """63-bit number of a track's token, the same on every machine."""
-    return xxhash.xxh3_64_intdigest(token.encode()) >> 1

@@ -20,6 +20,7 @@ from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
+from fuelrail.sharding.sources.columns.tokens import Sieve, TokenColumn, Tokens
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.tables import (
     CalibratedSensor,
@@ -35,7 +36,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.tokens import Sieve, TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.pipeline.storage.spill import Spill, SpilledColumn
-    from fuelrail.sharding.sources.tokens import Owners
+    from fuelrail.sharding.sources.columns.tokens import Owners
 
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""

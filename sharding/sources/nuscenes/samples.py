@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta
-from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.frames.classes import CLASSES
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.scan_table import frame_key
 

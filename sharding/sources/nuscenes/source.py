@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -21,22 +21,23 @@ from fuelrail.pipeline.format.manifest import LidarEntry
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
-from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.frames.classes import CLASSES
 from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
 from fuelrail.sharding.sources.nuscenes.samples import ATTRIBUTE_TYPES, SceneFacts, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.scan_table import Reference
-from fuelrail.sharding.sources.source import Channel, ScanInfo
+from fuelrail.sharding.sources.source import Channel, Place, ScanInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, SensorRow
     from fuelrail.sharding.sources.scan_table import ScanWriter
+    from fuelrail.sharding.sources.source import Reads
 
 SPLITS_FILE: Final = "splits.json"
 
@@ -128,7 +129,7 @@ class NuScenesOptions(Settings, frozen=True):
             "invalid; samples without any image are dropped (default: error)"
         ),
     ] = "error"
-    points: Annotated[bool, Meta(description="leave lidar sweeps out")] = True
+    points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     sweeps: Annotated[
         int,
         Meta(
@@ -147,6 +148,9 @@ class NuScenesSource:
     """A nuScenes dataroot: a folder, or a URL that fsspec knows."""
 
     kind = "nuscenes"
+    settings = NuScenesOptions
+    requires: ClassVar[Mapping[str, str]] = {}
+    reads: Reads = "random"
     attribute_types = ATTRIBUTE_TYPES
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
@@ -158,11 +162,12 @@ class NuScenesSource:
         """All options; the version is that of the one folder of tables where none was given."""
         return {**msgspec.structs.asdict(self._options), "version": self._version()}
 
-    def path(self, ref: str) -> str | None:
+    def place(self, ref: str) -> Place | None:
         """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
         if ref.endswith(".bin") or ref.startswith("["):
             return None
-        return self._files.path(ref)
+        path = self._files.path(ref)
+        return None if path is None else Place(path)
 
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
@@ -277,11 +282,11 @@ class NuScenesSource:
             found = self._files.folders_with("sample.json")
             if len(found) != 1:
                 listed = ", ".join(found) or "none"
-                raise ConfigError(f"'{shown}' needs --version to choose the tables; there are: {listed}")
+                raise ConfigError(f"'{shown}' needs the option version to choose the tables; there are: {listed}")
             version = found[0]
         elif version not in (found := self._files.folders_with("sample.json")):
             if version in ("", "..") or Path(version).name != version:
-                raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
+                raise ConfigError(f"version {version!r} is not the name of a folder in '{shown}'")
             if found:
                 raise SourceError(
                     f"nuScenes version '{version}': '{shown}/{version}' is not a folder with tables; there are: "
@@ -322,7 +327,7 @@ class NuScenesSource:
             size = self._file_bytes(row.filename, stamps)
             if size is None:
                 what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-                raise SourceError(f"{what}; --no-points leaves all lidar sweeps out")
+                raise SourceError(f"{what}; the option points=false leaves all lidar sweeps out")
             if not row.filename.endswith(".bin"):
                 raise _of_no_known_kind(row.filename, lidar)
             members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
@@ -347,7 +352,7 @@ class NuScenesSource:
                 size = self._file_bytes(filename, stamps)
                 if size is None:
                     what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
-                    raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
+                    raise SourceError(f"lidar {what}; the option sweeps=0 leaves earlier sweeps out")
                 num_bytes += size
             if found.files:
                 members.append(Reference(f"{lidar.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
@@ -370,7 +375,7 @@ class NuScenesSource:
 
     def _refuse_missing(self, what: str) -> None:
         if self._options.missing_camera == "error":
-            raise SourceError(f"{what}; --missing-camera mask makes it an absent member instead")
+            raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
 
 
 def _of_no_known_kind(filename: str, sensor: str) -> SourceError:

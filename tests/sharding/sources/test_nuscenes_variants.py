@@ -22,9 +22,9 @@ from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, deco
 from fuelrail.pipeline.transforms.lens import read_lens
 from fuelrail.sharding.planning.recipe import parse_images
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from fuelrail.sharding.sources.source import SourceSpec, make_source
 from fuelrail.sharding.verify.dataset import verify
 from support.loaders import make_loader
 from support.nuscenes_sweeps import add_sweeps
@@ -303,7 +303,7 @@ def test_nuscenes_f5_a_sample_without_any_image_is_dropped(made, tmp_path):
     for channel in TWO:
         for row in data_rows(made, channel, [2, 4, 5, 6]):  # one of clip a, all of clip b
             (made.root / row["filename"]).unlink()
-    with pytest.raises(SourceError, match="--missing-camera mask"):
+    with pytest.raises(SourceError, match="missing_camera=mask"):
         scan(made, tmp_path)
     info, table = scan(made, tmp_path, missing_camera="mask")
     assert info.report.dropped_samples == {"no camera image": 4}
