@@ -33,7 +33,7 @@ class PandaSet(FrameSource[FrameSettings]):
             if name.isdecimal():
                 yield Clip(name=name, files=(f"{name}/lidar/poses.json",))
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str) -> Any:  # noqa: ANN401 - JSON
         return json.loads(self.files.read(name))
 
     def _poses(self, folder: str) -> tuple[np.ndarray, np.ndarray]:
