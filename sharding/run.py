@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import tempfile
@@ -34,6 +35,7 @@ from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_share
 from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
+from fuelrail.sharding.write.staging import stage_clips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,6 +133,8 @@ def shard(
         job = _job(work, spec, scan, planned.plan, dictionary)
         num_shards = len(job.shards)
         numbers = range(num_shards) if manifest is None else _damaged_shards(output, manifest, num_workers)
+        if source.reads == "clip" and numbers:
+            job = _staged(work, scan, planned.plan, job, numbers, num_workers)
         num_written = _make_shards(work, engine, job, numbers, planned, progress)
         if manifest is None:
             manifest = finish(work, job, planned.plan, scan.info, scan.table, planned.clips_by_split)
@@ -233,6 +237,21 @@ def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary:
         dictionary=dictionary,
         rig=Rig.make([camera.channel for camera in info.cameras], info.lidars, info.classes, info.attributes),
     )
+
+
+def _staged(
+    work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, numbers: Sequence[int], num_workers: int
+) -> WriteJob:
+    """Bring the clips of these shards into the work folder; returns the job that reads them there."""
+    shards = [job.shards[number] for number in numbers]
+    rows = np.concatenate([plan.rows[one.first_sample : one.first_sample + one.num_samples] for one in shards])
+    wanted = np.unique(scan.table.numbers("clip")[rows]).tolist()
+    folder = work.folder / "staging"
+    with work.out.writing():
+        table = stage_clips(
+            job.source, job.scan_table, scan.info.clips, scan.stamps, folder, wanted=wanted, num_workers=num_workers
+        )
+    return dataclasses.replace(job, scan_table=table, staging=folder)
 
 
 def _make_shards(

@@ -58,7 +58,15 @@ class ScanInfo:
         return sum(clip.num_samples for clip in self.clips)
 
 
-class Source(Protocol):
+class MemberSource(Protocol):
+    """Where members are read from."""
+
+    def open(self, ref: str) -> Buffer:
+        """The bytes of a member that the scan table refers to, as they are to be stored (raw)."""
+        ...
+
+
+class Source(MemberSource, Protocol):
     """A dataset in its native layout.
 
     Making one, of a location and options, is cheap and reads nothing but what locates the data: every worker makes its
@@ -88,10 +96,6 @@ class Source(Protocol):
 
         Sensor files are not read, but for the heads of images whose size no table has (64 KiB at most, in threads).
         """
-        ...
-
-    def open(self, ref: str) -> Buffer:
-        """The bytes of a member that the scan table refers to, as they are to be stored (raw)."""
         ...
 
 

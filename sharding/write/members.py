@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_table import Reference
-    from fuelrail.sharding.sources.source import Source
+    from fuelrail.sharding.sources.source import MemberSource
     from fuelrail.sharding.write.blocks import ReadBuffer
 
 Step = Callable[["Reference", "Buffer"], "Buffer"]
@@ -51,7 +51,7 @@ class Members:
     """The chains of one run's fields."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, lidars: tuple[LidarEntry, ...], buffer: ReadBuffer, place: str
+        self, source: MemberSource, recipe: Recipe, lidars: tuple[LidarEntry, ...], buffer: ReadBuffer, place: str
     ) -> None:
         """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source in errors."""
         self._source, self._placed = source, source if isinstance(source, PlacedSource) else None

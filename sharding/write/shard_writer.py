@@ -46,6 +46,7 @@ from fuelrail.sharding.write.records import (
     store_record,
     store_version_tag,
 )
+from fuelrail.sharding.write.staging import StagedSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,7 +81,8 @@ class ShardDone(NamedTuple):
 class WriteJob:
     """Everything that a worker needs to write any shard of a run; small, and the same for all.
 
-    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does.
+    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does. ``staging``
+    is the folder that the members were brought into, of a source that is read clip by clip.
     """
 
     out: str
@@ -97,6 +99,7 @@ class WriteJob:
     clip_ids: tuple[str, ...]
     dictionary: Dictionary | None
     rig: Rig
+    staging: Path | None = None
 
 
 class ShardWriter:
@@ -108,7 +111,7 @@ class ShardWriter:
         self._table = ScanTable(job.scan_table)
         self._rows = np.load(job.plan_rows, mmap_mode="r")
         self._selection = np.load(job.selection, mmap_mode="r")
-        self._source = make_source(job.source)
+        self._source = make_source(job.source) if job.staging is None else StagedSource(job.staging)
         self._buffer = ReadBuffer()
         self._place = f"{job.source.kind}:{job.source.location}"
         self._members = Members(self._source, job.recipe, job.lidars, self._buffer, self._place)

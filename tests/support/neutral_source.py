@@ -1,4 +1,4 @@
-"""The world in a format of the tests' own, and its adapter: JSON, images as files or ranges of one, points as `.npy`."""
+"""The world in a format of the tests' own, and its adapter: JSON, images as files or as ranges of one, and `.npy`."""
 
 from __future__ import annotations
 

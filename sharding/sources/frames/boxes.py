@@ -117,7 +117,7 @@ def _rotations(wxyz: F64, yaw: F64) -> F64:
     """Rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
     cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
     of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
-    is_unit = np.abs(np.linalg.norm(wxyz, axis=1) - 1) <= MAX_SKEW
+    is_unit = np.asarray(np.abs(np.linalg.norm(wxyz, axis=1) - 1) <= MAX_SKEW)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
     return np.where(np.isnan(wxyz).all(1)[:, None, None], of_yaw, full)

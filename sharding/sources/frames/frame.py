@@ -34,6 +34,11 @@ class Sensors(NamedTuple):
     cameras: Sequence[Channel]
     lidars: Sequence[LidarEntry] = ()
 
+    @property
+    def channels(self) -> list[str]:
+        """Of cameras, then of lidars."""
+        return [camera.channel for camera in self.cameras] + [lidar.channel for lidar in self.lidars]
+
     @classmethod
     def of(cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None) -> Sensors:
         """The rig of these cameras, and lidars with the names of their columns; channels are in lower case."""

@@ -122,7 +122,7 @@ class ClipRows:
         self._note_cameras(frames, found, order)
 
     def _check_frames(self, where: str, frames: Sequence[Frame]) -> None:
-        channels = {sensor.channel for sensor in (*self.sensors.cameras, *self.sensors.lidars)}
+        channels = set(self.sensors.channels)
         before = -1
         for at, frame in enumerate(frames):
             if frame.timestamp_ns <= before:

@@ -185,7 +185,7 @@ class FrameSource(Generic[S]):
             lidars=list(sensors.lidars),
             classes=classes.names,
             attributes=list(self.box_attributes),
-            names=out.member_names([sensor.channel for sensor in (*sensors.cameras, *sensors.lidars)]),
+            names=out.member_names(sensors.channels),
             time_base=self.time_base,
             ego_origin=self.ego_origin,
             splits=splits or None,
