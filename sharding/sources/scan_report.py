@@ -59,7 +59,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
 
     def offset(self, channel: str, offset_ns: int) -> None:
         """Note how far a channel's moment is from the sample's."""
-        self.max_offset_ms[channel] = max(self.max_offset_ms.get(channel, 0.0), offset_ns / 1e6)
+        if offset_ns:
+            self.max_offset_ms[channel] = max(self.max_offset_ms.get(channel, 0.0), offset_ns / 1e6)
 
     def builtins(self) -> dict[str, Any]:
         """The report for JSON: fields in order, names in each sorted."""
@@ -75,7 +76,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if self.masked:
             by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
             said.append(f"  absent sensor members: {_listed(by_channel, '; ')}")
-        if any(self.max_offset_ms.values()):
+        if self.max_offset_ms:
             offsets = {name: round(value, 1) for name, value in self.max_offset_ms.items()}
             said.append(f"  largest time offsets from the sample [ms]: {_listed(offsets)}")
         if self.distorted:
@@ -117,6 +118,11 @@ class Findings:
         self._texts: list[str] = []
         self._counts: dict[str, int] = {}
 
+    @property
+    def num_found(self) -> int:
+        """How many there are."""
+        return sum(self._counts.values())
+
     def add(self, table: str, text: str) -> None:
         """Note a finding; ``text`` is a whole sentence, ``table`` is where it was found."""
         self._counts[table] = self._counts.get(table, 0) + 1
@@ -143,4 +149,4 @@ class Findings:
             if count > _MOST_FINDINGS
         ]
         lines = "\n  ".join([*self._texts, *more])
-        raise SourceError(f"the source has {sum(self._counts.values()):,} faults:\n  {lines}")
+        raise SourceError(f"the source has {self.num_found:,} faults:\n  {lines}")

@@ -14,6 +14,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_arrays, encode_stacked
 from fuelrail.sharding.sources.frames.arrays import clip_arrays, stacked_geometry
 from fuelrail.sharding.sources.frames.boxes import clip_boxes
+from fuelrail.sharding.sources.frames.classes import count_column
 from fuelrail.sharding.sources.frames.frame import Image
 from fuelrail.sharding.sources.frames.members import (
     NO_POSE,
@@ -57,11 +58,7 @@ _COMMON: Final[dict[str, type]] = {
 
 def attribute_types(classes: Iterable[str], columns: Mapping[str, type]) -> dict[str, type]:
     """The columns of attributes: those of all sources, a count for each class, and the source's own."""
-    return {**_COMMON, **dict.fromkeys(map(_count_column, classes), int), **columns}
-
-
-def _count_column(name: str) -> str:
-    return "num_" + (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed")
+    return {**_COMMON, **dict.fromkeys(map(count_column, classes), int), **columns}
 
 
 def clip_id(name: str) -> str:
@@ -214,7 +211,7 @@ class _ClipFacts:
         self._id = clip_id(clip.name)
         self._has_frame = np.pad(kept, 1).tolist()
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
-        self._counts = [_count_column(name) for name in rows.classes.names]
+        self._counts = [count_column(name) for name in rows.classes.names]
         self._nothing = dict.fromkeys(rows.columns)
 
     def meta(self, at: int, members: Sequence[Reference], boxes: Boxes | None) -> Meta:

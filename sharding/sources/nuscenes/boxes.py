@@ -16,7 +16,7 @@ from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
 from fuelrail.sharding.sources.columns.tokens import TokenColumn, Tokens
 from fuelrail.sharding.sources.frames.boxes import stable_id, velocities
-from fuelrail.sharding.sources.frames.classes import CLASSES
+from fuelrail.sharding.sources.frames.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     Instance,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.frames.classes import ClassOption
     from fuelrail.sharding.sources.scan_report import ScanReport
 
 DETECTION_CLASS: Final = {
@@ -89,9 +90,11 @@ NOT_STATED: Final = "not stated"
 class Annotations:
     """All annotations of a dataroot as columns on disk, found by sample."""
 
-    def __init__(self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64]) -> None:
+    def __init__(
+        self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64], classes: ClassOption
+    ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        self._spill, self._timestamp_us = spill, timestamp_us
+        self._spill, self._timestamp_us, self._class_option = spill, timestamp_us, classes
         attributes = read_all(folder, "attribute", Named)
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
@@ -114,7 +117,10 @@ class Annotations:
         categories = read_all(folder, "category", Named)
         tokens = Tokens("category", self._spill, [record.token for record in categories])
         self._categories = [record.name for record in categories]
-        self._label_of = np.array([label_of(name) for name in self._categories], np.int16)
+        option = self._class_option
+        known = ClassMap(option, self._categories)
+        labels = map(label_of, self._categories) if option == NUSCENES10 else known.labels(self._categories)
+        self.classes, self._label_of = known.names, np.array(list(labels), np.int16)
         self._per_category = np.zeros(len(categories), np.int64)
         self._instances = Tokens("instance", self._spill)
         category, number = self._spill.column(np.int32), self._spill.column(np.int64)
@@ -241,16 +247,19 @@ class Annotations:
             yield Boxes(**{name: values[part] for name, values in found.items()})
 
     def report(self, report: ScanReport) -> None:
-        """Add what is known of all boxes that :meth:`of_samples` gave."""
+        """Add what is known of all boxes that :meth:`of_samples` gave; raises SourceError where none has a class."""
         report.boxes = int(self._per_category.sum())
         report.unknown_points = self._unknown_points
         for name, label, count in zip(self._categories, self._label_of, self._per_category.tolist(), strict=True):
             if label < 0 and count:
-                names = report.outside_classes if name in OUTSIDE else report.unmapped
+                option = self._class_option
+                on_purpose = name in (option if isinstance(option, dict) else OUTSIDE)
+                names = report.outside_classes if on_purpose else report.unmapped
                 names[name] = names.get(name, 0) + count
         for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
             if level not in _VISIBILITY and count:
                 report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
+        check_mapped(report)
 
 
 def label_of(category: str) -> int:

@@ -21,12 +21,12 @@ from fuelrail.pipeline.format.manifest import LidarEntry
 from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
-from fuelrail.sharding.sources.frames.classes import CLASSES
-from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
-from fuelrail.sharding.sources.nuscenes.samples import ATTRIBUTE_TYPES, SceneFacts, clip_ids
+from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
+from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
-from fuelrail.sharding.sources.scan_report import ScanReport
+from fuelrail.sharding.sources.scan_report import Findings, ScanReport
 from fuelrail.sharding.sources.scan_table import Reference
 from fuelrail.sharding.sources.source import Channel, Place, ScanInfo
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.sample.schema import Geometry
+    from fuelrail.sharding.sources.files import FileFacts
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, SensorRow
     from fuelrail.sharding.sources.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
@@ -137,6 +139,13 @@ class NuScenesOptions(Settings, frozen=True):
             "default: 0)"
         ),
     ] = 0
+    classes: Annotated[
+        ClassOption,
+        Meta(
+            description="classes of boxes: nuscenes10 (its ten detection classes), source (all categories of the "
+            "tables), or a YAML file that maps category to class"
+        ),
+    ] = NUSCENES10
 
     def __post_init__(self) -> None:
         """Check that the options go together."""
@@ -151,11 +160,18 @@ class NuScenesSource:
     settings = NuScenesOptions
     requires: ClassVar[Mapping[str, str]] = {}
     reads: Reads = "random"
-    attribute_types = ATTRIBUTE_TYPES
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         self._files = source_files(location)
-        self._options = convert(options, NuScenesOptions, "options of source nuscenes")
+        given = convert(options, NuScenesOptions, "options of source nuscenes")
+        self._options = msgspec.structs.replace(given, classes=loaded(given.classes))
+        self._facts: dict[str, FileFacts | None] = {}
+        self._findings = Findings()
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Columns of attributes; classes of the source's own are not known before the tables are read: no counts."""
+        return attribute_types(ClassMap(self._options.classes, ()).names)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -191,7 +207,7 @@ class NuScenesSource:
             return self._scan(folder, out)
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
-        keyframes = Keyframes(folder, out.spill)
+        keyframes = Keyframes(folder, out.spill, self._options.classes)
         report = ScanReport()
         num_masked = self._append_samples(folder, keyframes, out, report)
         keyframes.annotations.report(report)
@@ -202,7 +218,7 @@ class NuScenesSource:
             lidars=[
                 LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
             ],
-            classes=list(CLASSES),
+            classes=keyframes.annotations.classes,
             attributes=keyframes.annotations.attribute_names,
             names=out.member_names([name.lower() for name in (*keyframes.cameras, *keyframes.lidars)]),
             time_base="unix",
@@ -217,12 +233,13 @@ class NuScenesSource:
     ) -> list[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
         """Scene row, its samples in time order, and which of them have an image; scenes without any left out."""
 
-        def is_file(filename: str) -> bool:
-            return self._file_bytes(filename, []) is not None
+        def are_files(filenames: list[str]) -> list[bool]:
+            self._look_at(filenames)
+            return [self._file_bytes(filename, []) is not None for filename in filenames]
 
         scenes = []
         for row, samples in keyframes.scenes():
-            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else is_file)
+            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else are_files)
             num_kept = int(np.count_nonzero(kept))
             report.samples += num_kept
             if num_kept < len(kept):
@@ -242,6 +259,7 @@ class NuScenesSource:
         """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
         sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
+        counted = ClassMap(self._options.classes, ()).names
         num_masked = 0
         scenes = self._with_pictures(keyframes, report)
         places = ((row, kept, int(number)) for row, _, kept in scenes for number in np.flatnonzero(kept))
@@ -249,11 +267,17 @@ class NuScenesSource:
         current = -1
         for first in range(0, len(order), _FRAMES_AT_ONCE):
             geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
+            self._look_at([row.filename for frame in frames for row in frame.sensors if row is not None])
             stamps: list[list[str]] = [[] for _ in frames]
             found = [self._members(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
+            if self._findings.num_found:
+                for _ in frames:
+                    next(places)
+                continue  # no rows any more, but the other faults
             for at, members in enumerate(found):
                 present = {member.name.partition(".")[0] for member in members}
                 geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
+            self._note_offsets(keyframes, geometry, frames, report)
             num_cameras = geometry.cam_valid.sum(axis=1).tolist()
             num_masked += geometry.cam_valid.size - sum(num_cameras)
             for name, count in zip(keyframes.cameras, keyframes.num_distorted(geometry), strict=True):
@@ -265,7 +289,7 @@ class NuScenesSource:
                     current = scene_row
                     scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
                     out.begin_clip(ids[scene_row], scene.name, scene.token)
-                    facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras)
+                    facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras, counted)
                 if sweeps is not None:
                     members += self._earlier(keyframes, sweeps, frame, stamps[at])
                 boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
@@ -273,7 +297,20 @@ class NuScenesSource:
                 attributes = facts.attributes(num_cameras[at], frame.boxes)
                 stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
                 out.append(meta, encoded, boxes, members, attributes, stamp)
+        self._findings.check()
         return num_masked
+
+    def _note_offsets(self, keyframes: Keyframes, geometry: Geometry, frames: list[Frame], report: ScanReport) -> None:
+        """Largest time between a sample and each of its images."""
+        times = np.array([frame.timestamp_us for frame in frames])[:, None] * NS_PER_US
+        offsets = np.where(geometry.cam_valid > 0, np.abs(geometry.cam_timestamp_ns - times), 0).max(axis=0)
+        for name, offset_ns in zip(keyframes.cameras, offsets.tolist(), strict=True):
+            report.offset(name.lower(), offset_ns)
+
+    def _look_at(self, filenames: list[str]) -> None:
+        """Look at many files together; :meth:`_file_bytes` knows of them then."""
+        inside = [name for name in filenames if not _leads_out(name)]
+        self._facts = dict(zip(inside, self._files.facts_of(inside), strict=True))
 
     def _version(self) -> str:
         """Name of the tables' folder."""
@@ -298,40 +335,47 @@ class NuScenesSource:
         """References of the sample's sensor files that are there, in rig order."""
         members: list[Reference] = []
         for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
-            if row is None:
-                self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
-                report.mask(camera.lower(), "no row")
-                continue
-            if not row.is_valid:
-                report.mask(camera.lower(), _NOT_VALID)
-                continue
-            size = self._file_bytes(row.filename, stamps)
-            if size is None:
-                self._refuse_missing(
-                    f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-                )
-                report.mask(camera.lower(), "no file")
-                continue
-            extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
-            if extension is None:
-                raise _of_no_known_kind(row.filename, camera)
-            if row.width <= 0 or row.height <= 0:
-                raise SourceError(
-                    f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
-                )
-            members.append(Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height))
+            with self._findings.of(camera):
+                member = self._image(frame, camera, row, stamps)
+                if isinstance(member, str):
+                    report.mask(camera.lower(), member)
+                else:
+                    members.append(member)
         for lidar, row in self._lidars(keyframes, frame):
             if not row.is_valid:
                 report.mask(lidar.lower(), _NOT_VALID)
                 continue
-            size = self._file_bytes(row.filename, stamps)
-            if size is None:
-                what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-                raise SourceError(f"{what}; the option points=false leaves all lidar sweeps out")
-            if not row.filename.endswith(".bin"):
-                raise _of_no_known_kind(row.filename, lidar)
-            members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
+            with self._findings.of(lidar):
+                size = self._file_bytes(row.filename, stamps)
+                if size is None:
+                    what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+                    raise SourceError(f"{what}; the option points=false leaves all lidar sweeps out")
+                if not row.filename.endswith(".bin"):
+                    raise _of_no_known_kind(row.filename, lidar)
+                members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
         return members
+
+    def _image(self, frame: Frame, camera: str, row: SensorRow | None, stamps: list[str]) -> Reference | str:
+        """Reference of an image, or why it is masked; raises SourceError where it is refused."""
+        if row is None:
+            self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
+            return "no row"
+        if not row.is_valid:
+            return _NOT_VALID
+        size = self._file_bytes(row.filename, stamps)
+        if size is None:
+            self._refuse_missing(
+                f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+            )
+            return "no file"
+        extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
+        if extension is None:
+            raise _of_no_known_kind(row.filename, camera)
+        if row.width <= 0 or row.height <= 0:
+            raise SourceError(
+                f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
+            )
+        return Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height)
 
     def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
         """The lidars of which points are to be stored, with their rows."""
@@ -363,9 +407,9 @@ class NuScenesSource:
 
         Its stamp is added to ``stamps``.
         """
-        if filename.startswith("/") or ".." in filename.split("/"):
+        if _leads_out(filename):
             raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
-        facts = self._files.facts(filename)
+        facts = self._facts[filename] if filename in self._facts else self._files.facts(filename)
         if facts is None:
             return None
         if facts.num_bytes == 0:
@@ -376,6 +420,10 @@ class NuScenesSource:
     def _refuse_missing(self, what: str) -> None:
         if self._options.missing_camera == "error":
             raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
+
+
+def _leads_out(filename: str) -> bool:
+    return filename.startswith("/") or ".." in filename.split("/")
 
 
 def _of_no_known_kind(filename: str, sensor: str) -> SourceError:
