@@ -421,6 +421,7 @@ def _make_production(
     return Production(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
+        all(source.dataset.manifest.has_poses for source in sources),
     )  # fmt: skip
 
 

@@ -77,11 +77,16 @@ if TYPE_CHECKING:
 
 
 def assemble(
-    decoded: Sequence[DecodedSample], *, lidar: LidarEntry | None = None, box_frame: BoxFrame = "ego"
+    decoded: Sequence[DecodedSample],
+    *,
+    lidar: LidarEntry | None = None,
+    box_frame: BoxFrame = "ego",
+    has_poses: bool = True,
 ) -> dict[str, Any]:
     """Build the batch of samples that share a slot and a rig; see the module's table.
 
-    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes. Raises SchemaError
+    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes. Without
+    ``has_poses`` there is no ``ego2global``: all of them would be the identity. Raises SchemaError
     where some samples are labelled and some are not.
     """
     slot = decoded[0].slot
@@ -119,6 +124,8 @@ def assemble(
     batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
     if decoded[0].dataset is not None:
         batch["dataset"] = [entry.dataset for entry in decoded]
+    if not has_poses:
+        del batch["ego2global"]
     if frames.has_windows:
         ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
         batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)

@@ -86,11 +86,22 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         "cameras": both(lambda dataset: [camera.channel for camera in dataset.manifest.cameras]),
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
+        "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
         # Matrices from and to the lidar are there for a whole batch or not at all.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
     return {**facts, "lidars' columns": both(columns)} if points else facts
+
+
+def require_poses(datasets: Mapping[str, Dataset]) -> None:
+    """Raise ConfigError for a dataset without ego poses: its frames have no place in a common world."""
+    for name, dataset in datasets.items():
+        if not dataset.manifest.has_poses:
+            raise ConfigError(
+                f"dataset {name!r} has no ego poses (its source knew none), and a temporal window or earlier lidar "
+                "sweeps need them: load single frames, without window and accumulation"
+            )
 
 
 def make_sources(

@@ -123,6 +123,20 @@ class Manifest(Settings, frozen=True):
         """All channels in rig order: cameras, then lidars."""
         return tuple(c.channel for c in self.cameras) + tuple(c.channel for c in self.lidars)
 
+    @property
+    def has_poses(self) -> bool:
+        """Whether the source knew ego poses; else all are the identity, also of a part of a merged dataset."""
+        return not _lacks_poses(self.provenance)
+
+
+def _lacks_poses(provenance: object) -> bool:
+    facts = provenance.get("facts") if isinstance(provenance, dict) else None
+    if not isinstance(facts, dict):
+        return False
+    parts = [part for name in ("merged", "appended") for part in facts.get(name) or () if isinstance(part, dict)]
+    inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
+    return facts.get("poses") == "none" or any(map(_lacks_poses, inner))
+
 
 _NOT_IN_FINGERPRINT: Final = frozenset(
     {"name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest"}

@@ -11,11 +11,11 @@ from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
-_MOST_FINDINGS: Final = 20
+MOST_FINDINGS: Final = 20
 """Of one table, or of one other place of a source."""
 
 
@@ -126,7 +126,7 @@ class Findings:
     def add(self, table: str, text: str) -> None:
         """Note a finding; ``text`` is a whole sentence, ``table`` is where it was found."""
         self._counts[table] = self._counts.get(table, 0) + 1
-        if self._counts[table] <= _MOST_FINDINGS:
+        if self._counts[table] <= MOST_FINDINGS:
             self._texts.append(text)
 
     @contextlib.contextmanager
@@ -141,12 +141,14 @@ class Findings:
         """Raise SourceError where there are findings: the one, or all of them, a line each."""
         if not self._texts:
             return
-        if len(self._texts) == 1:
-            raise SourceError(self._texts[0])
         more = [
-            f"and {count - _MOST_FINDINGS:,} more of {table}"
+            f"and {count - MOST_FINDINGS:,} more of {table}"
             for table, count in self._counts.items()
-            if count > _MOST_FINDINGS
+            if count > MOST_FINDINGS
         ]
-        lines = "\n  ".join([*self._texts, *more])
-        raise SourceError(f"the source has {self.num_found:,} faults:\n  {lines}")
+        raise source_error([*self._texts, *more], self.num_found)
+
+
+def source_error(texts: Sequence[str], number: int) -> SourceError:
+    """The error for one fault, or for ``number`` of them, of which ``texts`` say what they are."""
+    return SourceError(texts[0]) if number == 1 else SourceError(f"the source has {number:,} faults:", texts)

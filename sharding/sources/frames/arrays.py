@@ -104,12 +104,22 @@ def stacked_geometry(
         "lidar2ego": matrices("lidar2ego", sweeps, 4).reshape(len(rows), len(sensors.lidars), 4, 4),
         "lidar_ego2global": arrays.lidar_ego2global[rows],
     }
+    intrinsics = matrices("intrinsics", images, 3)
+    for number, name in enumerate(cameras):
+        bad = _uncalibrated(intrinsics[number :: len(cameras)], poses["cam2ego"][:, number]) & (sizes[:, number, 0] > 0)
+        if bad.any():
+            at = int(np.argmax(bad))
+            shown = intrinsics[at * len(cameras) + number].tolist(), poses["cam2ego"][at, number].tolist()
+            raise SourceError(
+                f"{where}: frame {rows[at]}, {name}: the camera is not calibrated: intrinsics {shown[0]}, cam2ego "
+                f"{shown[1]}; wanted are finite numbers, and focal lengths over 0"
+            )
     motion = arrays.motion[rows]
     return Geometry(
         cam_valid=(sizes[..., 0] > 0).astype(np.uint8),
         cam_timestamp_ns=arrays.cam_time_ns[rows],
         img_wh=sizes,
-        intrinsics=matrices("intrinsics", images, 3).reshape(*shape, 3, 3),
+        intrinsics=intrinsics.reshape(*shape, 3, 3),
         dist=dist.reshape(*shape, NUM_DIST),
         lidar_timestamp_ns=arrays.lidar_time_ns[rows],
         ego_velocity=motion[:, 0],
@@ -117,6 +127,13 @@ def stacked_geometry(
         ego_rates=motion[:, 2],
         **{name: _rigid(f"{where}: {name}", values) for name, values in poses.items()},
     )
+
+
+def _uncalibrated(intrinsics: NDArray[np.float64], cam2ego: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which of one camera's calibrations are none (R,)."""
+    with np.errstate(all="ignore"):
+        is_sound = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
+    return np.asarray(~is_sound | ~np.isfinite(cam2ego).all((1, 2)))
 
 
 def _rigid(where: str, values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -54,10 +54,10 @@ class Part(NamedTuple):
         return cls(ref) if found is None else cls(found[1], int(found[2]), int(found[3]))
 
 
-def check_inside(name: str) -> None:
-    """Raise SourceError for a name that leads out of the source's root."""
+def check_inside(name: str, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
     if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-        raise SourceError(f"the file name '{name}' is not inside the source")
+        raise SourceError(f"{where}: the file name '{name}' is not inside the source")
 
 
 def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:
@@ -113,7 +113,7 @@ class MemberFinder:
             for one in (*frame.images.values(), *(frame.sweeps.values() if self.points else ())):
                 if (isinstance(one, Image) and not one.made) or (isinstance(one, Sweep) and one.num_bytes is None):
                     part = parts[one.ref] = Part.of(one.ref)
-                    check_inside(part.name)
+                    check_inside(part.name, where)
         facts = facts_by_name(self.files, [part.name for part in parts.values()])
         known = _Known(parts, facts, self._sizes(where, frames, parts, facts))
         found: list[dict[str, Found | str]] = []
@@ -179,7 +179,7 @@ class MemberFinder:
                 place, channel, f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}"
             )
         if size is None:
-            return "unknown size"  # noted with the heads
+            return NOTED  # with the heads
         return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
 
     def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:

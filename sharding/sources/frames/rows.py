@@ -132,7 +132,7 @@ class ClipRows:
 
     def _stamp(self, clip: Clip) -> str:
         for name in clip.files:
-            check_inside(name)
+            check_inside(name, f"clip '{clip.name}'")
         facts = facts_by_name(self.files, clip.files)
         for name, found in facts.items():
             if found is None:

@@ -6,19 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from support.neutral_source import Neutral, install_plugin, write_neutral
+from support.neutral_source import Neutral, write_neutral
 from support.sharding import Interrupt, digests
 from support.source_suite import SourceSuite
-
-
-@pytest.fixture(autouse=True)
-def plugins(tmp_path_factory, monkeypatch):
-    """The tests' own kinds, installed as a plug-in's are."""
-    folder = tmp_path_factory.mktemp("site")
-    install_plugin(folder, "neutral", "support.neutral_source:Neutral")
-    install_plugin(folder, "neutral_by_clip", "support.neutral_source:NeutralByClip")
-    install_plugin(folder, "neutral_without_poses", "support.neutral_source:NeutralWithoutPoses")
-    monkeypatch.syspath_prepend(folder)
 
 
 class TestFiles(SourceSuite):
