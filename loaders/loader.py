@@ -22,7 +22,7 @@ from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import add_stats, have_poses, image_facts, open_all, require_lidar
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
@@ -420,8 +420,7 @@ def _make_production(
     cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
     return Production(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
-        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        all(source.dataset.manifest.has_poses for source in sources),
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame, have_poses(sources),
     )  # fmt: skip
 
 

@@ -94,6 +94,11 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
     return {**facts, "lidars' columns": both(columns)} if points else facts
 
 
+def have_poses(sources: Sequence[Source]) -> bool:
+    """Whether the datasets of these sources have ego poses."""
+    return all(source.dataset.manifest.has_poses for source in sources)
+
+
 def require_poses(datasets: Mapping[str, Dataset]) -> None:
     """Raise ConfigError for a dataset without ego poses: its frames have no place in a common world."""
     for name, dataset in datasets.items():

@@ -18,26 +18,25 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.manifest import LidarEntry
-from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
+from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
 from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
+from fuelrail.sharding.sources.nuscenes.members import KeyframeFiles
 from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
-from fuelrail.sharding.sources.scan_report import Findings, ScanReport
-from fuelrail.sharding.sources.scan_table import Reference
+from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Channel, Place, ScanInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.schema import Geometry
-    from fuelrail.sharding.sources.files import FileFacts
-    from fuelrail.sharding.sources.nuscenes.geometry import Frame, SensorRow
+    from fuelrail.sharding.sources.nuscenes.geometry import Frame
     from fuelrail.sharding.sources.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
 
@@ -98,16 +97,10 @@ _TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE)
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 
 
-_IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
-
-
 _FRAMES_AT_ONCE: Final = 256
 
 
 _NO_IMAGE: Final = "no camera image"
-
-
-_NOT_VALID: Final = "marked as not valid"
 
 
 class NuScenesOptions(Settings, frozen=True):
@@ -165,8 +158,6 @@ class NuScenesSource:
         self._files = source_files(location)
         given = convert(options, NuScenesOptions, "options of source nuscenes")
         self._options = msgspec.structs.replace(given, classes=loaded(given.classes))
-        self._facts: dict[str, FileFacts | None] = {}
-        self._findings = Findings()
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -229,13 +220,13 @@ class NuScenesSource:
         )
 
     def _with_pictures(
-        self, keyframes: Keyframes, report: ScanReport
+        self, keyframes: Keyframes, files: KeyframeFiles, report: ScanReport
     ) -> list[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
         """Scene row, its samples in time order, and which of them have an image; scenes without any left out."""
 
         def are_files(filenames: list[str]) -> list[bool]:
-            self._look_at(filenames)
-            return [self._file_bytes(filename, []) is not None for filename in filenames]
+            files.look_at(filenames)
+            return [files.file_bytes(filename, []) is not None for filename in filenames]
 
         scenes = []
         for row, samples in keyframes.scenes():
@@ -261,16 +252,18 @@ class NuScenesSource:
         ids = clip_ids(keyframes.scene)
         counted = ClassMap(self._options.classes, ()).names
         num_masked = 0
-        scenes = self._with_pictures(keyframes, report)
+        options = self._options
+        files = KeyframeFiles(self._files, options.missing_camera, points=options.points, num_sweeps=options.sweeps)
+        scenes = self._with_pictures(keyframes, files, report)
         places = ((row, kept, int(number)) for row, _, kept in scenes for number in np.flatnonzero(kept))
         order = np.concatenate([samples[kept] for _, samples, kept in scenes])
         current = -1
         for first in range(0, len(order), _FRAMES_AT_ONCE):
             geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
-            self._look_at([row.filename for frame in frames for row in frame.sensors if row is not None])
+            files.look_at([row.filename for frame in frames for row in frame.sensors if row is not None])
             stamps: list[list[str]] = [[] for _ in frames]
-            found = [self._members(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
-            if self._findings.num_found:
+            found = [files.of(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
+            if files.findings.num_found:
                 for _ in frames:
                     next(places)
                 continue  # no rows any more, but the other faults
@@ -291,13 +284,13 @@ class NuScenesSource:
                     out.begin_clip(ids[scene_row], scene.name, scene.token)
                     facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras, counted)
                 if sweeps is not None:
-                    members += self._earlier(keyframes, sweeps, frame, stamps[at])
+                    members += files.earlier(keyframes, sweeps, frame, stamps[at])
                 boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
                 meta = facts.meta(number, frame, members)
                 attributes = facts.attributes(num_cameras[at], frame.boxes)
                 stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
                 out.append(meta, encoded, boxes, members, attributes, stamp)
-        self._findings.check()
+        files.findings.check()
         return num_masked
 
     def _note_offsets(self, keyframes: Keyframes, geometry: Geometry, frames: list[Frame], report: ScanReport) -> None:
@@ -306,11 +299,6 @@ class NuScenesSource:
         offsets = np.where(geometry.cam_valid > 0, np.abs(geometry.cam_timestamp_ns - times), 0).max(axis=0)
         for name, offset_ns in zip(keyframes.cameras, offsets.tolist(), strict=True):
             report.offset(name.lower(), offset_ns)
-
-    def _look_at(self, filenames: list[str]) -> None:
-        """Look at many files together; :meth:`_file_bytes` knows of them then."""
-        inside = [name for name in filenames if not _leads_out(name)]
-        self._facts = dict(zip(inside, self._files.facts_of(inside), strict=True))
 
     def _version(self) -> str:
         """Name of the tables' folder."""
@@ -330,101 +318,3 @@ class NuScenesSource:
                     f"{', '.join(found)}"
                 )
         return version
-
-    def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
-        """References of the sample's sensor files that are there, in rig order."""
-        members: list[Reference] = []
-        for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
-            with self._findings.of(camera):
-                member = self._image(frame, camera, row, stamps)
-                if isinstance(member, str):
-                    report.mask(camera.lower(), member)
-                else:
-                    members.append(member)
-        for lidar, row in self._lidars(keyframes, frame):
-            if not row.is_valid:
-                report.mask(lidar.lower(), _NOT_VALID)
-                continue
-            with self._findings.of(lidar):
-                size = self._file_bytes(row.filename, stamps)
-                if size is None:
-                    what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-                    raise SourceError(f"{what}; the option points=false leaves all lidar sweeps out")
-                if not row.filename.endswith(".bin"):
-                    raise _of_no_known_kind(row.filename, lidar)
-                members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
-        return members
-
-    def _image(self, frame: Frame, camera: str, row: SensorRow | None, stamps: list[str]) -> Reference | str:
-        """Reference of an image, or why it is masked; raises SourceError where it is refused."""
-        if row is None:
-            self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
-            return "no row"
-        if not row.is_valid:
-            return _NOT_VALID
-        size = self._file_bytes(row.filename, stamps)
-        if size is None:
-            self._refuse_missing(
-                f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-            )
-            return "no file"
-        extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
-        if extension is None:
-            raise _of_no_known_kind(row.filename, camera)
-        if row.width <= 0 or row.height <= 0:
-            raise SourceError(
-                f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
-            )
-        return Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height)
-
-    def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
-        """The lidars of which points are to be stored, with their rows."""
-        if self._options.points:
-            for lidar, row in zip(keyframes.lidars, frame.sensors[len(keyframes.cameras) :], strict=True):
-                if row is not None:
-                    yield lidar, row
-
-    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
-        """References of the sweeps before the sample's own ones, which are valid as these are."""
-        members = []
-        for lidar, row in self._lidars(keyframes, frame):
-            if not row.is_valid:
-                continue
-            found = sweeps.before(row.token, self._options.sweeps)
-            num_bytes = 0
-            for filename in found.files:
-                size = self._file_bytes(filename, stamps)
-                if size is None:
-                    what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
-                    raise SourceError(f"lidar {what}; the option sweeps=0 leaves earlier sweeps out")
-                num_bytes += size
-            if found.files:
-                members.append(Reference(f"{lidar.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
-        return members
-
-    def _file_bytes(self, filename: str, stamps: list[str]) -> int | None:
-        """Size of a source file, None where it is not there; SourceError for a name that leads out of the root.
-
-        Its stamp is added to ``stamps``.
-        """
-        if _leads_out(filename):
-            raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
-        facts = self._facts[filename] if filename in self._facts else self._files.facts(filename)
-        if facts is None:
-            return None
-        if facts.num_bytes == 0:
-            raise SourceError(f"file '{self._files.shown}/{filename}' of table 'sample_data' is empty (0 bytes)")
-        stamps.append(facts.stamp)
-        return facts.num_bytes
-
-    def _refuse_missing(self, what: str) -> None:
-        if self._options.missing_camera == "error":
-            raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
-
-
-def _leads_out(filename: str) -> bool:
-    return filename.startswith("/") or ".." in filename.split("/")
-
-
-def _of_no_known_kind(filename: str, sensor: str) -> SourceError:
-    return SourceError(f"file '{filename}' of {sensor} is of a kind this adapter does not read")
