@@ -27,7 +27,7 @@ name                 shape, dtype                 meaning
 ``ego2img``          [B, N, 4, 4] float32         ego to (u d, v d, d, 1) of the output image
 ``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
 ``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego, not augmented
-``ego2global``       [B, 4, 4] float64            ego pose
+``ego2global``       [B, 4, 4] float64            ego pose; absent where the source knew none
 ``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``ego``
 ``timestamp_ns``     [B] int64                    the sample's time
 ``img_timestamp_ns`` [B, N] int64                 each camera's exposure
