@@ -117,10 +117,11 @@ def _rotations(wxyz: F64, yaw: F64) -> F64:
     """Rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
     cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
     of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
-    is_unit = np.asarray(np.abs(np.linalg.norm(wxyz, axis=1) - 1) <= MAX_SKEW)
+    is_unit: NDArray[np.bool_] = np.asarray(np.abs(np.linalg.norm(wxyz, axis=1) - 1) <= MAX_SKEW)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
-    return np.where(np.isnan(wxyz).all(1)[:, None, None], of_yaw, full)
+    is_yaw: NDArray[np.bool_] = np.asarray(np.isnan(wxyz).all(1))
+    return np.where(is_yaw[:, None, None], of_yaw, full)
 
 
 def _neighbours(track: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
