@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.settings import Settings
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Reads = Literal["random", "clip"]
 
 
-class Channel(NamedTuple):
+class Camera(NamedTuple):
     """One camera of the rig: channel (lower case) and the source's name for it."""
 
     channel: str
@@ -32,6 +33,8 @@ class Channel(NamedTuple):
 class ScanInfo:
     """The result of a scan: facts about the source as a whole.
 
+    ``channels`` are those other than cameras, lidars and boxes: a sample's member of one is a reference whose name is
+    the channel's ``field``, after the references of cameras and lidars and in the order of ``channels``.
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
@@ -40,7 +43,7 @@ class ScanInfo:
 
     name: str
     clips: list[ClipInfo]
-    cameras: list[Channel]
+    cameras: list[Camera]
     lidars: list[LidarEntry]
     classes: list[str]
     attributes: list[str]
@@ -49,6 +52,7 @@ class ScanInfo:
     ego_origin: str
     splits: dict[str, list[str]] | None
     facts: dict[str, Any]
+    channels: tuple[Channel, ...] = ()
     license: str | None = None
     report: ScanReport | None = None
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.format.manifest import LidarEntry
-from fuelrail.sharding.sources.source import Channel
+from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ Vectors: TypeAlias = Any
 class Sensors(NamedTuple):
     """The rig of the whole source, in the order of the dataset: a camera of any clip is one of these."""
 
-    cameras: Sequence[Channel]
+    cameras: Sequence[Camera]
     lidars: Sequence[LidarEntry] = ()
 
     @property
@@ -43,7 +43,7 @@ class Sensors(NamedTuple):
     def of(cls, cameras: Iterable[str], lidars: Mapping[str, Sequence[str]] | None = None) -> Sensors:
         """The rig of these cameras, and lidars with the names of their columns; channels are in lower case."""
         return cls(
-            [Channel(name.lower(), name) for name in cameras],
+            [Camera(name.lower(), name) for name in cameras],
             [
                 LidarEntry(channel=name.lower(), source_name=name, columns=tuple(columns))
                 for name, columns in (lidars or {}).items()
