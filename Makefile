@@ -41,7 +41,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard loaders
 demo: setup
 	@mkdir -p $(DEMO)
 	$(FUELRAIL) synth $(DEMO)/nuscenes --seed 7
-	$(FUELRAIL) shard nuscenes:$(DEMO)/nuscenes $(DEMO)/dataset --version v1.0-mini --seed 7 --shard-size 8MB --workers 2
+	$(FUELRAIL) shard nuscenes:$(DEMO)/nuscenes $(DEMO)/dataset -o version=v1.0-mini --seed 7 --shard-size 8MB --workers 2
 	$(FUELRAIL) verify $(DEMO)/dataset --deep
 	$(FUELRAIL) view $(DEMO)/dataset --image configs/images/bevdet-704x256.yaml --train --output $(DEMO)/sample.png
 	$(FUELRAIL) bench train $(DEMO)/dataset --ranks 2 --out $(DEMO)/bench

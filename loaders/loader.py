@@ -21,7 +21,7 @@ from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refus
 from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import add_stats, have_poses, image_facts, open_all, require_lidar
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
@@ -420,7 +420,7 @@ def _make_pipeline(
     cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
-        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame, have_poses(sources),
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def add_flags(
     or ``Annotated[...] | None = None`` for a flag without default. A field without a default is a required flag.
     Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A
     bool that is True by default becomes ``--no-NAME``; a list takes one or more values, or with ``extra={"repeat":
-    True}`` one value each time that the flag is given; a field that holds settings takes the path of a YAML file.
+    True}`` one value each time that the flag is given (``"short": "-o"`` adds a short name); a field that holds settings takes the path of a YAML file.
     ``Meta(extra={"metavar": "SIZE", "parse": parse_size})`` names the value in the help and converts its text;
     ``parse`` raises ConfigError.
     """
@@ -58,6 +58,7 @@ def add_flags(
     for field in _described(kind):
         flags[field.name] = f"--{(names or {}).get(field.name, field.flag)}"
         parser.add_argument(
+            *field.short,
             flags[field.name],
             dest=f"{kind.__name__}.{field.name}",
             required=field.required,
@@ -103,6 +104,7 @@ class _Field(NamedTuple):
     required: bool
     parse: Callable[[str], object] | None
     arguments: dict[str, Any]
+    short: tuple[str, ...] = ()
 
 
 def _flags_of(kind: type[msgspec.Struct]) -> str:
@@ -133,7 +135,8 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             del arguments["nargs"]
         if "choices" not in arguments or about.get("metavar"):
             arguments["metavar"] = about.get("metavar", metavar)
-        yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments)
+        short = (about["short"],) if "short" in about else ()
+        yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments, short)
 
 
 def _plain_types(kind: inspect.Type, about: dict[str, Any]) -> Iterator[inspect.Type]:

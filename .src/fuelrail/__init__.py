@@ -87,13 +87,17 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
     from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
     from fuelrail.sharding.api import ShardReport as ShardReport
+    from fuelrail.sharding.api import SourceReport as SourceReport
+    from fuelrail.sharding.api import check_source as check_source
     from fuelrail.sharding.api import inspect as inspect
     from fuelrail.sharding.api import reshard as reshard
     from fuelrail.sharding.api import shard as shard
+    from fuelrail.sharding.api import sources as sources
     from fuelrail.sharding.api import verify as verify
     from fuelrail.sharding.demo.synth import SynthOptions as SynthOptions
     from fuelrail.sharding.demo.synth import synth as synth
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
+    from fuelrail.sharding.sources.registry import SourceKind as SourceKind
     from fuelrail.sharding.verify.dataset import VerifyReport as VerifyReport
 
     open = _open_dataset  # noqa: A001 - fr.open
@@ -172,11 +176,15 @@ _PUBLIC: Final = {
     "StageError": "fuelrail.pipeline.errors",
     "DecoderError": "fuelrail.pipeline.errors",
     # sharding
+    "check_source": "fuelrail.sharding.api",
     "inspect": "fuelrail.sharding.api",
     "Recipe": "fuelrail.sharding.planning.recipe",
     "reshard": "fuelrail.sharding.api",
     "shard": "fuelrail.sharding.api",
     "ShardReport": "fuelrail.sharding.api",
+    "SourceKind": "fuelrail.sharding.sources.registry",
+    "SourceReport": "fuelrail.sharding.api",
+    "sources": "fuelrail.sharding.api",
     "synth": "fuelrail.sharding.demo.synth",
     "SynthOptions": "fuelrail.sharding.demo.synth",
     "verify": "fuelrail.sharding.api",

@@ -110,7 +110,7 @@ def synthesise(folder: Path, *, num_clips: int = 5, num_frames: int = 10, size: 
     length = ["--clips", str(num_clips), "--frames", str(num_frames), "--size", size]
     for arguments in (
         ["synth", str(source), "--seed", "7", *length],
-        ["shard", f"nuscenes:{source}", str(out), "--version", "v1.0-mini", "--seed", "7"],
+        ["shard", f"nuscenes:{source}", str(out), "-o", "version=v1.0-mini", "--seed", "7"],
     ):
         code = fuelrail_main(arguments)
         if code != 0:

@@ -51,6 +51,7 @@ class BatchPipeline(NamedTuple):
     normalize: Normalize | None
     transfer: CudaTransfer | None
     box_frame: BoxFrame
+    has_poses: bool
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
@@ -75,11 +76,16 @@ class BatchPipeline(NamedTuple):
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame)
+            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame, has_poses=self.has_poses)
             collate = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
-                user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame
+                user.transform,
+                self.transform,
+                lidar=self.lidar,
+                seed=self.augments.seed,
+                box_frame=self.box_frame,
+                has_poses=self.has_poses,
             )
             each = partial(_transformed, self.bad, transform)
             each = each if group else partial(samples.for_each, each)

@@ -53,9 +53,16 @@ class Sample(NamedTuple):
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
 
 
-def as_sample(decoded: DecodedSample, *, lidar: LidarEntry | None, seed: int, box_frame: BoxFrame = "ego") -> Sample:
+def as_sample(
+    decoded: DecodedSample,
+    *,
+    lidar: LidarEntry | None,
+    seed: int,
+    box_frame: BoxFrame = "ego",
+    has_poses: bool = True,
+) -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
-    batch = assemble([decoded], lidar=lidar, box_frame=box_frame)
+    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, has_poses=has_poses)
     image = batch.pop("img")[decoded.at]
     common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
     lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
@@ -76,9 +83,10 @@ def transform(
     lidar: LidarEntry | None,
     seed: int,
     box_frame: BoxFrame = "ego",
+    has_poses: bool = True,
 ) -> Sample:
     """The work of the stage: the sample as a dict, through the user's function."""
-    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame)
+    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, has_poses=has_poses)
     return sample if function is None else sample._replace(value=function(sample.value))
 
 

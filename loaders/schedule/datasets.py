@@ -86,11 +86,27 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         "cameras": both(lambda dataset: [camera.channel for camera in dataset.manifest.cameras]),
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
+        "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
         # A batch has the matrices from and to the lidar for all of its samples or for none.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
     return {**facts, "lidars' columns": both(columns)} if points else facts
+
+
+def have_poses(sources: Sequence[Source]) -> bool:
+    """Whether the datasets of these sources have ego poses."""
+    return all(source.dataset.manifest.has_poses for source in sources)
+
+
+def require_poses(datasets: Mapping[str, Dataset]) -> None:
+    """Raise ConfigError for a dataset without ego poses: its frames have no place in a common world."""
+    for name, dataset in datasets.items():
+        if not dataset.manifest.has_poses:
+            raise ConfigError(
+                f"dataset {name!r} has no ego poses (its source knew none), and a temporal window or earlier lidar "
+                "sweeps need them: load single frames, without window and accumulation"
+            )
 
 
 def make_sources(

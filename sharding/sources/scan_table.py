@@ -59,7 +59,8 @@ class Reference(NamedTuple):
     """A sensor member that lies in the source.
 
     ``name`` is the field name (``cam_front.jpg``), ``ref`` what the source's ``open`` takes, ``bytes`` the size there;
-    ``width`` and ``height`` [px] are what the source says of an image, 0 for other members.
+    ``width`` and ``height`` [px] are what the source says of an image, 0 for other members. ``is_estimate``: the source
+    makes the bytes when they are read, so that ``bytes`` is about their number.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Reference(NamedTuple):
     bytes: int
     width: int = 0
     height: int = 0
+    is_estimate: bool = False
 
 
 class ClipInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,10 +98,10 @@ class ReadBuffer:
         self._used = _FRONT_BYTES
         self._files.clear()
 
-    def read(self, path: str, num_bytes: int) -> memoryview:
-        """Return the whole file, of which ``num_bytes`` are expected, as a view of this memory.
+    def read(self, path: str, num_bytes: int, offset: int | None = None) -> memoryview:
+        """Return the whole file, of which ``num_bytes`` are expected, or as many from ``offset`` on, as a view.
 
-        Raises SourceError where the file cannot be read or has another size.
+        Raises SourceError where the file cannot be read, has another size, or ends before.
         """
         # One byte more than expected is asked for: a file that has grown is noticed without another system call.
         start = self._used + BLOCK_BYTES
@@ -113,10 +113,12 @@ class ReadBuffer:
             self._files.clear()
         view = self._memory[start : start + num_bytes + 1]
         try:
-            found = _fill(path, view)
+            found = _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
-        if found != num_bytes:
+        if offset is not None and found < num_bytes:
+            raise SourceError(f"file '{path}' ends at byte {offset + found}, before byte {offset + num_bytes}")
+        if offset is None and found != num_bytes:
             raise SourceError(f"file '{path}' had {num_bytes} bytes when the run started and has {found} now")
         self._used = start + padded
         data = view[:num_bytes]
@@ -171,5 +173,20 @@ def _fill(path: str, view: memoryview) -> int:
                 break
             have += more
         return have if have < len(view) else os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
+def _fill_range(path: str, view: memoryview, offset: int) -> int:
+    """Read from ``offset`` on into ``view``; returns how many bytes there were."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        have = 0
+        while have < len(view):
+            more = os.preadv(handle, [view[have:]], offset + have)
+            if not more:
+                break
+            have += more
+        return have
     finally:
         os.close(handle)

@@ -190,7 +190,7 @@ class Workshop:
         from fuelrail.sharding.planning.recipe import make_recipe
         from fuelrail.sharding.progress import Quiet
         from fuelrail.sharding.run import shard
-        from fuelrail.sharding.sources.source import parse_source
+        from fuelrail.sharding.sources.registry import parse_source
 
         try:
             folder.rmdir()

@@ -30,7 +30,7 @@ from fuelrail.pipeline.settings import make_options
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.source import parse_source
+from fuelrail.sharding.sources.registry import parse_source
 
 if TYPE_CHECKING:
     from fuelrail.bench.peers.peer import Contestant, Work

@@ -11,7 +11,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.sharding.engines.ray import inputs_here, share_inputs
 from fuelrail.sharding.planning.recipe import make_recipe
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.write.shard_writer import WriteJob
 
 
