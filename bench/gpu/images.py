@@ -60,7 +60,7 @@ def cameras(bench: Bench, kind: str = "plain", *, one_camera: bool = False) -> P
     """Return the folder of shards of 1600x900 images, six cameras a sample or one; made once."""
     folder = bench.work / f"cameras-{kind.replace(':', '')}{'-one' if one_camera else ''}"
     if not folder.exists():
-        count = bench.pick(512, 16)
+        count = bench.pick(192, 16)
         if one_camera:
             write_cameras(folder, count * 6, image=jpeg(kind), channels=("cam_front",))
         else:

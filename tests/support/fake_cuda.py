@@ -396,9 +396,15 @@ class FakeCuda:
             "device_count": lambda: self._num_devices,
             "current_device": self._here,
             "set_device": lambda device: setattr(self._local, "index", self.device(device).index),
+            "_sleep": lambda cycles: self._note(self.current_stream(), [], [], "_sleep"),
             "get_device_name": lambda index=0: gpu,
             "get_device_capability": lambda index=0: (9, 0),
-            "get_device_properties": lambda index=0: types.SimpleNamespace(uuid=f"{index}", name=gpu),
+            "get_device_properties": lambda index=0: types.SimpleNamespace(
+                uuid=f"{index}", name=gpu, total_memory=80 << 30, major=9, minor=0
+            ),
+            "mem_get_info": lambda device=None: (40 << 30, 80 << 30),
+            "memory_allocated": lambda device=None: 0,
+            "max_memory_allocated": lambda device=None: 0,
         }
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
