@@ -14,7 +14,7 @@ import torch
 
 from fuelrail.loaders.decode import dali_install, make_decoder
 from fuelrail.loaders.decode.dali_install import InstalledDali
-from fuelrail.loaders.decode.protocol import UNKNOWN, ImageFacts
+from fuelrail.loaders.decode.protocol import UNKNOWN, DaliOptions, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -49,8 +49,9 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dali.DaliDecoder
     monkeypatch.setattr(dali, "_MIXED", "cpu")
 
     def make(**options: Any) -> dali.DaliDecoder:
-        decoder = dali.DaliDecoder(**options)
+        decoder = dali.DaliDecoder(options=DaliOptions(**options))
         decoder._on_gpu = True
+        decoder._check_every = decoder._options.check_every
         return decoder
 
     return make
@@ -251,9 +252,11 @@ def test_f6_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(
     assert (out.int() - expected.int()).abs().max() <= 2
 
 
-def test_f32_one_image_in_n_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f32_one_image_in_n_is_compared(
+    monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
     encoded, maps = batch(13)
-    decoder = dali.DaliDecoder(check_every=5)
+    decoder = as_on_gpu(check_every=5)
     compared: list[int] = []
     decode_into = decoder._turbo.decode_into
     monkeypatch.setattr(
@@ -270,21 +273,23 @@ def test_f32_one_image_in_n_is_compared(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "image", [natural(320, 180), np.random.default_rng(0).integers(0, 256, (180, 320, 3), np.uint8)]
 )
-def test_f32_right_pixels_pass(image: np.ndarray) -> None:
-    encoded = [encode(image)] * 12
+def test_f32_right_pixels_pass(image: np.ndarray, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
+    encoded = [encode(image) for _ in range(12)]
     maps = [AUGMENT.draw([(320, 180)], seed=0, epoch=0, sample=number)[0] for number in range(12)]
     out = torch.empty((12, 3, 48, 64), dtype=torch.uint8)
-    assert dali.DaliDecoder(check_every=1).decode_batch(encoded, maps, out) == [None] * 12
+    assert as_on_gpu(check_every=1).decode_batch(encoded, maps, out) == [None] * 12
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda pictures: pictures.roll(1, 0)])
-def test_f32_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f32_wrong_pixels_without_an_error_are_an_error(
+    wrong, monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
     right = torch.utils.dlpack.from_dlpack
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda pictures: wrong(right(pictures)))
     encoded, maps = batch(8, AUGMENT.evaluation())
     out = torch.empty((8, 3, 48, 64), dtype=torch.uint8)
     with pytest.raises(DecoderError, match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB"):
-        dali.DaliDecoder(check_every=1000).decode_batch(encoded, maps, out)
+        as_on_gpu().decode_batch(encoded, maps, out)
     assert make_decoder("dali").decode_batch(encoded, maps, out) == [None] * 8  # which compares nothing on the CPU
 
 
