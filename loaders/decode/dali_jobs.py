@@ -17,7 +17,7 @@ import simplejpeg
 import torch
 
 from fuelrail.loaders.decode.jpeg import Scratch
-from fuelrail.loaders.decode.protocol import check_source
+from fuelrail.loaders.decode.protocol import check_source, wait_on_host
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import RowsWanted, splice_batch
 from fuelrail.pipeline.errors import ImageError
@@ -255,9 +255,7 @@ class ThreadState:
     def wait(self) -> None:
         """Wait until the stream's work is done, without a busy CPU; outputs are let go of then."""
         if self._stream is not None:
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-            done.synchronize()
+            wait_on_host(self._stream)
         self._held.clear()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
+import torch
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
@@ -13,7 +14,6 @@ from fuelrail.pipeline.settings import Settings, check_types
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -148,7 +148,7 @@ class ImageFacts(NamedTuple):
 
 UNKNOWN = ImageFacts((0, 0), 1.0)
 
-MIN_LANES, MAX_LANES = 3, 6
+MIN_LANES, MAX_LANES = 3, 4
 """Threads that decode batches for one GPU at the same time. Each waits on the host for its own run, so that one parses
 headers and one takes results while a third one's images are decoded."""
 
@@ -173,3 +173,10 @@ class DaliOptions(Settings, frozen=True):
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         check_types(self, ConfigError)
+
+
+def wait_on_host(stream: torch.cuda.Stream) -> None:
+    """Wait until the work queued on a stream is done; the CPU sleeps meanwhile, where `Stream.synchronize` spins."""
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(stream)
+    done.synchronize()
