@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from fuelrail.bench.trainer.settings import TrainOptions as TrainOptions
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
+    from fuelrail.loaders.config import StaticBatches as StaticBatches
     from fuelrail.loaders.config import StorageOptions as StorageOptions
     from fuelrail.loaders.config import Transforms as Transforms
     from fuelrail.loaders.decode.lens import Undistort as Undistort
+    from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
@@ -110,8 +112,10 @@ _PUBLIC: Final = {
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "Budget": "fuelrail.loaders.config",
+    "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
     "Normalize": "fuelrail.loaders.config",
+    "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
