@@ -215,12 +215,12 @@ def _timed_transfer(bench: Bench) -> tuple[float, int]:
     assert transfer is not None, "a CUDA device needs a transfer"
     batch = {"img": torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)}
     started_s = time.perf_counter()
-    moved = transfer(batch)
+    copied = transfer(batch)
     copy_ms = 1e3 * (time.perf_counter() - started_s)
     stream = torch.cuda.Stream(bench.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):  # not behind what the default stream computes
-        transfer.hand_over(moved)
-        total = int(moved["img"].sum(dtype=torch.int64)) if copy_ms else 0
+        moved = transfer.hand_over(copied)
+        total = int(moved["img"].sum(dtype=torch.int64))
     return copy_ms, total
 
 

@@ -11,11 +11,11 @@ import torch
 
 from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Normalize, Undistort
 from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
-from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.config import Transforms, _column
 from fuelrail.pipeline.order.batching import World
 from support.backends import HAS_DALI, needs_dali
 from support.datasets import build_dataset
-from support.fake_cuda import FakeCuda
+from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from support.pictures import encode, natural
 
 BATCH = 3
@@ -80,6 +80,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"image": IMAGE, "normalize": BGR}},
         {"transforms": {"image": IMAGE, "normalize": Normalize()}, "transform": brightened},
     ],
+    "transforms.dali": [{"transforms": {"image": IMAGE, "dali": {"check_every": 1}}}],
+    "transforms.static": [
+        {"transforms": {"image": IMAGE, "static": True}},
+        {"transforms": {"image": IMAGE, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}, "points": True},
+        {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
+    ],
     "transforms.box_frame": [{"transforms": {"image": IMAGE, "box_frame": "lidar"}}],
 }  # fmt: skip
 ELSEWHERE = {"dataset", "batch_size", "transforms", "unknown", "self", "transforms.decoder"}
@@ -108,13 +114,20 @@ def roots(tmp_path_factory):
 def cuda(monkeypatch):
     """Fake devices, on which DALI runs the GPU's graph in host memory; findings fail the test at its end."""
     if HAS_DALI:
-        from fuelrail.loaders.decode import dali
-
-        made = dali.Pipeline
-        monkeypatch.setattr(dali, "_MIXED", "cpu")
-        monkeypatch.setattr(dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None}))
+        run_on_host(monkeypatch)
+    _column.cache_clear()
     with FakeCuda(monkeypatch) as fake:
         yield fake
+    _column.cache_clear()
+
+
+def run_on_host(monkeypatch) -> None:
+    """Let DALI run the GPU's graph in host memory."""
+    from fuelrail.loaders.decode import dali
+
+    made = dali.Pipeline
+    monkeypatch.setattr(dali, "_MIXED", "cpu")
+    monkeypatch.setattr(dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None}))
 
 
 def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[str, Any]:
@@ -190,9 +203,10 @@ def test_a_consumer_on_a_stream_of_its_own_is_served(decoder, roots, cuda):
 def broken(monkeypatch, what: str) -> None:
     """Take one edge out of the product."""
     if what == "hand_over":
-        monkeypatch.setattr(CudaTransfer, "hand_over", lambda self, batch: None)
+        monkeypatch.setattr(CudaTransfer, "hand_over", lambda self, moved: moved.batch)
     else:
-        monkeypatch.setattr("support.fake_cuda.FakeStream.synchronize", lambda self: None)
+        for waits in (FakeStream, FakeEvent):
+            monkeypatch.setattr(waits, "synchronize", lambda self: None)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +216,7 @@ def broken(monkeypatch, what: str) -> None:
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
 def test_f5_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeypatch):
     if decoder == "dali":
-        from fuelrail.loaders.decode import dali
-
-        made = dali.Pipeline
-        monkeypatch.setattr(dali, "_MIXED", "cpu")
-        monkeypatch.setattr(dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None}))
+        run_on_host(monkeypatch)
     cuda = FakeCuda(monkeypatch)
     broken(monkeypatch, what)
     consume(DataLoader(**arguments(roots, {}, decoder, "cuda")))

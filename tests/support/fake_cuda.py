@@ -321,9 +321,9 @@ class FakeCuda:
     ) -> torch.Tensor:
         if isinstance(one, DeviceTensor):
             return one
-        block = blocks.get(one.untyped_storage().data_ptr())
-        if block is not None and one.numel():
-            return self._wrap(one, device, block)
+        at = one.untyped_storage().data_ptr()
+        if at and at in blocks:
+            return self._wrap(one, device, blocks[at])
         return self.adopt(one, device, stream)
 
     def _wrap(self, plain: torch.Tensor, device: torch.device, block: Block) -> DeviceTensor:
