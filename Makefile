@@ -17,7 +17,7 @@ DEVKIT := nuscenes-devkit==1.2.0
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast test-floors lint fix types bench gpu-check clean
+.PHONY: help setup demo pictures test test-fast test-floors lint fix types bench dali gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
@@ -29,6 +29,7 @@ help:
 	@echo "make types      mypy, strict"
 	@echo "make bench      the micro-benchmarks of this repository, as ratios"
 	@echo "make pictures   make the pictures of docs/ again (needs chromium)"
+	@echo "make dali       also install NVIDIA DALI and NVML, for the driver here; tests of DALI run then (on the CPU)"
 	@echo "make gpu-check  everything that needs a GPU: install DALI, check, measure, write a result file; CHECK='--seconds 600'"
 	@echo "make clean      remove the demo's output and caches (not .venv)"
 
@@ -90,8 +91,10 @@ bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.storage
 	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
 
-gpu-check: setup
+dali: setup
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,$(DALI),nvml]"
+
+gpu-check: dali
 	$(BIN)/python -m fuelrail.bench.gpu.check $(CHECK)
 
 clean:

@@ -277,6 +277,17 @@ def test_f25_the_share_is_judged_against_the_best_batch_at_the_same_load(ours, h
 
 
 @needs_dali
+@pytest.mark.parametrize("graph", [None, *bare.GRAPHS])
+def test_f25_the_bare_graphs_of_a_gpu_can_be_defined(graph, monkeypatch):
+    """Keywords that this version of DALI does not know raise when a graph is defined; building it needs a GPU."""
+    from nvidia.dali import Pipeline
+
+    monkeypatch.setattr(Pipeline, "build", lambda pipeline: None)
+    for load in (0.0, 0.65, 1.0):
+        bare._pipeline([images.jpeg("plain")], CUDA, load=load, batch=4, graph=graph)
+
+
+@needs_dali
 @pytest.mark.process
 def test_f30_a_first_run_that_dies_is_reported_and_harms_nothing(bench, monkeypatch):
     monkeypatch.setattr(bare, "GRAPHS", {"image": ""})
