@@ -24,13 +24,14 @@ from fuelrail.bench.gpu.base import (
 from fuelrail.bench.gpu.images import cameras
 from fuelrail.bench.measure.machine import usable_cpus
 from fuelrail.bench.trainer.resnet import ResNet50
+from fuelrail.loaders import StaticBatches, Transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fuelrail.bench.gpu.base import Bench
 
-_WORKERS = (1, 2, 4, 8, 16)
+_WORKERS = {"turbo": (1, 2, 4, 8, 16), "dali": (2, 8)}  # with DALI workers parse, and more of them add decode lanes
 _STEPS_MS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _MIN_OCCUPANCY, _JUDGED_FROM_MS = 0.99, 10.0
 _STEPS_AHEAD = 2
@@ -43,7 +44,7 @@ _MAX_GROWTH_BYTES = 256 << 20
 def loader_alone(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
     """The loader as fast as it goes, into nothing, with 1 to 16 workers: images/s, stages, CPUs in use."""
     kinds = ("plain", "restart") if decoder == "dali" else ("plain",)
-    counts = [count for count in _WORKERS if count <= max(1, usable_cpus())][: bench.pick(len(_WORKERS), 1)]
+    counts = [count for count in _WORKERS[decoder] if count <= max(2, usable_cpus())][: bench.pick(5, 1)]
     with jpeg_engines(bench, decoder, facts):
         for kind in kinds:
             for workers in counts:
@@ -245,14 +246,17 @@ def _taken_bytes(bench: Bench) -> int:
 
 
 def graphs_beside_the_loader(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
-    """A CUDA graph is captured while the loader's threads work, and computes from each batch what eager mode does."""
+    """A CUDA graph is captured while the loader's threads work, and computes from each batch what eager mode does.
+
+    The batches are static ones, so the graph reads them where they are.
+    """
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(3, 8, 8, 8).to(bench.device)
     batch_size, num_batches = bench.pick(4, 1), bench.pick(20, 2)
-    worst = 0.0
-    with torch.no_grad(), make_loader(bench, cameras(bench), batch_size, decoder) as loader:
+    worst, transforms = 0.0, Transforms(static=StaticBatches(buffers=1))
+    with torch.no_grad(), make_loader(bench, cameras(bench), batch_size, decoder, transforms=transforms) as loader:
         batches = endless(loader)
-        fixed = next(batches)["img"].clone()
+        fixed = next(batches)["img"]
 
         def compute() -> torch.Tensor:
             features: torch.Tensor = layer(fixed.flatten(0, 1).float() / 255.0)
@@ -261,7 +265,8 @@ def graphs_beside_the_loader(bench: Bench, facts: dict[str, Any], decoder: str) 
         compute()
         replay, result = _captured(bench, compute)
         for _ in range(num_batches):
-            fixed.copy_(next(batches)["img"])
+            if next(batches)["img"].data_ptr() != fixed.data_ptr():
+                raise CheckFailed("a static batch came at another address than the one before")
             replay()
             worst = max(worst, float((result() - compute()).abs().max()))
     facts |= {"captured": bench.on_gpu, "batches": num_batches, "largest_difference": worst}

@@ -13,7 +13,7 @@ from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Normalize, Un
 from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
 from fuelrail.loaders.config import Transforms, _column
 from fuelrail.pipeline.order.batching import World
-from support.backends import HAS_DALI, needs_dali
+from support.backends import HAS_DALI, dali_on_host, needs_dali
 from support.datasets import build_dataset
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from support.pictures import encode, natural
@@ -90,7 +90,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 ELSEWHERE = {"dataset", "batch_size", "transforms", "unknown", "self", "transforms.decoder"}
 
-DALI = pytest.param("dali", marks=needs_dali)
+DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.slow])
 EACH_CASE = [
     pytest.param(case, id=f"{name}-{number}") for name, cases in CASES.items() for number, case in enumerate(cases)
 ]
@@ -114,20 +114,11 @@ def roots(tmp_path_factory):
 def cuda(monkeypatch):
     """Fake devices, on which DALI runs the GPU's graph in host memory; findings fail the test at its end."""
     if HAS_DALI:
-        run_on_host(monkeypatch)
+        dali_on_host(monkeypatch)
     _column.cache_clear()
     with FakeCuda(monkeypatch) as fake:
         yield fake
     _column.cache_clear()
-
-
-def run_on_host(monkeypatch) -> None:
-    """Let DALI run the GPU's graph in host memory."""
-    from fuelrail.loaders.decode import dali
-
-    made = dali.Pipeline
-    monkeypatch.setattr(dali, "_MIXED", "cpu")
-    monkeypatch.setattr(dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None}))
 
 
 def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[str, Any]:
@@ -216,7 +207,7 @@ def broken(monkeypatch, what: str) -> None:
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
 def test_f5_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeypatch):
     if decoder == "dali":
-        run_on_host(monkeypatch)
+        dali_on_host(monkeypatch)
     cuda = FakeCuda(monkeypatch)
     broken(monkeypatch, what)
     consume(DataLoader(**arguments(roots, {}, decoder, "cuda")))
@@ -236,6 +227,7 @@ def test_f14_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
 
 
 @needs_dali
+@pytest.mark.slow
 def test_f15_the_host_pins_no_images_where_the_device_decodes(roots, cuda):
     consume(DataLoader(**arguments(roots, {"points": True}, "turbo", "cuda")))
     with_images = cuda.pinned_bytes

@@ -22,7 +22,7 @@ from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.batch.transfer import CudaTransfer
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.image_header import probe
-from support.backends import HAS_DALI, needs_dali
+from support.backends import HAS_DALI, dali_on_host, needs_dali
 from support.datasets import build_dataset
 from support.fake_cuda import FakeCuda
 
@@ -317,18 +317,35 @@ def on_fake_gpu(bench, monkeypatch):
     assert cuda.finish() == []
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        device.transfer_is_exact,
-        lambda bench, facts: device.batches_outlive_their_release(bench, facts, "turbo"),
-        device.copies_overlap,
-        lambda bench, facts: feeding.loader_alone(bench, facts, "turbo"),
-        lambda bench, facts: feeding.memory_stays(bench, facts, "turbo"),
-    ],
-    ids=["transfer", "release", "overlap", "alone", "memory"],
-)
-def test_f27_the_arm_of_the_gpu_runs_on_fake_devices(run, on_fake_gpu):
+DALI = pytest.param("dali", marks=needs_dali)
+ON_FAKE_GPU = [
+    device.batches_outlive_their_release, feeding.loader_alone, feeding.occupancy_curve, feeding.memory_stays,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["turbo", DALI])
+@pytest.mark.parametrize("run", ON_FAKE_GPU, ids=lambda run: run.__name__)
+def test_f27_the_arm_of_the_gpu_runs_on_fake_devices(run, decoder, on_fake_gpu, monkeypatch):
+    if decoder == "dali":
+        dali_on_host(monkeypatch)
+    facts = {}
+    run(on_fake_gpu, facts, decoder)
+    assert facts
+
+
+@pytest.mark.parametrize("run", [device.transfer_is_exact, device.copies_overlap])
+def test_f27_transfers_are_checked_on_fake_devices(run, on_fake_gpu):
+    facts = {}
+    run(on_fake_gpu, facts)
+    assert facts
+
+
+@needs_dali
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [pixels.decoders_agree, pixels.pixels_do_not_depend_on_company])
+def test_f32_pixels_are_checked_on_fake_devices(run, on_fake_gpu, monkeypatch):
+    dali_on_host(monkeypatch)
     facts = {}
     run(on_fake_gpu, facts)
     assert facts
