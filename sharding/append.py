@@ -32,6 +32,7 @@ from fuelrail.pipeline.format.manifest import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    channel_table,
     decode_manifest,
     encode_manifest,
 )
@@ -324,11 +325,16 @@ def _manifest(
         license=joined([manifest.license for manifest in manifests]),
         num_samples=sum(manifest.num_samples for manifest in manifests),
         num_clips=sum(manifest.num_clips for manifest in manifests),
-        cameras=tuple(
-            msgspec.structs.replace(
-                camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
-            )
-            for number, camera in enumerate(first.cameras)
+        channels=channel_table(
+            [
+                msgspec.structs.replace(
+                    camera, sizes=tuple(sorted({size for m in manifests for size in m.cameras[number].sizes}))
+                )
+                for number, camera in enumerate(first.cameras)
+            ],
+            first.lidars,
+            first.extra_channels,
+            {channel.field: channel.codec for m in reversed(manifests) for channel in m.channels},
         ),
         compression={
             **first.compression,

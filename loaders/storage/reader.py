@@ -55,6 +55,7 @@ class SampleReader:
             if (points or lidar_channel(name) not in lidars)
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
+            and name not in self._rig.fields
         )
 
     def fetch(self, index: int) -> FetchedSpan:

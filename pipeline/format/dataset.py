@@ -91,8 +91,9 @@ class Dataset:
             text = redacted(str(error), self.storage_options)
             raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
         check_span(row, span, path.name)
-        sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary))
-        check_arrays(sample, Rig.of(self.manifest))
+        rig = Rig.of(self.manifest)
+        sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
+        check_arrays(sample, rig)
         return sample
 
     def _read(self, path: Path, row: IndexRow) -> bytes:

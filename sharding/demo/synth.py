@@ -43,6 +43,9 @@ class SynthOptions(Settings, frozen=True, kw_only=True):
     camera_sweeps: Annotated[
         int, Meta(description="number of images of each camera between two keyframes (default: 0)")
     ] = 0
+    channels: Annotated[
+        bool, Meta(description="write radar points, and 2-D boxes and instance masks of each camera, too")
+    ] = False
     workers: Annotated[
         int, Meta(ge=0, description=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
     ] = 0
@@ -99,6 +102,7 @@ def synth(
         num_camera_sweeps=chosen.camera_sweeps,
         width_px=chosen.size[0],
         height_px=chosen.size[1],
+        channels=chosen.channels,
     )
     num_workers = chosen.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     built = build(spec, Path(out), num_workers, progress)

@@ -188,9 +188,10 @@ def changed(root, folder, **changes):
 
 
 def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, tmp_path):
-    cameras = load_manifest(roots["highway"]).cameras
+    channels = load_manifest(roots["highway"]).channels
+    cameras = sum(channel.sensor == "camera" for channel in channels)
     unlike = {
-        "cameras": {"cameras": cameras[::-1]},
+        "cameras": {"channels": (*channels[:cameras][::-1], *channels[cameras:])},
         "classes": {"classes": ("car", "bicycle")},
         "origins of the ego frame": {"ego_origin": "imu"},
     }
