@@ -89,12 +89,12 @@ class Production(NamedTuple):
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
             assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame)
-            collate = partial(_rechecked, self.bad, assembled)
+            collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
                 user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame
             )
-            each = partial(_transformed, self.bad, transform)
+            each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
             each = each if group else partial(samples.for_each, each)
             if self.transfer is not None:
                 each = self.transfer.on_own_stream(each)

@@ -157,7 +157,7 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
             return None
         x0, y0, x1, y1 = steps.box
         left, top = int(x0), int(y0)
-        right, bottom = min(width, int(np.ceil(x1))), min(height, int(np.ceil(y1)))
+        right, bottom = min(width, math.ceil(x1)), min(height, math.ceil(y1))
         size = steps.size_wh[::-1]
         matrix = steps.to_resized
     box = (y0 - top, x0 - left, y1 - top, x1 - left, *size)
