@@ -118,14 +118,20 @@ def make_production(
 ) -> Production:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
+    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    num_frames = 1 if options.window is None else len(options.window.frames)
+    batch_images = options.batch_size * num_frames * len(cameras)
     decoder = make_decoder(
-        transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads, transforms.dali
+        transforms.decoder,
+        options.device,
+        lambda: image_facts(sources)._replace(batch_images=batch_images),
+        options.num_threads,
+        transforms.dali,
     )
     check_pixels(decoder, transforms.pixels)
     augments = samples.Augments(
         transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
     )
-    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
     fixed = transforms.static_batches
     return Production(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
