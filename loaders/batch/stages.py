@@ -89,12 +89,12 @@ class Production(NamedTuple):
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
             assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame)
-            collate = partial(_rechecked, self.bad, assembled)
+            collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
                 user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame
             )
-            each = partial(_transformed, self.bad, transform)
+            each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
             each = each if group else partial(samples.for_each, each)
             if self.transfer is not None:
                 each = self.transfer.on_own_stream(each)
@@ -118,14 +118,20 @@ def make_production(
 ) -> Production:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
+    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    num_frames = 1 if options.window is None else len(options.window.frames)
+    batch_images = options.batch_size * num_frames * len(cameras)
     decoder = make_decoder(
-        transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads, transforms.dali
+        transforms.decoder,
+        options.device,
+        lambda: image_facts(sources)._replace(batch_images=batch_images),
+        options.num_threads,
+        transforms.dali,
     )
     check_pixels(decoder, transforms.pixels)
     augments = samples.Augments(
         transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
     )
-    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
     fixed = transforms.static_batches
     return Production(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,

@@ -92,7 +92,13 @@ class CudaTransfer:
 
     def _move(self, batch: Any) -> tuple[Any, torch.Tensor | None]:  # noqa: ANN401
         small: list[torch.Tensor] = []
-        map_tensors(batch, lambda tensor: small.append(tensor) if is_packed(tensor) else None)
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if is_packed(tensor):
+                small.append(tensor)
+            return tensor
+
+        map_tensors(batch, collect)
         if not small:
             return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True)), None
         packed = self._arena.pack(small)

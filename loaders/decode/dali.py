@@ -125,6 +125,7 @@ class DaliDecoder:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._on_gpu = self.device.type == "cuda"
         self._facts, self._options = facts, options
+        self._max_run = min(MAX_BATCH, facts.batch_images or MAX_BATCH)
         self._hardware_share = options.hardware_share if facts.baseline_share > 0.0 else 0.0
         self._check_every = options.check_every if self._on_gpu else 0
         self._num_checkable = 0
@@ -226,8 +227,8 @@ class DaliDecoder:
         refused: list[int] = []
         for is_aligned in (True, False):
             group = [job for job in found.jobs if job.is_aligned is is_aligned]
-            for first in range(0, len(group), MAX_BATCH):
-                refused += self._run_or_split(group[first : first + MAX_BATCH], image_maps, out, interpolation)
+            for first in range(0, len(group), self._max_run):
+                refused += self._run_or_split(group[first : first + self._max_run], image_maps, out, interpolation)
         for at in found.by_turbo + refused:
             picture, data = np.empty(tuple(out.shape[1:]), np.uint8), encoded[at]
             assert data is not None
@@ -300,8 +301,7 @@ class DaliDecoder:
         """Decode the jobs; return the places of the images that DALI cannot decode, each tried alone in the end."""
         if self._run(jobs, out, interpolation):
             if not jobs[0].is_aligned:
-                for where, _ in stretches(jobs):
-                    black_out_unseen(where, image_maps, out)
+                black_out_unseen(jobs, image_maps, out)
             return []
         if len(jobs) == 1:
             # After a CUDA error every image is reported as bad.
@@ -347,7 +347,7 @@ class DaliDecoder:
             if self._on_gpu:
                 # nvImageCodec computes from the first batch how many images of every later one go to the hardware.
                 try:
-                    self._run_known_good(key, MAX_BATCH)
+                    self._run_known_good(key, self._max_run)
                 except DecoderError:
                     pipelines.pop(key, None)
                     raise
@@ -376,7 +376,7 @@ class DaliDecoder:
         kind = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}[interpolation]
         # DALI's default executor: after a failed run the next one works, and the memory of the failed one comes back.
         pipeline = Pipeline(
-            batch_size=MAX_BATCH,
+            batch_size=self._max_run,
             num_threads=self._num_threads,
             device_id=self.device.index if self.device.type == "cuda" else None,
             prefetch_queue_depth=1,  # a run is of what was fed last

@@ -157,7 +157,7 @@ def _make_job(at: int, data: Buffer, image_map: ImageMap) -> Job | None:
             return None
         x0, y0, x1, y1 = steps.box
         left, top = int(x0), int(y0)
-        right, bottom = min(width, int(np.ceil(x1))), min(height, int(np.ceil(y1)))
+        right, bottom = min(width, math.ceil(x1)), min(height, math.ceil(y1))
         size = steps.size_wh[::-1]
         matrix = steps.to_resized
     box = (y0 - top, x0 - left, y1 - top, x1 - left, *size)
@@ -216,17 +216,19 @@ def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
     return found
 
 
-def black_out_unseen(where: slice, image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:
+def black_out_unseen(jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor) -> None:
     """Set the pixels black that the maps let see nothing: one small copy to the device for all images."""
     height, width = int(out.shape[2]), int(out.shape[3])
-    seen = [image_map.visible_columns() for image_map in image_maps[where]]
-    if all(columns is None for columns in seen):
+    limited = [image_maps[job.at].visible_columns() for job in jobs]
+    if all(columns is None for columns in limited):
         return
     everything = np.zeros(height, np.int64), np.full(height, width)
-    limits = np.array([everything if columns is None else columns for columns in seen])
+    limits = np.array([everything if columns is None else columns for columns in limited])
     columns = torch.from_numpy(limits).to(out.device)  # [n, 2, height]
     x = torch.arange(width, device=out.device)
-    out[where] *= ((x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None]))[:, None]
+    seen = ((x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None]))[:, None]
+    for where, part in stretches(jobs):
+        out[where] *= seen[part]
 
 
 class ThreadState:

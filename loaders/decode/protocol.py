@@ -140,10 +140,12 @@ class ImageFacts(NamedTuple):
     Attributes:
         largest_wh: width and height in pixels that no stored image exceeds.
         baseline_share: part of the images that is baseline JPEG, which is all that hardware decoders take; 0 to 1.
+        batch_images: most images that are decoded in one call, for which memory is taken; 0: unknown.
     """
 
     largest_wh: tuple[int, int]
     baseline_share: float
+    batch_images: int = 0
 
 
 UNKNOWN = ImageFacts((0, 0), 1.0)

@@ -339,6 +339,19 @@ def test_f19_a_full_batch_leaves_no_engine_idle() -> None:
     assert dali.MAX_BATCH >= 96  # 16 samples of 6 cameras are one run
 
 
+def test_f18_a_run_takes_memory_for_the_images_of_a_batch_only(
+    monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
+    assert dali.DaliDecoder(facts=ImageFacts((1600, 900), 1.0, 12))._max_run == 12
+    assert dali.DaliDecoder(facts=ImageFacts((1600, 900), 1.0, 500))._max_run == dali.MAX_BATCH
+    runs = Runs(monkeypatch, lambda fed: None)
+    decoder = as_on_gpu(check_every=0)
+    decoder._max_run = 5
+    encoded, maps = batch(7, AUGMENT.evaluation())
+    assert decoder.decode_batch(encoded, maps, torch.empty((7, 3, 48, 64), dtype=torch.uint8)) == [None] * 7
+    assert runs.sizes == [5, 5, 2]  # the first is the warm-up
+
+
 def test_f7_a_share_is_a_public_option() -> None:
     transforms = Transforms(dali={"hardware_share": 0.5, "check_every": 10})
     decoder = make_decoder("dali", "cuda:0", dali=transforms.dali)
