@@ -129,6 +129,7 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
     if case.get("bad_samples"):
         root = roots / "bad"
         given["storage"] = {"verify": False}
+        given["bad_samples"] = {**case["bad_samples"], "file": roots / "bad.jsonl"}
     return {"dataset": root, "batch_size": BATCH, **given}
 
 
