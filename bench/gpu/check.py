@@ -15,7 +15,6 @@ import tempfile
 import time
 import traceback
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -71,7 +70,11 @@ class Check(NamedTuple):
 
 def _each(name: str, run: Callable[[Bench, dict[str, Any], str], None], seconds: float) -> list[Check]:
     """Return the check with each decoder."""
-    return [Check(f"{name} ({decoder})", partial(run, decoder=decoder), seconds) for decoder in DECODERS]
+
+    def with_decoder(decoder: str) -> Callable[[Bench, dict[str, Any]], None]:
+        return lambda bench, facts: run(bench, facts, decoder)
+
+    return [Check(f"{name} ({decoder})", with_decoder(decoder), seconds) for decoder in DECODERS]
 
 
 CHECKS: list[Check] = [

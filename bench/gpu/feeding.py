@@ -88,7 +88,10 @@ def occupancy_curve(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
         cycles = cycles_per_ms(bench.device)
 
     def compute(step_ms: float) -> None:
-        keep_busy(round(step_ms * cycles)) if bench.on_gpu else time.sleep(step_ms / 1e3)
+        if bench.on_gpu:
+            keep_busy(round(step_ms * cycles))
+        else:
+            time.sleep(step_ms / 1e3)
 
     batch_size, low = bench.pick(16, 1), []
     with jpeg_engines(bench, decoder, facts), make_loader(bench, cameras(bench), batch_size, decoder) as loader:

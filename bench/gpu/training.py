@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -124,12 +124,19 @@ def no_wait_in_a_step(bench: Bench, facts: dict[str, Any], decoder: str) -> None
     waits: dict[str, int] = {}
     places: list[str] = []
 
-    def note(message: Warning | str, category: type[Warning], file: str, line: int, *_: object) -> None:  # noqa: ARG001 - as warnings calls it
+    def note(
+        message: Warning | str,
+        category: type[Warning],  # noqa: ARG001 - as warnings calls it, like the next ones
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,  # noqa: ARG001
+        line: str | None = None,  # noqa: ARG001
+    ) -> None:
         if "synchroniz" in str(message):
             name = "trainer" if threading.current_thread() is threading.main_thread() else "loader"
             waits[name] = waits.get(name, 0) + 1
             if name == "trainer":
-                places.append(f"{file}:{line}")
+                places.append(f"{filename}:{lineno}")
 
     with make_loader(bench, bench.dataset, 2, decoder) as loader, warnings.catch_warnings():
         warnings.simplefilter("always")
