@@ -151,7 +151,7 @@ def copies_overlap(bench: Bench, facts: dict[str, Any]) -> None:
     still_computing = torch.cuda.Event()  # type: ignore[no-untyped-call]
     still_computing.record()
     copy_ms, total = _timed_transfer(bench)
-    overlapped = not still_computing.query()
+    overlapped = not still_computing.query()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(bench.device)
     facts |= {
         "compute_ms": round(compute_ms, 2),

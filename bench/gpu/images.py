@@ -38,7 +38,7 @@ def jpeg(kind: str, number: int = 0) -> bytes:
     """Return a JPEG of 1600x900 pixels of that kind; each number is another picture, moved against the others."""
     picture = np.roll(_picture(), (37 * number, 211 * number), axis=(0, 1))
     if kind == "gray":
-        picture = cv2.cvtColor(picture, cv2.COLOR_BGR2GRAY)
+        picture = np.asarray(cv2.cvtColor(picture, cv2.COLOR_BGR2GRAY), np.uint8)
     done, data = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, _QUALITY, *_OPTIONS[kind]])
     assert done, "OpenCV encodes JPEG"
     return bytes(data)

@@ -162,7 +162,8 @@ def ranks_of_one(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
     """NCCL with one rank: a group, an all-reduce, DistributedDataParallel, and the example trainer under torchrun."""
     backend = bench.pick("nccl", "gloo")
     options: dict[str, Any] = {"device_id": bench.device} if bench.on_gpu else {}
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
     try:
         ones = torch.ones(4, device=bench.device)
         dist.all_reduce(ones)
