@@ -19,6 +19,7 @@ from fuelrail.bench.gpu.base import Bench, CheckFailed
 from fuelrail.bench.gpu.check import Check, GpuCheck, run_checks
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.studies.train import run as train_run
 from fuelrail.loaders.batch.transfer import CudaTransfer
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.image_header import probe
@@ -376,10 +377,34 @@ def test_f24_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, on
     assert {name for name in facts if name.startswith("step")} == {f"step_{ms:g}_ms" for ms in (1, 2, 5, 10, 20, 50)}
 
 
-def test_f26_steps_are_timed_without_a_wait_for_the_device_in_each(on_fake_gpu):
-    facts = {}
-    feeding.occupancy_curve(on_fake_gpu, facts, "turbo")
-    assert facts["step_10_ms"]["images_per_s_needed"] == 600.0
+def test_f26_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypatch):
+    made, waited = [], []
+
+    class Noted(base.Mark):
+        def __init__(self, bench):
+            super().__init__(bench)
+            made.append(self)
+
+        def wait(self):
+            waited.append((made.index(self), len(made)))
+
+    monkeypatch.setattr(feeding, "Mark", Noted)
+    batches = iter(lambda: {"img": torch.zeros(1, 1, 3, 8, 8)}, None)
+    feeding._point(bench, batches, 1.0, lambda step_ms: None)
+    *steps, last = waited
+    # A step makes two marks, and its second one is waited for.
+    assert steps and all(queued == at + 1 + 2 * 2 for at, queued in steps)
+    assert last == (len(made) - 1, len(made))
+
+
+@pytest.mark.process
+def test_f12_why_nvml_says_nothing_is_in_the_report(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_run, "NvmlWatch", type("Card", (Watch,), {"reason": "OSError: Driver Not Loaded"}))
+    report = base.train(
+        bench.dataset, tmp_path, steps=4, warmup=1, batch_size=1, model="light",
+        accelerator="emulated:resnet50-224-h100", workers=1,
+    )  # fmt: skip
+    assert "No facts of the GPUs from NVML: OSError: Driver Not Loaded." in report.warnings
 
 
 def test_a_difference_between_batches_is_found(bench, monkeypatch):
