@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
+from fuelrail.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    CameraEntry,
+    Manifest,
+    ShardEntry,
+    channel_table,
+    load_manifest,
+)
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -121,6 +129,7 @@ def shard(
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
         scan = _scan(work, source, recipe)
         progress.scanned(scan.info)
+        _check_channels(scan.info, recipe, spec)
         finished = manifest_in(output)
         check_same_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, scan.recipe)
         planned = _plan(work, scan, started, finished)
@@ -201,6 +210,19 @@ def _start(
     return manifest, dictionary
 
 
+def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
+    """Raise SourceError for a table of channels that does not hold together, or that the recipe would make untrue."""
+    where = f"{spec.kind}:{spec.location}"
+    cameras = [CameraEntry(channel=one.channel, source_name=one.source_name, sizes=()) for one in info.cameras]
+    check_table(channel_table(cameras, info.lidars, info.channels), where, SourceError)
+    for channel in info.channels:
+        if recipe.images is not None and channel.law.name in ("image", "image_points"):
+            raise SourceError(
+                f"'{where}': channel '{channel.name}' lies on the stored images of '{channel.law.camera}', which the "
+                "recipe's images would scale: shard without images, or leave the channel out of the source"
+            )
+
+
 def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary: Dictionary | None) -> WriteJob:
     info, recipe = scan.info, scan.recipe
     return WriteJob(
@@ -217,7 +239,10 @@ def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary:
         lidars=tuple(info.lidars),
         clip_ids=tuple(clip.clip_id for clip in info.clips),
         dictionary=dictionary,
-        rig=Rig.make([camera.channel for camera in info.cameras], info.lidars, info.classes, info.attributes),
+        rig=Rig.make(
+            [camera.channel for camera in info.cameras], info.lidars, info.classes, info.attributes, info.channels
+        ),
+        channels=info.channels,
     )
 
 

@@ -282,8 +282,8 @@ def manifest_edits(field):
         return msgspec.structs.replace(manifest, splits={"train": split})
 
     def of_camera(manifest):
-        front = msgspec.structs.replace(manifest.cameras[0], sizes=((48, 32), (9, 9)))
-        return msgspec.structs.replace(manifest, cameras=(front, *manifest.cameras[1:]))
+        front = msgspec.structs.replace(manifest.channels[0], sizes=((48, 32), (9, 9)))
+        return msgspec.structs.replace(manifest, channels=(front, *manifest.channels[1:]))
 
     return {
         "num_clips": lambda manifest: msgspec.structs.replace(manifest, num_clips=9),

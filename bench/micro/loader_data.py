@@ -17,7 +17,7 @@ from fuelrail.bench.micro.synthetic_index import file_entry
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.index import INDEX_FILE, ROWS_PER_BATCH, write_index
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, CameraEntry, encode_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, CameraEntry, channel_table, encode_manifest
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
 from fuelrail.sharding.write.packer import RawMember
 
@@ -65,7 +65,7 @@ def write_cameras(
     cameras = tuple(
         CameraEntry(channel=channel, source_name=channel.upper(), sizes=(SOURCE_WH,)) for channel in channels
     )
-    manifest = msgspec.structs.replace(manifest, cameras=cameras, fingerprint="")
+    manifest = msgspec.structs.replace(manifest, channels=channel_table(cameras, manifest.lidars), fingerprint="")
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return open_dataset(folder)
 

@@ -95,7 +95,7 @@ def write_manifest(
     )
     manifest = Manifest(
         format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="", num_samples=firsts[-1],
-        num_clips=num_clips, seed=seed, order_unit=order_unit, cameras=(), lidars=(), classes=(), attributes=(),
+        num_clips=num_clips, seed=seed, order_unit=order_unit, channels=(), classes=(), attributes=(),
         time_base="unix", ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, shards=shards,
         files=tuple(files), splits={split: whole},
     )  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
-from fuelrail.pipeline.transforms.lens import UNBENT, read_lens
+from fuelrail.pipeline.transforms.lens import UNBENT, read_lens, source_places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,7 @@ def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[NDArray[np.float32]
     # A map of its own, shrunk about the first pixel's centre.
     step_x, step_y = (image_map.out_wh[0] - 1) / (width - 1), (image_map.out_wh[1] - 1) / (height - 1)
     shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
-    x, y = _source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
+    x, y = source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
     return x, y, step_x, step_y
 
 
@@ -107,7 +107,7 @@ def sampling(
     hold rows that the output does not see (`source_rows`). Arrays (height, width) of the output; shared, not to be
     written to.
     """
-    x, y = _source_places(_centre_matrix(image_map), lens, image_map.out_wh)
+    x, y = source_places(_centre_matrix(image_map), lens, image_map.out_wh)
     (width, height), (sx, sy) = image_map.source_wh, scale
     if top:
         y -= top
@@ -130,17 +130,6 @@ def sampling(
 def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
     """The true map on centre-origin pixels, (3, 3), whatever matrix is published in its place."""
     return dataclasses.replace(image_map, published=None).centre_matrix()
-
-
-def _source_places(
-    matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Stored pixel coordinates of each pixel of an output that sees the rectified image under ``matrix`` (3, 3)."""
-    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
-    to_output = matrix @ np.array(lens.rectified)
-    make = cv2.fisheye.initUndistortRectifyMap if lens.kind == "fisheye" else cv2.initUndistortRectifyMap
-    x, y = make(camera, coefficients, np.eye(3), to_output, wh, cv2.CV_32FC1)
-    return x, y  # type: ignore[return-value]
 
 
 class Undistort(Settings, frozen=True):

@@ -55,10 +55,11 @@ class SampleReader:
             if (points or lidar_channel(name) not in lidars)
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
+            and name not in self._rig.fields
         )
 
     def fetch(self, index: int) -> FetchedSpan:
-        """The stored bytes of a sample; raises OrderError outside the dataset, ShardError where bytes are bad."""
+        """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
         row = self._dataset.index.row(index)
         return FetchedSpan(row, self.storage.span(index, row))
 

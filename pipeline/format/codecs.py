@@ -59,7 +59,8 @@ ZSTD: Final = "zstd"
 
 ZSTD_DICT: Final = "zstd-dict"
 
-_MAX_ROW_BYTES: Final = 4096
+MAX_ROW_BYTES: Final = 4096
+"""Of rows that the codec ``zstd-pR`` takes."""
 
 
 _PLANES = re.compile(r"zstd-p([1-9][0-9]{0,3})\Z")
@@ -115,7 +116,7 @@ def stored_name(name: str, codec: str) -> str:
 def split_name(stored_name: str) -> tuple[str, str]:
     """Split a stored field name into (field name, codec): ``meta.json.zst`` to ``meta.json`` and ``zstd``."""
     match = _PLANES_SUFFIX.search(stored_name)
-    if match is not None and int(match.group(1)) <= _MAX_ROW_BYTES:
+    if match is not None and int(match.group(1)) <= MAX_ROW_BYTES:
         return stored_name[: match.start()], planes(int(match.group(1)))
     if stored_name.endswith(_DICT_SUFFIX):
         return stored_name.removesuffix(_DICT_SUFFIX), ZSTD_DICT
@@ -195,9 +196,9 @@ def _row_bytes(codec: str) -> int:
     if codec == ZSTD:
         return 0
     match = _PLANES.match(codec)
-    if match is None or int(match.group(1)) > _MAX_ROW_BYTES:
+    if match is None or int(match.group(1)) > MAX_ROW_BYTES:
         raise ConfigError(
-            f"unknown codec {codec!r}; known: raw, zstd, zstd-dict, zstd-pR with R from 1 to {_MAX_ROW_BYTES}"
+            f"unknown codec {codec!r}; known: raw, zstd, zstd-dict, zstd-pR with R from 1 to {MAX_ROW_BYTES}"
         )
     return int(match.group(1))
 

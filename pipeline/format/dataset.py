@@ -91,8 +91,9 @@ class Dataset:
             text = redacted(str(error), self.storage_options)
             raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
         check_span(row, span, path.name)
-        sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary))
-        check_arrays(sample, Rig.of(self.manifest))
+        rig = Rig.of(self.manifest)
+        sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
+        check_arrays(sample, rig)
         return sample
 
     def _read(self, path: Path, row: IndexRow) -> bytes:
@@ -221,7 +222,7 @@ def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
         )
     if xxhash.xxh3_64_intdigest(span) != row.xxh3:
         raise ChecksumError(
-            "the bytes differ from those that were written (xxh3)", shard=shard, offset=row.offset, key=row.key
+            "checksum mismatch (xxh3): the data is corrupt", shard=shard, offset=row.offset, key=row.key
         )
 
 

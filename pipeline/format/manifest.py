@@ -6,17 +6,30 @@ import hashlib
 import re
 from collections import Counter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from fuelrail.pipeline.channels.selection import check_table
+from fuelrail.pipeline.channels.table import MAX_CHANNELS, ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.sample.schema import (
+    BOXES,
+    GEOMETRY,
+    IMAGE_EXTENSIONS,
+    META,
+    POINTS_EXTENSION,
+    Boxes,
+    array_specs,
+)
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping, Sequence
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
@@ -34,6 +47,10 @@ _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
 WORK_FOLDER: Final = ".fuelrail"
+
+CAMERA: Final = "camera"
+LIDAR: Final = "lidar"
+"""Sensors whose channels every reader knows."""
 
 
 class FileEntry(Settings, frozen=True):
@@ -66,7 +83,7 @@ class SplitEntry(Settings, frozen=True):
 
 
 class CameraEntry(Settings, frozen=True):
-    """One camera of the rig: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
+    """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
 
     channel: str
     source_name: str
@@ -74,7 +91,7 @@ class CameraEntry(Settings, frozen=True):
 
 
 class LidarEntry(Settings, frozen=True):
-    """One lidar: its channel, the source's name, and the names of the columns of its points."""
+    """One lidar of the table: its channel, the source's name, and the names of the columns of its points."""
 
     channel: str
     source_name: str
@@ -104,8 +121,7 @@ class Manifest(Settings, frozen=True):
     num_clips: int
     seed: int
     order_unit: str
-    cameras: tuple[CameraEntry, ...]
-    lidars: tuple[LidarEntry, ...]
+    channels: tuple[Channel, ...]
     classes: tuple[str, ...]
     attributes: tuple[str, ...]
     time_base: str
@@ -119,9 +135,106 @@ class Manifest(Settings, frozen=True):
     digest: str = ""
 
     @property
-    def channels(self) -> tuple[str, ...]:
-        """All channels in rig order: cameras, then lidars."""
-        return tuple(c.channel for c in self.cameras) + tuple(c.channel for c in self.lidars)
+    def cameras(self) -> tuple[CameraEntry, ...]:
+        """The cameras among the channels, in rig order."""
+        return tuple(
+            CameraEntry(channel=one.name, source_name=one.source_name, sizes=one.sizes)
+            for one in self.channels
+            if one.sensor == CAMERA
+        )
+
+    @property
+    def lidars(self) -> tuple[LidarEntry, ...]:
+        """The lidars among the channels, in rig order."""
+        return tuple(
+            LidarEntry(channel=one.name, source_name=one.source_name, columns=one.columns)
+            for one in self.channels
+            if one.sensor == LIDAR
+        )
+
+    @property
+    def extra_channels(self) -> tuple[Channel, ...]:
+        """The channels other than cameras, lidars and boxes."""
+        return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
+
+
+def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
+    """The entry of a camera in the table of channels; ``extension`` is that of most of its images."""
+    return Channel(
+        name=camera.channel,
+        kind="image",
+        field=f"{camera.channel}.{extension}",
+        law=Law("image", camera=camera.channel, interpolation="linear"),
+        dtype="uint8",
+        axes=("height", "width", "colour"),
+        shape=(None, None, 3),
+        frame=f"image:{camera.channel}",
+        sensor=CAMERA,
+        sizes=camera.sizes,
+        optional=True,
+        source_name=camera.source_name,
+    )
+
+
+def lidar_channel(lidar: LidarEntry) -> Channel:
+    """The entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
+    return Channel(
+        name=lidar.channel,
+        kind="points",
+        field=f"{lidar.channel}.{POINTS_EXTENSION}",
+        law=Law("ego_points", roles={"positions": (lidar.columns[:3],)}),
+        dtype="float32",
+        axes=("point", "column"),
+        shape=(None, len(lidar.columns)),
+        columns=lidar.columns,
+        frame=f"sensor:{lidar.channel}",
+        sensor=LIDAR,
+        allows_nan=True,
+        allows_inf=True,
+        optional=True,
+        source_name=lidar.source_name,
+    )
+
+
+BOXES_CHANNEL: Final = Channel(
+    name="boxes",
+    kind="ragged",
+    field=BOXES,
+    law=Law(
+        "ego_boxes",
+        roles={"boxes": (("boxes3d",),), "vectors": (("velocity",),), "rotations": (("rotation_wxyz",),)},
+    ),
+    arrays=tuple(
+        ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
+        for name, dtype, shape in array_specs(Boxes)
+    ),
+    frame="ego",
+    allows_nan=True,
+    optional=True,
+)
+"""The entry of the 3-D annotations in the table of channels."""
+
+
+def channel_table(
+    cameras: Sequence[CameraEntry],
+    lidars: Sequence[LidarEntry],
+    extra: Sequence[Channel] = (),
+    fields: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Channel, ...]:
+    """The table of a dataset: cameras in rig order, lidars, boxes, then other channels.
+
+    ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where they are among
+    them, and a camera without any ``.jpg`` has ``.png``.
+    """
+    names = [camera.channel for camera in cameras]
+    png = {name for name in names if f"{name}.png" in fields and f"{name}.jpg" not in fields}
+    channels = [
+        *(camera_channel(camera, "png" if camera.channel in png else "jpg") for camera in cameras),
+        *map(lidar_channel, lidars),
+        *((BOXES_CHANNEL,) if BOXES in fields else ()),
+        *extra,
+    ]
+    return tuple(msgspec.structs.replace(one, codec=fields.get(one.field, "")) for one in channels)
 
 
 _NOT_IN_FINGERPRINT: Final = frozenset(
@@ -185,6 +298,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     _check_digests(manifest, where)
     _check_limits(manifest, where)
     _check_names(manifest, where)
+    _check_channels(manifest, where)
     _check_runs(manifest, where)
     return manifest
 
@@ -228,6 +342,7 @@ def _why_not_ready(root: Path) -> str:
 def _check_limits(manifest: Manifest, where: str) -> None:
     """Tables grow with the rig and the lists of names, so both are limited; and free objects are what readers take."""
     for what, names, most in (
+        ("channels", manifest.channels, MAX_CHANNELS),
         ("cameras", manifest.cameras, _MAX_CAMERAS),
         ("lidars", manifest.lidars, _MAX_LIDARS),
         ("classes", manifest.classes, _MAX_NAMES),
@@ -236,9 +351,7 @@ def _check_limits(manifest: Manifest, where: str) -> None:
         if len(names) > most:
             raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
     texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
-    rig = (camera.source_name for camera in manifest.cameras), (lidar.source_name for lidar in manifest.lidars)
-    columns = (column for lidar in manifest.lidars for column in lidar.columns)
-    longest = max(map(len, (*texts, *rig[0], *rig[1], *columns, *manifest.classes, *manifest.attributes)))
+    longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes)))
     if longest > _MAX_TEXT:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     for name in ("recipe", "facts"):
@@ -258,7 +371,7 @@ def _check_names(manifest: Manifest, where: str) -> None:
             raise ManifestError(f"'{where}': '{shown(name)}' is not a plain file name")
     for kind, names, pattern in (
         ("file", files, None),
-        ("channel", manifest.channels, "[a-z0-9_]{1,100}"),
+        ("channel", [channel.name for channel in manifest.channels], "[a-z0-9_]{1,100}"),
         ("split", list(manifest.splits), "[a-z][a-z0-9_]{0,99}"),
     ):
         for name, count in Counter(list(names)).items():
@@ -266,6 +379,29 @@ def _check_names(manifest: Manifest, where: str) -> None:
                 raise ManifestError(f"'{where}': {kind} '{shown(name)}' occurs twice")
             if pattern is not None and not re.fullmatch(pattern, name):
                 raise ManifestError(f"'{where}': {kind} name '{shown(name)}' does not match {pattern}")
+
+
+def _check_channels(manifest: Manifest, where: str) -> None:
+    """The table must hold together, and cameras, lidars and boxes be what every reader takes them for."""
+    check_table(manifest.channels, where, ManifestError, known_only=True)
+    for channel in manifest.channels:
+        if channel.sensor == CAMERA:
+            entry = CameraEntry(channel=channel.name, source_name=channel.source_name, sizes=channel.sizes)
+            wanted = camera_channel(entry, channel.extension if channel.extension in IMAGE_EXTENSIONS else "jpg")
+        elif channel.sensor == LIDAR:
+            entry_of_lidar = LidarEntry(channel=channel.name, source_name=channel.source_name, columns=channel.columns)
+            wanted = lidar_channel(entry_of_lidar)
+        elif channel.field in (META, GEOMETRY, BOXES):
+            wanted = BOXES_CHANNEL
+        else:
+            continue
+        if channel != msgspec.structs.replace(wanted, codec=channel.codec):
+            found, right = msgspec.structs.asdict(channel), msgspec.structs.asdict(wanted)
+            differs = ", ".join(name for name in found if found[name] != right[name] and name != "codec")
+            raise ManifestError(
+                f"'{where}': channel '{channel.name}' is not as the format has {channel.sensor or 'boxes'}: {differs} "
+                f"differ; {_BRING_BACK}"
+            )
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import LidarEntry, Manifest
     from fuelrail.pipeline.sample.schema import Boxes, Geometry, Meta, Sample, Sweeps
 
@@ -91,20 +92,28 @@ class Rig(NamedTuple):
     """Channel and number of columns of each."""
     num_classes: int
     num_attributes: int
+    fields: frozenset[str] = frozenset()
+    """Field names of the channels other than cameras, lidars and boxes."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Rig:
         """The rig of a manifest."""
         cameras = [camera.channel for camera in manifest.cameras]
-        return cls.make(cameras, manifest.lidars, manifest.classes, manifest.attributes)
+        return cls.make(cameras, manifest.lidars, manifest.classes, manifest.attributes, manifest.extra_channels)
 
     @classmethod
     def make(
-        cls, cameras: Iterable[str], lidars: Iterable[LidarEntry], classes: Sequence[str], attributes: Sequence[str]
+        cls,
+        cameras: Iterable[str],
+        lidars: Iterable[LidarEntry],
+        classes: Sequence[str],
+        attributes: Sequence[str],
+        extra: Iterable[Channel] = (),
     ) -> Rig:
-        """The rig of these channels, lidars and names."""
+        """The rig of these cameras, lidars, names and other channels."""
         columns = tuple((lidar.channel, len(lidar.columns)) for lidar in lidars)
-        return cls(tuple(cameras), columns, len(classes), len(attributes))
+        fields = frozenset(channel.field for channel in extra)
+        return cls(tuple(cameras), columns, len(classes), len(attributes), fields)
 
 
 class Broken(NamedTuple):
@@ -187,11 +196,12 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
         seen.add(slot)
         if not (
             name in (META, GEOMETRY, BOXES)
+            or name in rig.fields
             or name.startswith("x_")
             or (channel in rig.cameras and extension in IMAGE_EXTENSIONS)
             or (lidar_channel(name) in lidars and (extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD)))
         ):
-            known = ", ".join([*rig.cameras, *lidars])
+            known = ", ".join([*rig.cameras, *lidars, *sorted(rig.fields)])
             found.append(
                 Broken(name, f"no such field: the channels are {known}, and names of a user's own begin with x_")
             )

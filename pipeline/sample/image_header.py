@@ -78,17 +78,17 @@ class ImageInfo(NamedTuple):
         return self.num_components == 4 and self.format == "jpeg"
 
 
-def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS) -> ImageInfo:
-    """Read the header of a JPEG or PNG.
+def probe(encoded: Buffer, max_pixels: int = MAX_PIXELS, *, bits: tuple[int, ...] = (8,)) -> ImageInfo:
+    """Read the header of a JPEG or PNG; ``bits`` are those that a channel of a PNG may have.
 
     Raises ImageError for anything else (naming common mistakes such as git-LFS pointers), for images over
     ``max_pixels``, for JPEGs whose scans would take too long, and for coding variants that no decoder takes: 12-bit,
-    lossless, arithmetic, hierarchical JPEG; palette and 16-bit PNG.
+    lossless, arithmetic, hierarchical JPEG; palette PNG, and 16-bit PNG unless ``bits`` has it.
     """
     if encoded[:2] == b"\xff\xd8":
         info = _probe_jpeg(encoded)
     elif encoded[:8] == _PNG_SIGNATURE:
-        info = _probe_png(encoded)
+        info = _probe_png(encoded, bits)
     else:
         raise ImageError(_describe_stranger(bytes(encoded[:512])))
     if info.width * info.height > max_pixels:
@@ -198,16 +198,16 @@ def _exif_orientation(tiff: bytes) -> int:
     return 1
 
 
-def _probe_png(encoded: Buffer) -> ImageInfo:
+def _probe_png(encoded: Buffer, allowed: tuple[int, ...] = (8,)) -> ImageInfo:
     if len(encoded) < 33 or encoded[8:16] != b"\0\0\0\rIHDR":
         raise ImageError(f"PNG of {len(encoded)} bytes ends inside its header: the file was cut")
     width, height, bits, color_type = struct.unpack_from(">IIBB", encoded, 16)
     if width == 0 or height == 0:
         raise ImageError(f"PNG header gives a size of {width}x{height} pixels")
-    if bits != 8 or color_type not in _PNG_CHANNELS:
+    if bits not in allowed or color_type not in _PNG_CHANNELS:
         raise ImageError(
             f"PNG of {bits} bits and colour type {color_type} is not supported: "
-            "8-bit gray and RGB are, with or without alpha"
+            f"{' or '.join(map(str, allowed))}-bit gray and RGB are, with or without alpha"
         )
     if encoded[26] or encoded[27] or encoded[28] > 1:
         raise ImageError(f"PNG header is broken: its methods are {bytes(encoded[26:29]).hex(' ')}")
@@ -225,7 +225,7 @@ def check_jpeg_end(encoded: Buffer) -> None:
         raise ImageError(f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut")
 
 
-def unpack_png(encoded: Buffer) -> bytes:
+def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
     """Check a whole PNG; return it with its pixel data uncompressed and without further chunks. Raises ImageError.
 
     The checksum of every chunk is verified. Pixel data are expanded to the size that the header states; more or less
@@ -233,7 +233,7 @@ def unpack_png(encoded: Buffer) -> bytes:
     what follows the pixels without a limit. They read uncompressed data in a fourth of the time, which pays for a part
     of the check.
     """
-    info = _probe_png(encoded)
+    info = _probe_png(encoded, bits)
     packed = b"".join(data for name, data in _png_chunks(encoded) if name == b"IDAT")
     num_bytes = _png_data_bytes(info, is_interlaced=encoded[28] == 1)
     inflate = zlib.decompressobj()
@@ -274,7 +274,7 @@ def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
     for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
         width, height = -((left - info.width) // step_x), -((top - info.height) // step_y)
         if width > 0 and height > 0:
-            num_bytes += height * (1 + width * info.num_components)
+            num_bytes += height * (1 + width * info.num_components * info.bits // 8)
     return num_bytes
 
 

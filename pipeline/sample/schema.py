@@ -28,7 +28,7 @@ from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.arrays import read_layout, read_npy, write_npy, write_stacked, write_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from fuelrail.pipeline.sample.arrays import Buffer, TensorSpec
 
@@ -269,6 +269,11 @@ def _specs(record: type) -> tuple[tuple[str, np.dtype[Any], tuple[int | str, ...
 _SPECS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
 
 
+def array_specs(record: type[Geometry | Boxes | Sweeps]) -> list[tuple[str, np.dtype[Any], tuple[int | str, ...]]]:
+    """Name, dtype and shape of each array of a record; a text in a shape stands for a length that varies."""
+    return list(_SPECS[record])
+
+
 _MOST_FITTING: Final = 1024
 _fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
 """What arrays of a record were found to be and passed: the same need no second look."""
@@ -330,8 +335,11 @@ def decode_sweeps(data: Buffer) -> Sweeps:
     return sweeps
 
 
-def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
+def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[str] = ()) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
+
+    ``fields`` are the members of channels that a sample has beyond cameras, lidars and boxes: they stay raw, in
+    ``extra``.
 
     Raises SchemaError, naming key and member, where a member does not match the schema, a needed one is absent, or
     ``meta.json`` is that of another sample.
@@ -350,7 +358,7 @@ def decode_sample(key: str, members: Mapping[str, Buffer]) -> Sample:
                 known[name] = decode_arrays(data, Geometry)
             elif name == BOXES:
                 known[name] = decode_arrays(data, Boxes)
-            elif channel.startswith("x_"):
+            elif name in fields or channel.startswith("x_"):
                 extra[name] = data
             elif name.endswith(SWEEPS_FIELD):
                 sweeps[lidar_channel(name)] = decode_sweeps(data)

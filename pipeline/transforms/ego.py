@@ -9,7 +9,7 @@ With the ego frame replaced by the augmented one (ego'):
 * boxes: centre' = B centre, size' = scale * size, heading' = the direction of B heading, velocity' = B's 3 x 3 part *
   velocity, since positions scale and time does not;
 * ego' to anything: X' = X . B^-1 (``ego2img``, ``ego2global``); anything to ego': X' = B . X (``cam2keyego``);
-* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which itself stays as it is.
+* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which does not change.
 """
 
 from __future__ import annotations
@@ -78,11 +78,38 @@ class BevMap:
         boxes = boxes3d.astype(np.float64)
         boxes[:, :3] = boxes[:, :3] @ matrix[:3, :3].T + matrix[:3, 3]
         boxes[:, 3:6] *= self.scale
-        yaw = boxes[:, 6] + self.rotation_rad
+        boxes[:, 6] = self.yaws(boxes[:, 6])
+        return boxes.astype(np.float32)
+
+    def yaws(self, yaws: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return headings (any shape), radians about z from +x, in augmented ego axes; in [-pi, pi)."""
+        yaw = yaws + self.rotation_rad
         yaw = math.pi - yaw if self.flip_x else yaw
         yaw = -yaw if self.flip_y else yaw
-        boxes[:, 6] = (yaw + math.pi) % (2 * math.pi) - math.pi
-        return boxes.astype(np.float32)
+        wrapped: NDArray[np.float64] = (yaw + math.pi) % (2 * math.pi) - math.pi
+        return wrapped
+
+    def rotations(self, rotation_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return unit quaternions (..., 4) of bodies in augmented ego axes, box to ego; a copy.
+
+        A mirrored body has its own left and right exchanged, so that its rotation stays one: with M_y the mirror of y,
+        M_y R M_y has the quaternion (w, -x, y, -z), and mirroring x as well is half a turn about z.
+        """
+        q = rotation_wxyz.astype(np.float64)
+        q = _turn_about_z(self.rotation_rad, q)
+        if self.flip_x != self.flip_y:
+            q = q * (1.0, -1.0, 1.0, -1.0)
+        return _turn_about_z(math.pi, q) if self.flip_x else q
+
+    def in_frame(self, frame2ego: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return B as a sensor's frame sees it, F^-1 B F: a linear map (3, 3) and a shift (3,), float64.
+
+        ``frame2ego`` F is rigid, (4, 4) float64.
+        """
+        rotation, place = frame2ego[:3, :3], frame2ego[:3, 3]
+        matrix = self.matrix
+        linear = rotation.T @ matrix[:3, :3] @ rotation
+        return linear, rotation.T @ (matrix[:3, :3] @ place + matrix[:3, 3] - place)
 
     def vectors(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return float32 (M, 3) velocities in augmented ego axes; NaN stays NaN. A copy."""
@@ -97,13 +124,17 @@ class BevMap:
         """
         if self == IDENTITY:
             return points.copy()
-        rotation, place = lidar2ego[:3, :3], lidar2ego[:3, 3]
-        matrix = self.matrix
-        linear = rotation.T @ matrix[:3, :3] @ rotation
-        shift = rotation.T @ (matrix[:3, :3] @ place + matrix[:3, 3] - place)
+        linear, shift = self.in_frame(lidar2ego)
         moved = points.copy()
         moved[:, :3] = points[:, :3] @ linear.T.astype(np.float32) + shift.astype(np.float32)
         return moved
+
+
+def _turn_about_z(angle_rad: float, q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Quaternions (..., 4) w, x, y, z, turned by an angle about the fixed z axis."""
+    c, s = math.cos(angle_rad / 2), math.sin(angle_rad / 2)
+    w, x, y, z = (q[..., i] for i in range(4))
+    return np.stack([c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], axis=-1)
 
 
 IDENTITY = BevMap()
@@ -113,7 +144,7 @@ class BevAugment(Settings, frozen=True):
     """What becomes of the world about the vehicle, drawn once a sample.
 
     Attributes:
-        train: draw at random; False leaves everything as it is.
+        train: draw at random; False changes nothing.
         rotate_deg: rotation about z, uniform in this range, degrees (BEVDet: -22.5 to 22.5).
         scale: factor, uniform in this range (BEVDet, StreamPETR: 0.95 to 1.05; bevfusion: 0.9 to 1.1).
         flip_x_prob, flip_y_prob: probability of mirroring the x (y) coordinate.

@@ -1,10 +1,11 @@
-"""How a lens bends what a pinhole would see: the coefficients of a camera, by the name of their model."""
+"""Lens distortion: the coefficients of a camera, by the name of their model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+import cv2
 import numpy as np
 
 from fuelrail.pipeline.errors import ConfigError
@@ -45,7 +46,7 @@ class Lens:
 
 
 def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> Lens | None:
-    """The lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
+    """Return the lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
 
     Args:
         model: the camera's ``dist_model``.
@@ -66,3 +67,31 @@ def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.floa
     length = next(n for n in lengths if n >= len(coefficients))
     camera: Matrix3 = tuple(tuple(row) for row in intrinsics.tolist())
     return Lens(kind, tuple(coefficients + [0.0] * (length - len(coefficients))), camera, camera)
+
+
+def source_places(
+    matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Stored pixel coordinates of each pixel of an output that sees the rectified image under ``matrix`` (3, 3).
+
+    Float32 (height, width) each, centre-origin; ``wh`` is the output's width and height.
+    """
+    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    to_output = matrix @ np.array(lens.rectified)
+    make = cv2.fisheye.initUndistortRectifyMap if lens.kind == "fisheye" else cv2.initUndistortRectifyMap
+    x, y = make(camera, coefficients, np.eye(3), to_output, wh, cv2.CV_32FC1)
+    return x, y  # type: ignore[return-value]
+
+
+def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+    """Where pixels (P, 2) of the stored image lie in the rectified one, float64 (P, 2), centre-origin.
+
+    By OpenCV's iterative inverse of the lens.
+    """
+    if not len(places):
+        return places.copy()
+    camera, coefficients = np.array(lens.stored), np.array(lens.coefficients)
+    undo = cv2.fisheye.undistortPoints if lens.kind == "fisheye" else cv2.undistortPoints
+    points = np.ascontiguousarray(places, np.float64).reshape(-1, 1, 2)
+    found = undo(points, camera, coefficients, R=np.eye(3), P=np.array(lens.rectified))
+    return np.asarray(found, np.float64).reshape(-1, 2)

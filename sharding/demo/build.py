@@ -19,9 +19,11 @@ import numpy as np
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, FuelrailError
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.demo.capture import Recorded, record
+from fuelrail.sharding.demo.channels import demo_channels
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import Capture, WorldSpec, captures, make_clip
+from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -164,6 +166,9 @@ def _build(spec: WorldSpec, root: Path, num_workers: int, advance: Callable[[int
                 for task in tasks
             ):
                 (root / kind / channel).mkdir(parents=True)
+    channels = demo_channels(make_clip(spec, 0).rig) if spec.channels else ()
+    for one in channels:
+        (root / CHANNELS_FOLDER / one.name).mkdir(parents=True)
     recorded: list[Recorded] = []
     advance(0, len(tasks))
     for item in _record_all(spec, tasks, root, num_workers):
@@ -175,6 +180,8 @@ def _build(spec: WorldSpec, root: Path, num_workers: int, advance: Callable[[int
     for name, rows in tables.items():
         _write_json(folder / f"{name}.json", rows)
     _write_json(folder / "splits.json", splits(spec))
+    if channels:
+        _write_json(folder / CHANNELS_FILE, msgspec.to_builtins(channels))
     mask = root / map_filename(spec)
     mask.parent.mkdir()
     mask.write_bytes(cv2.imencode(".png", np.zeros((_MAP_PX, _MAP_PX), np.uint8))[1].tobytes())
@@ -216,7 +223,8 @@ def _record_all(spec: WorldSpec, tasks: list[Capture], root: Path, num_workers: 
             yield future.result()
     except BrokenProcessPool as error:
         raise FuelrailError(
-            "a worker process died (killed, perhaps for want of memory); try fewer --workers"
+            "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
+            "script lacks `if __name__ == '__main__':`"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import simplejpeg
 
+from fuelrail.sharding.demo.channels import RADAR, radar_points, write_channel, write_image_channels
 from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.painter import render
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
 from fuelrail.sharding.demo.solids import solids_near
 from fuelrail.sharding.demo.visibility import visible_shares
-from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, log_facts, make_clip
+from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, log_facts, make_clip, sample_token
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,10 +55,17 @@ def record(spec: WorldSpec, capture: Capture, root: Path) -> Recorded:
     clip = make_clip(spec, capture.clip)
     solids = solids_near(clip, capture.timestamp_us)
     num_bytes = 0
+    sample = sample_token(spec, capture.clip, capture.frame)
+    if spec.channels and capture.is_key_frame:
+        num_bytes += write_channel(root, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
     if capture.cameras:
         for camera in clip.rig.cameras:
             exposure_us = capture.timestamp_us - camera.lead_us
-            image, _ = render(clip, camera, solids, exposure_us)
+            with_channels = spec.channels and capture.is_key_frame
+            image, owners = render(clip, camera, solids, exposure_us, owners=with_channels)
+            if with_channels:
+                cam2global = clip.ego2global(exposure_us) @ camera.cam2ego
+                num_bytes += write_image_channels(root, camera, sample, cam2global, solids, owners)
             encoded = simplejpeg.encode_jpeg(
                 image, quality=JPEG_QUALITY, colorspace="RGB", colorsubsampling=JPEG_SUBSAMPLING
             )

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class SynthOptions(Settings, frozen=True, kw_only=True):
     camera_sweeps: Annotated[
         int, Meta(description="number of images of each camera between two keyframes (default: 0)")
     ] = 0
+    channels: Annotated[
+        bool, Meta(description="write radar points, and 2-D boxes and instance masks of each camera, too")
+    ] = False
     workers: Annotated[
         int, Meta(ge=0, description=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
     ] = 0
@@ -84,6 +88,7 @@ def synth(
     called with the number of captures done and in all. Raises ConfigError for options, DatasetExistsError where ``out``
     holds something else, DatasetError where it cannot be written.
     """
+    check_main_guard()
     from fuelrail.sharding.demo.build import build
     from fuelrail.sharding.demo.world import WorldSpec
 
@@ -99,6 +104,7 @@ def synth(
         num_camera_sweeps=chosen.camera_sweeps,
         width_px=chosen.size[0],
         height_px=chosen.size[1],
+        channels=chosen.channels,
     )
     num_workers = chosen.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     built = build(spec, Path(out), num_workers, progress)

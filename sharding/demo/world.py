@@ -47,6 +47,7 @@ class WorldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_camera_sweeps: int = 0
     width_px: int = 1600
     height_px: int = 900
+    channels: bool = False
 
 
 class Weather(NamedTuple):
@@ -146,6 +147,11 @@ def _ego_pose(road: Road, speed_mps: float, sway: tuple[float, float, float], t_
 def token(seed: int, *path: object) -> str:
     """32 hex digits for a record, from the seed and what the record is."""
     return hashlib.sha256("/".join(map(str, ("fuelrail-synth", seed, *path))).encode()).hexdigest()[:32]
+
+
+def sample_token(spec: WorldSpec, clip: int, frame: int) -> str:
+    """Token of a keyframe's row in the table of samples."""
+    return token(spec.seed, "sample", clip, frame)
 
 
 @lru_cache(maxsize=2)

@@ -19,10 +19,12 @@ import zstandard
 from msgspec import Meta
 
 from fuelrail import __version__
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.codecs import (
     DEFAULT_ZSTD_LEVEL,
     MAX_DICTIONARY_BYTES,
+    MAX_ROW_BYTES,
     MIN_DICTIONARY_BYTES,
     RAW,
     ZSTD,
@@ -33,6 +35,7 @@ from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENS
 from fuelrail.pipeline.settings import Settings, convert, read_text
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import LidarEntry
 
 DEFAULT_QUALITY: Final = 92
@@ -304,15 +307,24 @@ def _short(value: object) -> str:
     return text if len(text) <= 72 else text[:69] + "..."
 
 
-def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...]) -> str:
-    """Return the codec of a member with this field name: what shrinks is compressed, media stay raw."""
+def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: tuple[Channel, ...] = ()) -> str:
+    """Return the codec of a member with this field name: what shrinks is compressed, media stay raw.
+
+    ``extra`` are the channels other than cameras, lidars and boxes.
+    """
     if recipe.layout != "member":
         return RAW
+    channel = next((one for one in extra if one.field == field), None)
+    if channel is not None:
+        row_bytes = KINDS[channel.kind].row_bytes(channel)
+        if not row_bytes or row_bytes > MAX_ROW_BYTES:
+            return RAW if row_bytes is None else ZSTD
+        return planes(row_bytes)
     if field in SMALL_MEMBERS:
         return ZSTD if recipe.dictionary_bytes is None else ZSTD_DICT
     if field.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)):
-        channel = lidar_channel(field)
-        num_columns = next((len(lidar.columns) for lidar in lidars if lidar.channel == channel), 0)
+        name = lidar_channel(field)
+        num_columns = next((len(lidar.columns) for lidar in lidars if lidar.channel == name), 0)
         return planes(num_columns * _POINT_BYTES) if num_columns else ZSTD
     return RAW
 

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
@@ -35,7 +36,7 @@ from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import shown
 from fuelrail.sharding.sources.scan_table import Reference, frame_key
-from fuelrail.sharding.sources.source import Channel, ScanInfo
+from fuelrail.sharding.sources.source import Camera, ScanInfo
 from fuelrail.sharding.sources.spilled_table import SpilledTable
 
 if TYPE_CHECKING:
@@ -117,11 +118,12 @@ class FuelrailSource:
         return ScanInfo(
             name=joined([manifest.name for manifest in manifests]) or "",
             clips=out.clips,
-            cameras=[Channel(camera.channel, camera.source_name) for camera in first.cameras],
+            cameras=[Camera(camera.channel, camera.source_name) for camera in first.cameras],
             lidars=list(first.lidars),
+            channels=first.extra_channels,
             classes=list(first.classes),
             attributes=list(first.attributes),
-            names=out.member_names(first.channels),
+            names=out.member_names([one.name for one in first.channels if one.field != BOXES]),
             time_base=first.time_base,
             ego_origin=first.ego_origin,
             license=joined([manifest.license for manifest in manifests]),
@@ -169,6 +171,8 @@ class FuelrailSource:
 def _check_channel(key: str, name: str, part: DatasetPart) -> None:
     """Raise SourceError for an image or a sweep of a channel that the manifest does not have."""
     channel, _, extension = name.partition(".")
+    if name in part.fields:
+        return
     rig = part.cameras if extension in IMAGE_EXTENSIONS else part.lidars
     if extension in (*IMAGE_EXTENSIONS, POINTS_EXTENSION) and channel not in rig and not name.startswith("x_"):
         raise SourceError(
@@ -214,6 +218,11 @@ class DatasetPart:
     def lidars(self) -> frozenset[str]:
         """Channels of its lidars."""
         return frozenset(lidar.channel for lidar in self.dataset.manifest.lidars)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Field names of its channels other than cameras, lidars and boxes."""
+        return frozenset(channel.field for channel in self.dataset.manifest.extra_channels)
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -270,7 +279,7 @@ class DatasetPart:
             try:
                 check_span(row, span, shard)
                 members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
-                self._check(decode_sample(row.key, members))
+                self._check(decode_sample(row.key, members, self.fields))
             except (ShardError, MemberError) as error:
                 raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
             self._read = (at, {name: members[name] for name in members if name not in INLINE})
@@ -348,7 +357,8 @@ def _python_type(field: pa.Field) -> type:
 
 
 _ALIKE: Final = {
-    "cameras": "cameras", "lidars": "lidars", "classes": "classes", "attributes": "attributes of boxes",
+    "cameras": "cameras", "lidars": "lidars", "extra_channels": "other channels",
+    "classes": "classes", "attributes": "attributes of boxes",
     "time_base": "time base", "ego_origin": "origin of ego",
 }  # fmt: skip
 
@@ -399,10 +409,18 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - whatever a manifest holds
+    if isinstance(value, tuple) and value and isinstance(value[0], Channel):
+        return ", ".join(_entry(channel) for channel in value)
     if isinstance(value, tuple) and value and not isinstance(value[0], str):
         parts = [f"{entry.channel} ({entry.source_name}{_columns(entry)})" for entry in value]
         return ", ".join(parts)
     return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _entry(channel: Channel) -> str:
+    """An entry of the table as text, whatever may differ between two datasets that become one."""
+    alike = msgspec.structs.replace(channel, codec="", description="", source_name="")
+    return f"{channel.name} {msgspec.json.encode(alike).decode()}"
 
 
 def _columns(entry: Any) -> str:  # noqa: ANN401 - CameraEntry or LidarEntry; sizes of images may differ

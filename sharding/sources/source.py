@@ -11,6 +11,7 @@ from fuelrail.pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.scan_report import ScanReport
@@ -22,7 +23,7 @@ _REGISTRY: Final = {
 }
 
 
-class Channel(NamedTuple):
+class Camera(NamedTuple):
     """One camera of the rig: channel (lower case) and the source's name for it."""
 
     channel: str
@@ -33,6 +34,8 @@ class Channel(NamedTuple):
 class ScanInfo:
     """The result of a scan: facts about the source as a whole.
 
+    ``channels`` are those other than cameras, lidars and boxes: a sample's member of one is a reference whose name is
+    the channel's ``field``, after the references of cameras and lidars and in the order of ``channels``.
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
@@ -41,7 +44,7 @@ class ScanInfo:
 
     name: str
     clips: list[ClipInfo]
-    cameras: list[Channel]
+    cameras: list[Camera]
     lidars: list[LidarEntry]
     classes: list[str]
     attributes: list[str]
@@ -50,6 +53,7 @@ class ScanInfo:
     ego_origin: str
     splits: dict[str, list[str]] | None
     facts: dict[str, Any]
+    channels: tuple[Channel, ...] = ()
     license: str | None = None
     report: ScanReport | None = None
 

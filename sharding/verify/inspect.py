@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index_row import IndexRow
 
 _NS_PER_MS = 1_000_000
@@ -74,6 +75,10 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
         (camera.channel, camera.source_name, ", ".join(f"{w} x {h}" for w, h in camera.sizes) or "no image")
         for camera in manifest.cameras
     ] + [(lidar.channel, lidar.source_name, ", ".join(lidar.columns)) for lidar in manifest.lidars]
+    others = [
+        (one.name, one.kind, _values_of(one), one.frame or "none", one.law.name, one.description)
+        for one in manifest.extra_channels
+    ]
     fields = [
         (m["name"], m["codec"], f"{m['count']:,}", f"{m['stored_bytes'] / 1e6:,.2f}", f"{m['raw_bytes'] / 1e6:,.2f}")
         for m in members
@@ -83,6 +88,7 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
             _table((), head),
             _table(("split", "samples", "clips", "shards"), splits),
             _table(("channel", "source name", "pixels or columns"), channels),
+            *([_table(("channel", "kind", "values", "frame", "law", "description"), others)] if others else []),
             _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
             "",
         ]
@@ -163,6 +169,18 @@ def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard
     return "\n\n".join(parts).removesuffix("\n")
 
 
+def _values_of(channel: Channel) -> str:
+    """Dtype and shape of a channel's values, or its arrays, or what else it holds."""
+    if channel.arrays:
+        return ", ".join(
+            f"{spec.name} {spec.dtype}[{', '.join(map(str, ('M', *spec.shape)))}]" for spec in channel.arrays
+        )
+    if not channel.dtype:
+        return channel.extension
+    shape = ", ".join("any" if side is None else str(side) for side in channel.shape)
+    return f"{channel.dtype}[{shape}]" + (f" {' '.join(channel.columns)}" if channel.columns else "")
+
+
 def _layout(dataset: Dataset) -> str:
     """Describe how shards store samples, by their names: the manifest's text on it is for people."""
     compression = dataset.manifest.compression
@@ -188,8 +206,9 @@ def _read(dataset: Dataset, row: IndexRow) -> Sample:
             f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
         ) from error
     check_span(row, span, path.name)
-    sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary))
-    check_sample(sample, [member.name for member in row.members], Rig.of(dataset.manifest))
+    rig = Rig.of(dataset.manifest)
+    sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary), rig.fields)
+    check_sample(sample, [member.name for member in row.members], rig)
     return sample
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.dataset import Dataset, check_span, read_members
@@ -165,14 +166,18 @@ class ShardCheck:
             check_key(row.key)
             dictionary = None if self._dataset is None else self._dataset.dictionary
             members = read_members(row, span, self.shard.name, dictionary=dictionary)
-            sample = decode_sample(row.key, members)
+            sample = decode_sample(row.key, members, self._rig.fields)
             for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
             for member, text in broken_rules(sample, [entry.name for entry in row.members], self._rig):
                 self._fault(f"member '{member}': {text}", row.offset, row.key)
+            sizes = {name: (camera.width, camera.height) for name, camera in sample.meta.cameras.items()}
+            sizes = {name: size for name, size in sizes.items() if name in sample.images}
+            for member, text in check_members(members, self._manifest.extra_channels, sizes, deep=True):
+                self._fault(f"member '{member}': {text}", row.offset, row.key)
             for entry in row.members:
                 channel, _, extension = entry.name.partition(".")
-                if extension in IMAGE_EXTENSIONS:
+                if extension in IMAGE_EXTENSIONS and entry.name not in self._rig.fields:
                     camera = sample.meta.cameras.get(channel)
                     size = None if camera is None else (camera.width, camera.height)
                     check_pixels(members[entry.name], extension, size, key=row.key, member=entry.name)

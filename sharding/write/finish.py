@@ -23,6 +23,7 @@ from fuelrail.pipeline.format.manifest import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    channel_table,
     decode_manifest,
     encode_manifest,
 )
@@ -65,7 +66,7 @@ def finish(
 ) -> Manifest:
     """Write index, attributes and manifest; every file appears under its name complete, the manifest last."""
     names = list(dict.fromkeys(stored_field(name, job.recipe.images) for name in info.names))
-    codecs = {name: codec_of(name, job.recipe, job.lidars) for name in names}
+    codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
     shards = _write_index(index, work, plan, info, codecs)
     _write_attributes(attributes, plan, table, info, clips_by_split)
@@ -131,15 +132,19 @@ def _manifest(
         num_clips=num_clips,
         seed=job.recipe.seed,
         order_unit=job.recipe.order,
-        cameras=tuple(
-            CameraEntry(
-                channel=camera.channel,
-                source_name=camera.source_name,
-                sizes=tuple(sorted(shards.sizes[camera.channel])),
-            )
-            for camera in info.cameras
+        channels=channel_table(
+            [
+                CameraEntry(
+                    channel=camera.channel,
+                    source_name=camera.source_name,
+                    sizes=tuple(sorted(shards.sizes[camera.channel])),
+                )
+                for camera in info.cameras
+            ],
+            info.lidars,
+            info.channels,
+            codecs,
         ),
-        lidars=tuple(info.lidars),
         classes=tuple(info.classes),
         attributes=tuple(info.attributes),
         time_base=info.time_base,

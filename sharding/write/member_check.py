@@ -1,4 +1,4 @@
-"""The check of samples on their way into a shard: what breaks a rule is refused before the shard gets its name.
+"""The check of samples on their way into a shard: a sample that breaks a rule is refused before the shard is published.
 
 The rules are those of :mod:`fuelrail.pipeline.format.rules`. Names, metadata and points are checked sample by sample;
 geometry and boxes of many samples at once, which takes a sixth of the time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.errors import MemberError, SourceError
 from fuelrail.pipeline.format.rules import (
     are_sound,
@@ -35,8 +36,9 @@ from fuelrail.pipeline.sample.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.rules import Rig
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Meta
@@ -48,11 +50,11 @@ _AT_ONCE: Final = 64
 class MemberCheck:
     """Checks the samples of one shard; each ``add`` and ``close`` raise SourceError for a sample that breaks a rule.
 
-    ``source`` names the source in errors.
+    ``source`` names the source in errors, ``channels`` are those other than cameras, lidars and boxes.
     """
 
-    def __init__(self, rig: Rig, source: str) -> None:
-        self._rig, self._source = rig, source
+    def __init__(self, rig: Rig, source: str, channels: Sequence[Channel] = ()) -> None:
+        self._rig, self._source, self._channels = rig, source, channels
         self._pending: list[tuple[str, Geometry, Boxes | None]] = []
 
     def add(self, key: str, meta: Meta, members: Mapping[str, Buffer]) -> None:
@@ -66,7 +68,11 @@ class MemberCheck:
                     raise self._error(key, at, unsafe)
             at = GEOMETRY
             geometry = decode_arrays(members[GEOMETRY], Geometry)
-            images = {name.partition(".")[0] for name in members if name.endswith(_IMAGES) and name[:2] != "x_"}
+            images = {
+                name.partition(".")[0]
+                for name in members
+                if name.endswith(_IMAGES) and name[:2] != "x_" and name not in rig.fields
+            }
             if (other_rig := broken_rig(geometry, images, rig)) is not None:
                 raise self._error(key, at, other_rig)
             for at, text in broken_meta(meta, geometry, rig):
@@ -75,7 +81,12 @@ class MemberCheck:
             if BOXES in members:
                 boxes = decode_arrays(members[BOXES], Boxes)
             for at, data in members.items():
-                self._check_points(key, at, data)
+                if at not in rig.fields:
+                    self._check_points(key, at, data)
+            if self._channels:
+                sizes = {name: (one.width, one.height) for name, one in meta.cameras.items() if name in images}
+                for at, text in check_members(members, self._channels, sizes):
+                    raise self._error(key, at, text)
         except MemberError as error:
             raise self._error(key, at, error.message) from error
         self._pending.append((key, geometry, boxes))

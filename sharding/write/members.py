@@ -28,6 +28,7 @@ from fuelrail.sharding.write.packer import RawMember
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.recipe import Recipe
@@ -51,11 +52,21 @@ class Members:
     """The chains of one run's fields."""
 
     def __init__(
-        self, source: Source, recipe: Recipe, lidars: tuple[LidarEntry, ...], buffer: ReadBuffer, place: str
+        self,
+        source: Source,
+        recipe: Recipe,
+        lidars: tuple[LidarEntry, ...],
+        extra: tuple[Channel, ...],
+        buffer: ReadBuffer,
+        place: str,
     ) -> None:
-        """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source in errors."""
+        """Make them as fields come; ``buffer`` is where files are read, ``place`` names the source in errors.
+
+        ``extra`` are the channels other than cameras, lidars and boxes.
+        """
         self._source, self._files = source, source if isinstance(source, FileSource) else None
         self._recipe, self._lidars, self._buffer, self._place = recipe, lidars, buffer, place
+        self._extra, self._extra_fields = extra, {channel.field for channel in extra}
         self._chains: dict[str, Chain] = {}
         self._codecs: dict[str, str] = {}
 
@@ -86,12 +97,15 @@ class Members:
         codecs = self._codecs
         for name in raw:
             if name not in codecs:
-                codecs[name] = codec_of(name, self._recipe, self._lidars)
+                codecs[name] = codec_of(name, self._recipe, self._lidars, self._extra)
         return [RawMember(name, codecs[name], data) for name, data in raw.items()]
 
     def _build(self, name: str) -> Chain:
         """Choose the steps of a field of the source."""
         recipe, images = self._recipe, self._recipe.images
+        if name in self._extra_fields:
+            chain = self._chains[name] = Chain(name, None, (self._read,))
+            return chain
         channel, _, extension = name.partition(".")
         field, is_image = stored_field(name, images), extension in IMAGE_EXTENSIONS
         steps: list[Step] = [self._read]
@@ -119,7 +133,7 @@ class Members:
 def _check(member: Reference, data: Buffer) -> Buffer:
     """Check that an image is complete, and that its size is the one in the source's tables."""
     if len(data) != member.bytes:
-        raise ImageError(f"had {member.bytes} bytes when the run began and has {len(data)} now")
+        raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")
     size = image_size(data, member.name.partition(".")[2])
     if size != (member.width, member.height):
         raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}")

@@ -1,6 +1,6 @@
 """One shard from its plan: read, encode, digest, publish. A pure function of scan table, plan, recipe and number.
 
-A shard's record (where each sample lies, digests, image sizes) is kept beside the work until the dataset is finished;
+A shard's record (each sample's place, digests, image sizes) is kept beside the work until the dataset is finished;
 a shard whose record and bytes agree is not written again.
 """
 
@@ -50,6 +50,7 @@ from fuelrail.sharding.write.records import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.format.rules import Rig
@@ -97,6 +98,7 @@ class WriteJob:
     clip_ids: tuple[str, ...]
     dictionary: Dictionary | None
     rig: Rig
+    channels: tuple[Channel, ...] = ()
 
 
 class ShardWriter:
@@ -111,7 +113,7 @@ class ShardWriter:
         self._source = make_source(job.source)
         self._buffer = ReadBuffer()
         self._place = f"{job.source.kind}:{job.source.location}"
-        self._members = Members(self._source, job.recipe, job.lidars, self._buffer, self._place)
+        self._members = Members(self._source, job.recipe, job.lidars, job.channels, self._buffer, self._place)
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:
         """Write shard ``number`` of the plan, unless OUT has it complete.
@@ -144,7 +146,7 @@ class ShardWriter:
                 packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
             else:
                 packer = ShardPacker(file, number, level, job.dictionary, self._buffer)
-            check = MemberCheck(job.rig, self._place)
+            check = MemberCheck(job.rig, self._place, job.channels)
             for row in self._rows_of(shard):
                 encoded = self._table.encoded_row(row)
                 digest.add(encoded)
@@ -185,8 +187,9 @@ class ShardWriter:
         job = self._job
         dictionary = b"" if job.dictionary is None else job.dictionary.data
         return SourceDigest(
-            job.dataset, job.license, shard.split, dictionary, *(tuple(lidar.columns) for lidar in job.lidars)
-        )
+            job.dataset, job.license, shard.split, dictionary, *(tuple(lidar.columns) for lidar in job.lidars),
+            *job.channels,
+        )  # fmt: skip
 
     def _source_digest(self, shard: PlannedShard) -> str:
         digest = self._digest_of(shard)

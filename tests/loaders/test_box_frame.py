@@ -18,6 +18,7 @@ from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.manifest import channel_table
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.transforms.ego import BevAugment
 from support.datasets import build_dataset
@@ -211,6 +212,9 @@ def test_box_frame_is_checked(drive, tmp_path):
     with pytest.raises(ConfigError, match=r"transforms\.box_frame='global' must be one of ego, lidar"):
         make_loader(drive / "OUT", 1, box_frame="global")
     build_dataset(tmp_path / "tiny", {"train": (4,)})
-    reseal(tmp_path / "tiny", lambda manifest: msgspec.structs.replace(manifest, lidars=()))
+    reseal(
+        tmp_path / "tiny",
+        lambda manifest: msgspec.structs.replace(manifest, channels=channel_table(manifest.cameras, ())),
+    )
     with pytest.raises(ConfigError, match="box_frame='lidar' needs a lidar, and dataset 'tiny' has none"):
         make_loader(tmp_path / "tiny", 1, image=IMAGE, world=World(), box_frame="lidar")

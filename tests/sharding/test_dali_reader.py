@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import simplejpeg
 
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.arrays import write_npy
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
@@ -17,6 +19,22 @@ if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidi
     pytest.skip("NVIDIA DALI is not installed", allow_module_level=True)
 
 from nvidia.dali import fn, pipeline_def
+
+
+def with_channels(source):
+    """Two further channels for each sample."""
+    weights = {"name": "weights", "kind": "array", "field": "weights.npy", "dtype": "float32", "axes": ["class"]}
+    table = [
+        weights | {"shape": [3], "law": {"name": "fixed"}},
+        {"name": "scan", "kind": "bytes", "field": "scan.pcd", "law": {"name": "fixed"}},
+    ]
+    (source.root / source.version / "channels.json").write_text(json.dumps(table))
+    for number, row in enumerate(source.tables["sample"]):
+        for name, data in (("weights.npy", write_npy(np.full(3, number, np.float32))), ("scan.pcd", b"%d" % number)):
+            channel, _, extension = name.partition(".")
+            path = source.root / "channels" / channel / f"{row['token']}.{extension}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
 
 def members_by_fuelrail(root):
@@ -56,11 +74,12 @@ def members_by_dali(root, fields, count, *, with_index):
 @pytest.mark.parametrize("layout", ["member", "none"])
 @pytest.mark.parametrize("with_index", [True, False])
 def test_it_hands_out_the_stored_bytes_of_every_member(tmp_path, layout, with_index):
-    build_nuscenes(tmp_path / "source", {"a": 5, "b": 3}, num_points=61)
+    with_channels(build_nuscenes(tmp_path / "source", {"a": 5, "b": 3}, num_points=61))
     shard_nuscenes(tmp_path / "source", tmp_path / "out", shard_size_bytes=20_000, layout=layout)
     assert len(list((tmp_path / "out").glob("*.tar"))) > 1
     expected = members_by_fuelrail(tmp_path / "out")
     fields = list(expected[0])
+    assert fields[-2:] == [f"weights.npy{'.p4.zst' if layout == 'member' else ''}", "scan.pcd"]
     assert members_by_dali(tmp_path / "out", fields, len(expected), with_index=with_index) == expected
 
 

@@ -107,7 +107,7 @@ def test_samples(out):
     dataset = open_dataset(out)
     manifest = json.loads((out / "dataset.json").read_text("utf-8"))
     order = ["meta.json", "geometry.safetensors", "boxes.safetensors"]
-    order += [f"{camera['channel']}.jpg" for camera in manifest["cameras"]] + ["lidar_top.npy"]
+    order += [channel["field"] for channel in manifest["channels"] if "sensor" in channel]
     for position, (row, members) in enumerate(read_samples(out)):
         assert list(members) == order
         meta = json.loads(members["meta.json"])

@@ -219,7 +219,7 @@ def test_l1_append_of_attributes_of_other_types(case, tmp_path, name, says):
 
 def test_l1_a_rig_without_cameras(case, tmp_path):
     with pytest.raises(SourceError, match="the manifest has no sensor 'cam_front'"):
-        reshard(case("manifest/cameras=[]"), tmp_path / "out")
+        reshard(case("manifest/channels=[]"), tmp_path / "out")
 
 
 def test_l1_an_output_that_is_a_device(tmp_path):

@@ -23,6 +23,7 @@ from fuelrail.pipeline.format.manifest import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    channel_table,
     encode_manifest,
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
@@ -204,8 +205,11 @@ def build_dataset(
     manifest = Manifest(
         format=FORMAT, version=FORMAT_VERSION, name="tiny", fingerprint="", num_samples=len(rows),
         num_clips=sum(s.num_clips for s in split_entries.values()), seed=seed, order_unit="frame",
-        cameras=tuple(CameraEntry(channel=c, source_name=c.upper(), sizes=(size,)) for c in CAMERAS),
-        lidars=(LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring")),),
+        channels=channel_table(
+            [CameraEntry(channel=c, source_name=c.upper(), sizes=(size,)) for c in CAMERAS],
+            [LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))],
+            fields={BOXES: ""} if labelled else {},
+        ),
         classes=CLASSES, attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
         compression={"layout": layout, "level": 3}, splits=split_entries, shards=tuple(shards),
         files=tuple(FileEntry(name=name, bytes=len(data), sha256=_sha256(data)) for name, data in files),

@@ -297,11 +297,12 @@ def _manifest_entry(parts: Parts, name: str, key: str, value: object) -> None:
 
 
 def _many_cameras(parts: Parts) -> None:
-    parts.manifest["cameras"] = [{"channel": f"c{n}", "source_name": "", "sizes": []} for n in range(100_000)]
+    first = parts.manifest["channels"][0]
+    parts.manifest["channels"] = [first | {"name": f"c{n}", "field": f"c{n}.jpg"} for n in range(100_000)]
 
 
 def _manifest() -> dict[str, Any]:
-    names = ("name", "num_samples", "cameras", "lidars", "classes", "attributes", "time_base", "license", "compression", "splits",
+    names = ("name", "num_samples", "channels", "classes", "attributes", "time_base", "license", "compression", "splits",
              "shards", "files", "provenance", "version", "order_unit", "fingerprint", "seed")  # fmt: skip
     made: dict[str, Any] = {
         f"{name}={kind}": partial(_manifest_value, name=name, value=value)
@@ -309,11 +310,11 @@ def _manifest() -> dict[str, Any]:
         for kind, value in VALUES.items()
         if kind in ("null", "minus", "digits", "long", "escape", "list", "object")
     }
-    for name, value in (("provenance", {"recipe": 5}), ("cameras", []), ("shards", []), ("splits", {}), ("classes", ["a"] * 100_000),
+    for name, value in (("provenance", {"recipe": 5}), ("channels", []), ("shards", []), ("splits", {}), ("classes", ["a"] * 100_000),
                         ("provenance", {"recipe": {"source": ESCAPE, "tool": ESCAPE}}), ("compression", {"codecs": 5})):  # fmt: skip
         made[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
     for name, keys in (("shards", ("name", "split", "bytes", "num_samples")), ("splits", ("first_shard", "num_shards")),
-                       ("files", ("name", "bytes")), ("cameras", ("channel", "source_name", "sizes"))):  # fmt: skip
+                       ("files", ("name", "bytes")), ("channels", ("name", "kind", "field", "law", "dtype", "axes", "shape", "source_name", "sizes"))):  # fmt: skip
         for key in keys:
             for kind in ("minus", "escape", "path", "long"):
                 made[f"{name}.{key}={kind}"] = partial(_manifest_entry, name=name, key=key, value=VALUES[kind])

@@ -8,6 +8,7 @@ devkit's ``utils/splits.py``, written as runs of scene numbers.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -22,19 +23,21 @@ from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD, enco
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER, channel_members, load_channels
 from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
 from fuelrail.sharding.sources.nuscenes.samples import ATTRIBUTE_TYPES, SceneFacts, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.scan_table import Reference
-from fuelrail.sharding.sources.source import Channel, ScanInfo
+from fuelrail.sharding.sources.source import Camera, ScanInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, SensorRow
     from fuelrail.sharding.sources.scan_table import ScanWriter
 
@@ -89,7 +92,7 @@ def source_splits(folder: Path, scenes: Sequence[str]) -> dict[str, list[str]] |
     return both
 
 
-_TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE)
+_TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE, CHANNELS_FILE)
 
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
@@ -160,7 +163,7 @@ class NuScenesSource:
 
     def path(self, ref: str) -> str | None:
         """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
-        if ref.endswith(".bin") or ref.startswith("["):
+        if _is_sweep(ref) or ref.startswith("["):
             return None
         return self._files.path(ref)
 
@@ -168,7 +171,7 @@ class NuScenesSource:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
         if ref.startswith("["):
             return SweepList.decode(ref).member(self._points)
-        return encode_points(self._points(ref)) if ref.endswith(".bin") else self._files.read(ref)
+        return encode_points(self._points(ref)) if _is_sweep(ref) else self._files.read(ref)
 
     def _points(self, ref: str) -> NDArray[np.float32]:
         path, data = f"{self._files.shown}/{ref}", self._files.read(ref)
@@ -188,18 +191,22 @@ class NuScenesSource:
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
         keyframes = Keyframes(folder, out.spill)
         report = ScanReport()
-        num_masked = self._append_samples(folder, keyframes, out, report)
+        channels = load_channels(folder)
+        num_masked = self._append_samples(folder, keyframes, out, report, channels)
         keyframes.annotations.report(report)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
             clips=out.clips,
-            cameras=[Channel(channel=name.lower(), source_name=name) for name in keyframes.cameras],
+            cameras=[Camera(channel=name.lower(), source_name=name) for name in keyframes.cameras],
             lidars=[
                 LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
             ],
+            channels=channels,
             classes=list(CLASSES),
             attributes=keyframes.annotations.attribute_names,
-            names=out.member_names([name.lower() for name in (*keyframes.cameras, *keyframes.lidars)]),
+            names=out.member_names(
+                [*(name.lower() for name in (*keyframes.cameras, *keyframes.lidars)), *(one.name for one in channels)]
+            ),
             time_base="unix",
             ego_origin="rear_axle_ground",
             splits=source_splits(folder, [clip.clip_name for clip in out.clips]),
@@ -233,7 +240,14 @@ class NuScenesSource:
             )
         return scenes
 
-    def _append_samples(self, folder: Path, keyframes: Keyframes, out: ScanWriter, report: ScanReport) -> int:
+    def _append_samples(
+        self,
+        folder: Path,
+        keyframes: Keyframes,
+        out: ScanWriter,
+        report: ScanReport,
+        channels: tuple[Channel, ...],
+    ) -> int:
         """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
         sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
@@ -263,6 +277,9 @@ class NuScenesSource:
                     facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras)
                 if sweeps is not None:
                     members += self._earlier(keyframes, sweeps, frame, stamps[at])
+                if channels:
+                    found_bytes = partial(self._file_bytes, stamps=stamps[at])
+                    members += channel_members(channels, frame.token, found_bytes)
                 boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
                 meta = facts.meta(number, frame, members)
                 attributes = facts.attributes(num_cameras[at], frame.boxes)
@@ -371,6 +388,10 @@ class NuScenesSource:
     def _refuse_missing(self, what: str) -> None:
         if self._options.missing_camera == "error":
             raise SourceError(f"{what}; --missing-camera mask makes it an absent member instead")
+
+
+def _is_sweep(ref: str) -> bool:
+    return ref.endswith(".bin") and not ref.startswith(f"{CHANNELS_FOLDER}/")
 
 
 def _of_no_known_kind(filename: str, sensor: str) -> SourceError:

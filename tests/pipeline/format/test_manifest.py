@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.manifest import (
+    BOXES_CHANNEL,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
@@ -23,14 +24,20 @@ from fuelrail.pipeline.format.manifest import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    camera_channel,
     decode_manifest,
     encode_manifest,
     fingerprint,
+    lidar_channel,
     load_manifest,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+FRONT = CameraEntry(channel="cam_front", source_name="CAM_FRONT", sizes=((1600, 900),))
+TOP = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z"))
 
 
 def shard(number: int, split: str, first: int, count: int) -> ShardEntry:
@@ -44,8 +51,7 @@ def manifest(**changes: Any) -> Manifest:
     whole = Manifest(
         format=FORMAT, version=FORMAT_VERSION, name="straße", fingerprint="", num_samples=9, num_clips=3, seed=7,
         order_unit="frame",
-        cameras=(CameraEntry(channel="cam_front", source_name="CAM_FRONT", sizes=((1600, 900),)),),
-        lidars=(LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z")),),
+        channels=(camera_channel(FRONT), lidar_channel(TOP), BOXES_CHANNEL),
         classes=("car",), attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
         compression={"level": 3, "ratio": 0.5},
         splits={
@@ -94,7 +100,7 @@ def test_fingerprint_is_what_plain_python_computes() -> None:
 def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() -> None:
     dictionary = FileEntry(name="zstd.dict", bytes=9, sha256="2" * 64)
     covered: list[dict[str, Any]] = [
-        {"num_clips": 4}, {"num_samples": 1}, {"cameras": ()}, {"lidars": ()}, {"classes": ()},
+        {"num_clips": 4}, {"num_samples": 1}, {"channels": ()}, {"channels": manifest().channels[:1]}, {"classes": ()},
         {"attributes": ("parked",)}, {"time_base": "clip"}, {"ego_origin": "imu"}, {"splits": {}}, {"shards": ()},
         {"files": ()}, {"files": (*manifest().files, dictionary)}, {"format": "x"}, {"version": 2},
         {"files": (FileEntry(name="index.arrow", bytes=100, sha256="3" * 64),)},
@@ -124,8 +130,11 @@ def test_a_manifest_without_a_digest_is_refused() -> None:
         decode_manifest(json.dumps(without).encode(), "here")
 
 
-def test_channels_are_cameras_then_lidars() -> None:
-    assert manifest().channels == ("cam_front", "lidar_top")
+def test_channels_are_cameras_then_lidars_then_boxes() -> None:
+    assert [channel.name for channel in manifest().channels] == ["cam_front", "lidar_top", "boxes"]
+    assert [camera.channel for camera in manifest().cameras] == ["cam_front"]
+    assert manifest().lidars == (TOP,)
+    assert manifest().extra_channels == ()
 
 
 @pytest.mark.parametrize(
@@ -187,16 +196,16 @@ def test_nothing_stands_twice() -> None:
         decode_manifest(signed(shards=shards), "here")
     with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' occurs twice"):
         decode_manifest(signed(files=(msgspec.structs.replace(manifest().files[0], name=first.name),)), "here")
-    lidars = (msgspec.structs.replace(manifest().lidars[0], channel="cam_front"),)
+    channels = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
     with pytest.raises(ManifestError, match="channel 'cam_front' occurs twice"):
-        decode_manifest(signed(lidars=lidars), "here")
+        decode_manifest(signed(channels=channels), "here")
 
 
 @pytest.mark.parametrize("name", ["", "CAM_FRONT", "cam.front", "cam-front", "cam/front", "cam_front\n"])
 def test_channels_can_be_member_names(name) -> None:
-    cameras = (msgspec.structs.replace(manifest().cameras[0], channel=name),)
+    cameras = (camera_channel(msgspec.structs.replace(FRONT, channel=name)),)
     with pytest.raises(ManifestError, match=r"channel name '.*' does not match \[a-z0-9_\]"):
-        decode_manifest(signed(cameras=cameras), "here")
+        decode_manifest(signed(channels=cameras), "here")
 
 
 @pytest.mark.parametrize("name", ["", "Train", "1st", "../train", "train\n"])
@@ -267,7 +276,8 @@ def test_what_to_do_where_there_is_no_manifest(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"cameras": 100_000 * (CameraEntry(channel="c", source_name="", sizes=()),)}, "100000 cameras, at most 256"),
+        ({"channels": 2_000 * (camera_channel(FRONT),)}, "2000 channels, at most 1024"),
+        ({"channels": 300 * (camera_channel(FRONT),)}, "300 cameras, at most 256"),
         ({"provenance": {"recipe": 5}}, "provenance.recipe is not an object"),
         ({"compression": {"codecs": 5}}, "compression.codecs does not map"),
         ({"provenance": {"a": "x" * (5 << 20)}}, "bytes, at most 4194304 are read"),

@@ -1,0 +1,327 @@
+"""Kinds: how a channel's values become a member's bytes, come back, and become part of a batch.
+
+A kind is five functions in one record (:class:`Kind`), found by name in :data:`KINDS`. Packages add kinds by the entry
+point group ``fuelrail.kinds``, whose entry points name ``Kind`` objects.
+
+========  =============================  ==================================================================
+kind      value                          in the batch
+========  =============================  ==================================================================
+image     (H, W) or (H, W, 3) array      stacked
+points    (P, C) array                   list
+array     array                          stacked
+ragged    dict of arrays (M, ...)        dict of lists
+text      str                            list
+tokens    (T,) integers                  stacked where T is fixed, else `Packed`: values and offsets
+bytes     bytes                          list
+========  =============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import cv2
+import numpy as np
+
+from fuelrail.pipeline.channels.plugins import Registry
+from fuelrail.pipeline.channels.table import Channel, check_shape, little_endian, not_finite
+from fuelrail.pipeline.errors import ImageError, SchemaError
+from fuelrail.pipeline.sample.arrays import read_npy, read_tensors, write_npy, write_tensors
+from fuelrail.pipeline.sample.image_header import probe, unpack_png
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+Value = Any
+"""What a kind decodes to: the table above."""
+
+BYTES_EXTENSIONS: Final = (
+    "aac", "avif", "bin", "csv", "flac", "geojson", "h264", "h265", "json", "laz", "mp3", "mp4", "ogg", "opus", "pcd",
+    "tif", "tiff", "wav", "webp", "xml", "yaml",
+)  # fmt: skip
+"""What members of kind ``bytes`` may end with: data that no usual reader runs."""
+_PNG_BITS: Final = {"uint8": 8, "uint16": 16}
+
+
+class Packed(NamedTuple):
+    """Sequences of differing length: value i is ``values[offsets[i] : offsets[i + 1]]``; offsets are int64 [B + 1]."""
+
+    values: NDArray[np.generic]
+    offsets: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The code of one kind.
+
+    Attributes:
+        extensions: what members of the kind may end with; the first is the usual one.
+        broken: what is wrong with an entry of the table that has this kind, as texts; no check of law or names.
+        encode: value to a member's raw bytes; raises SchemaError for a value that is not as the table says.
+        decode: raw bytes to the value, arrays as read-only views where they can be; raises SchemaError or ImageError
+            for bytes that are not as the table says. NaN and infinities are left to ``check``.
+        check: raises SchemaError or ImageError for raw bytes that may not be stored: all that ``decode`` refuses
+            (of an image by its header alone), and NaN and infinities where the table forbids them.
+        collate: values of a batch to what the batch holds. None among them is a missing value: in a stack it is filled
+            with zeros of the others' shape, in `Packed` it is empty, in a list it is None; the loader's
+            ``{name}_valid`` says which. ``shape`` is that of a value, for a batch without any.
+        row_bytes: bytes of a row, for the codec ``zstd-pR``; 0: plain ``zstd``; None: stored raw.
+    """
+
+    extensions: tuple[str, ...]
+    broken: Callable[[Channel], Iterator[str]]
+    encode: Callable[[Value, Channel], bytes]
+    decode: Callable[[Buffer, Channel], Value]
+    check: Callable[[Buffer, Channel], None]
+    collate: Callable[[Sequence[Value | None], Channel, tuple[int, ...]], Any]
+    row_bytes: Callable[[Channel], int | None]
+
+
+def _checked(array: NDArray[np.generic], channel: Channel) -> NDArray[np.generic]:
+    if (text := check_shape(array, channel)) is not None:
+        raise SchemaError(f"channel '{channel.name}' is {text}")
+    return array
+
+
+def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
+    if (text := not_finite(array, channel)) is not None:
+        raise SchemaError(text)
+
+
+def _encode_array(value: Value, channel: Channel) -> bytes:
+    array = np.asarray(value)
+    if array.dtype.newbyteorder("<") == channel.numpy_dtype:
+        array = np.ascontiguousarray(array, channel.numpy_dtype)
+    _check_values(_checked(array, channel), channel)
+    return write_npy(array)
+
+
+def _decode_array(data: Buffer, channel: Channel) -> NDArray[np.generic]:
+    return _checked(read_npy(data), channel)
+
+
+def _check_array(data: Buffer, channel: Channel) -> None:
+    _check_values(_decode_array(data, channel), channel)
+
+
+def _broken_array(channel: Channel) -> Iterator[str]:
+    yield from _needs_dtype(channel)
+    if None in channel.shape:
+        yield f"shape {list(channel.shape)} must be fixed; kinds points, ragged and tokens vary"
+
+
+def _broken_points(channel: Channel) -> Iterator[str]:
+    yield from _needs_dtype(channel)
+    if len(channel.shape) != 2 or channel.shape[0] is not None or channel.shape[1] is None:
+        yield f"shape {list(channel.shape)} must be [null, C]: any number of points of C columns"
+    if not channel.columns:
+        yield "columns must name the columns of a point"
+
+
+def _broken_tokens(channel: Channel) -> Iterator[str]:
+    if len(channel.shape) != 1:
+        yield f"shape {list(channel.shape)} must be [T], or [null] where the number of tokens varies"
+    if not channel.dtype or np.dtype(channel.dtype).kind not in "iu":
+        yield f"dtype '{channel.dtype}' must be one of integers"
+    if channel.vocabulary is None or channel.vocabulary.size < 1:
+        yield "vocabulary must name the vocabulary and its size, from 1"
+
+
+def _check_tokens(data: Buffer, channel: Channel) -> None:
+    tokens, words = _decode_array(data, channel), channel.vocabulary
+    if words is not None and tokens.size and not (tokens.min() >= 0 and tokens.max() < words.size):
+        raise SchemaError(
+            f"tokens of channel '{channel.name}' are {int(tokens.min())} to {int(tokens.max())}; vocabulary "
+            f"'{words.name}' has 0 to {words.size - 1}"
+        )
+
+
+def _encode_tokens(value: Value, channel: Channel) -> bytes:
+    data = _encode_array(value, channel)
+    _check_tokens(data, channel)
+    return data
+
+
+def _stack(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> NDArray[np.generic]:
+    there = [value for value in values if value is not None]
+    dtype = there[0].dtype if there else channel.numpy_dtype
+    out = np.zeros((len(values), *(there[0].shape if there else shape)), dtype)
+    for place, value in zip(out, values, strict=True):
+        if value is not None:
+            if value.shape != place.shape:
+                raise SchemaError(
+                    f"channel '{channel.name}': values of {list(place.shape)} and {list(value.shape)} cannot be stacked"
+                )
+            place[...] = value
+    return out
+
+
+def _collate_tokens(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+    if channel.shape[0] is not None:
+        return _stack(values, channel, shape or tuple(side or 0 for side in channel.shape))
+    empty = np.empty(0, channel.numpy_dtype)
+    rows = [empty if value is None else value for value in values]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return Packed(np.concatenate([empty, *rows]), offsets)
+
+
+def _collate_array(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> Any:  # noqa: ANN401
+    return _stack(values, channel, shape or tuple(side or 0 for side in channel.shape))
+
+
+def _collate_ragged(values: Sequence[Value | None], channel: Channel, _: tuple[int, ...]) -> dict[str, list[Any]]:
+    return {spec.name: [None if value is None else value[spec.name] for value in values] for spec in channel.arrays}
+
+
+def _collate_list(values: Sequence[Value | None], _: Channel, __: tuple[int, ...]) -> list[Any]:
+    return list(values)
+
+
+def _broken_ragged(channel: Channel) -> Iterator[str]:
+    if not channel.arrays:
+        yield "arrays must name at least one array"
+    if channel.dtype or channel.shape or channel.columns:
+        yield "dtype, shape and columns stand in its arrays: leave them out"
+
+
+def _ragged(arrays: dict[str, NDArray[np.generic]], channel: Channel) -> dict[str, NDArray[np.generic]]:
+    wanted = {spec.name: spec for spec in channel.arrays}
+    if arrays.keys() != wanted.keys():
+        raise SchemaError(
+            f"channel '{channel.name}' has the arrays {', '.join(sorted(arrays)):.200}; the table has "
+            f"{', '.join(wanted):.200}"
+        )
+    lengths = {len(array) if array.ndim else -1 for array in arrays.values()}
+    if len(lengths) != 1:
+        raise SchemaError(f"arrays of channel '{channel.name}' have the lengths {sorted(lengths)}; they share one")
+    for name, array in arrays.items():
+        spec = wanted[name]
+        if array.dtype != little_endian(spec.dtype) or array.shape[1:] != spec.shape:
+            raise SchemaError(
+                f"array '{name}' of channel '{channel.name}' is {array.dtype}{list(array.shape)}; the table has "
+                f"{spec.dtype}{['M', *spec.shape]}"
+            )
+    return {name: arrays[name] for name in wanted}
+
+
+def _encode_ragged(value: Value, channel: Channel) -> bytes:
+    arrays = _ragged({name: np.asarray(array) for name, array in value.items()}, channel)
+    for array in arrays.values():
+        _check_values(array, channel)
+    return write_tensors(arrays)
+
+
+def _decode_ragged(data: Buffer, channel: Channel) -> dict[str, NDArray[np.generic]]:
+    return _ragged(read_tensors(data), channel)
+
+
+def _check_ragged(data: Buffer, channel: Channel) -> None:
+    for array in _decode_ragged(data, channel).values():
+        _check_values(array, channel)
+
+
+def _decode_text(data: Buffer, channel: Channel) -> str:
+    try:
+        return bytes(data).decode()
+    except UnicodeDecodeError as error:
+        raise SchemaError(f"channel '{channel.name}' is not UTF-8: {error}") from error
+
+
+def _check_text(data: Buffer, channel: Channel) -> None:
+    _decode_text(data, channel)
+
+
+def _nothing_broken(_: Channel) -> Iterator[str]:
+    return iter(())
+
+
+def _needs_dtype(channel: Channel) -> Iterator[str]:
+    if not channel.dtype:
+        yield "dtype is missing"
+
+
+def _broken_image(channel: Channel) -> Iterator[str]:
+    if channel.dtype not in _PNG_BITS or (channel.dtype == "uint16" and channel.extension != "png"):
+        yield f"dtype '{channel.dtype}' must be uint8, or uint16 as PNG"
+    if len(channel.shape) not in (2, 3) or (len(channel.shape) == 3 and channel.shape[2] != 3):
+        yield f"shape {list(channel.shape)} must be [height, width] or [height, width, 3], null where it varies"
+
+
+def _check_image(data: Buffer, channel: Channel) -> None:
+    size = image_size(data, channel)
+    for side, wanted in zip(size[::-1], channel.shape, strict=False):
+        if wanted not in (None, side):
+            raise ImageError(f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has {channel.shape}")
+
+
+def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
+    """Width and height [px] of an image of the channel; raises ImageError where its header is not as the table says."""
+    info = probe(data, bits=(_PNG_BITS[channel.dtype],))
+    components = 3 if len(channel.shape) == 3 else 1
+    if info.num_components != components or info.format != ("png" if channel.extension == "png" else "jpeg"):
+        raise ImageError(
+            f"channel '{channel.name}' is a {info.format} of {info.num_components} components; the table has "
+            f"'.{channel.extension}' with {components}"
+        )
+    return info.width, info.height
+
+
+def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
+    _check_image(data, channel)
+    whole = unpack_png(data, bits=(_PNG_BITS[channel.dtype],)) if channel.extension == "png" else data
+    flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
+    pixels = cv2.imdecode(np.frombuffer(whole, np.uint8), flags)
+    if pixels is None:
+        raise ImageError(f"channel '{channel.name}' cannot be decoded: its pixel data are broken")
+    return _checked(pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]), channel)
+
+
+def _encode_image(value: Value, channel: Channel) -> bytes:
+    pixels: NDArray[Any] = _checked(np.asarray(value), channel)
+    done, encoded = cv2.imencode(f".{channel.extension}", pixels if pixels.ndim == 2 else pixels[..., ::-1])
+    if not done:
+        raise ImageError(f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as {channel.extension}")
+    return encoded.tobytes()
+
+
+def _of_rows(channel: Channel) -> int:
+    return channel.numpy_dtype.itemsize * (channel.shape[-1] or 1 if len(channel.shape) > 1 else 1)
+
+
+def _of_values(channel: Channel) -> int:
+    return channel.numpy_dtype.itemsize
+
+
+KINDS: Final = Registry(
+    "kind", "fuelrail.kinds",
+    {
+        "image": Kind(
+            ("png", "jpg"), _broken_image, _encode_image, _decode_image, _check_image, _collate_array, lambda _: None
+        ),
+        "points": Kind(("npy",), _broken_points, _encode_array, _decode_array, _check_array, _collate_list, _of_rows),
+        "array": Kind(("npy",), _broken_array, _encode_array, _decode_array, _check_array, _collate_array, _of_values),
+        "ragged": Kind(
+            ("safetensors",), _broken_ragged, _encode_ragged, _decode_ragged, _check_ragged, _collate_ragged,
+            lambda _: 0,
+        ),
+        "text": Kind(
+            ("txt",), _nothing_broken, lambda value, _: str(value).encode(), _decode_text,
+            _check_text, _collate_list, lambda _: 0,
+        ),
+        "tokens": Kind(
+            ("npy",), _broken_tokens, _encode_tokens, _decode_array, _check_tokens, _collate_tokens, _of_values
+        ),
+        "bytes": Kind(
+            BYTES_EXTENSIONS, _nothing_broken, lambda value, _: bytes(value), lambda data, _: bytes(data),
+            lambda _, __: None, _collate_list, lambda _: None,
+        ),
+    },
+    Kind,
+)  # fmt: skip
+"""All kinds by name."""

@@ -1,0 +1,373 @@
+"""Laws: what augmentation does to a channel's values, with the maths of :mod:`fuelrail.pipeline.transforms`.
+
+A law is three functions in one record (:class:`LawCode`), found by name in :data:`LAWS`. Packages add laws by the entry
+point group ``fuelrail.laws``, whose entry points name ``LawCode`` objects. Values are those of the kinds
+(:mod:`fuelrail.pipeline.channels.kinds`); axes in front of those that a law moves are kept, so that values stacked over
+the frames of a window, which share one map, move at once.
+
+The roles of a law say which columns are what: groups of columns, or of a ``ragged`` channel groups of one array each,
+whose last axis has the columns.
+
+==============  ============================  ======================================================================
+law             role                          columns of a group
+==============  ============================  ======================================================================
+image_points    points                        u, v [px]
+image_points    boxes                         u and v of the least corner, u and v of the largest corner [px]
+image_points    visible                       one, 1 where seen; made 0 by what the map leaves out of the image
+ego_points      positions                     x, y or x, y, z [m]
+ego_points      vectors                       the same, such as velocities
+ego_boxes       boxes                         x, y, z, length, width, height [m], yaw [rad]
+ego_boxes       vectors                       as above
+ego_boxes       rotations                     w, x, y, z of a unit quaternion, box to ego
+ego_grid        vectors                       as above; of each cell
+ego_poses       positions, vectors            as above
+ego_poses       yaws                          one, radians from +x
+ego_poses       rotations                     as above
+==============  ============================  ======================================================================
+
+``ego_poses`` without roles moves rigid 4x4 matrices, body to ego.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fuelrail.pipeline.channels.plugins import Registry
+from fuelrail.pipeline.channels.warp import warp_grid, warp_image
+from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
+from fuelrail.pipeline.transforms.lens import rectified_places
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.channels.kinds import Value
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.transforms.image_map import ImageMap
+
+    Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """The augmentation of one sample.
+
+    Attributes:
+        images: camera to the map of its image.
+        ego: the map of the ego frame.
+        sensor2ego: lidar to the lidar at its own time to ego at the sample's (`Geometry.lidar2keyego`), rigid (4, 4)
+            float64; of the lidars in whose frame channels are.
+    """
+
+    images: Mapping[str, ImageMap] = field(default_factory=dict)
+    ego: BevMap = IDENTITY
+    sensor2ego: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LawCode:
+    """The code of one law.
+
+    Attributes:
+        broken: what is wrong with the law of an entry, as texts; the mapping is the whole table by name.
+        move: a channel's value moved as the sample is; a new value, or the same one where nothing moves. Raises
+            SchemaError for a value that the law cannot move.
+        shape: the shape of a moved raster, given the stored shape; what kinds stack where all values are missing.
+    """
+
+    broken: Callable[[Channel, Mapping[str, Channel]], Iterator[str]]
+    move: Callable[[Value, Channel, Motion], Value]
+    shape: Callable[[tuple[int, ...], Channel, Motion], tuple[int, ...]] = lambda shape, _, __: shape
+
+
+ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
+    "image_points": {"points": (2,), "boxes": (4,), "visible": (1,)},
+    "ego_points": {"positions": (2, 3), "vectors": (2, 3)},
+    "ego_boxes": {"boxes": (7,), "vectors": (2, 3), "rotations": (4,)},
+    "ego_grid": {"vectors": (2, 3)},
+    "ego_poses": {"positions": (2, 3), "vectors": (2, 3), "yaws": (1,), "rotations": (4,)},
+}
+"""Law to role to the numbers of columns that a group may have."""
+
+
+def _stays(value: Value, _: Channel, __: Motion) -> Value:
+    return value
+
+
+def _nothing_broken(_: Channel, __: Mapping[str, Channel]) -> Iterator[str]:
+    return iter(())
+
+
+def _broken_roles(channel: Channel) -> Iterator[str]:
+    """Roles that the law does not have, and groups whose columns are not there, too few or of integers."""
+    known = ROLES[channel.law.name]
+    arrays = {spec.name: spec for spec in channel.arrays}
+    for role, groups in channel.law.roles.items():
+        if role not in known:
+            yield f"law '{channel.law.name}' has no role '{role}'; known: {', '.join(known)}"
+            continue
+        for group in groups:
+            if channel.arrays:
+                spec = arrays.get(group[0]) if len(group) == 1 else None
+                if spec is None:
+                    yield f"role '{role}' names {list(group)}; a group of a ragged channel is one of its arrays"
+                    continue
+                dtype, size = spec.dtype, spec.shape[-1] if spec.shape else 1
+            else:
+                if absent := [name for name in group if name not in channel.columns]:
+                    yield f"role '{role}' names the columns {absent}; there are {list(channel.columns)}"
+                    continue
+                dtype, size = channel.dtype, len(group)
+            if size not in known[role]:
+                yield f"role '{role}' has {size} columns in {list(group)}; allowed: {known[role]}"
+            if role != "visible" and not dtype.startswith("float"):
+                yield f"role '{role}' needs floats; {list(group)} has dtype '{dtype}'"
+
+
+def _needs_camera(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+    camera = channel.law.camera
+    if camera is None:
+        yield f"law '{channel.law.name}' needs its camera: give law.camera"
+    elif camera not in table or table[camera].sensor != "camera":
+        cameras = [one.name for one in table.values() if one.sensor == "camera"]
+        yield f"law '{channel.law.name}' names the camera {camera!r:.80}; the table has: {', '.join(cameras) or 'none'}"
+
+
+def _needs_ego(channel: Channel) -> Iterator[str]:
+    if channel.frame != "ego":
+        yield f"law '{channel.law.name}' needs the frame 'ego'; it is {channel.frame!r:.80}"
+
+
+def _broken_image(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+    yield from _needs_camera(channel, table)
+    if channel.kind not in ("image", "array") or channel.axes[:2] != ("height", "width"):
+        yield f"law 'image' moves kind image or array with the axes height, width first; not {list(channel.axes)}"
+    if channel.law.fraction is not None and channel.law.fraction < 1:
+        yield f"fraction {channel.law.fraction} must be 1 or more"
+
+
+def _broken_image_points(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+    yield from _needs_camera(channel, table)
+    yield from _broken_roles(channel)
+    if not {"points", "boxes"} & channel.law.roles.keys():
+        yield "law 'image_points' needs a role 'points' or 'boxes'"
+
+
+def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+    yield from _broken_roles(channel)
+    frame = channel.frame or ""
+    sensor = frame.removeprefix("sensor:")
+    if frame != "ego" and (sensor == frame or sensor not in table or table[sensor].sensor != "lidar"):
+        yield f"law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is {channel.frame!r:.80}"
+
+
+def _broken_ego_boxes(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
+    yield from _needs_ego(channel)
+    yield from _broken_roles(channel)
+
+
+def _broken_grid(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
+    yield from _needs_ego(channel)
+    yield from _broken_roles(channel)
+    extent = channel.law.extent_m or ()
+    space = [name for name in ("x", "y", "z") if name in channel.axes]
+    if space[:2] != ["x", "y"] or channel.kind not in ("array", "image"):
+        yield f"law 'ego_grid' moves kind array or image with the axes x and y (and z); not {list(channel.axes)}"
+    half = len(extent) // 2
+    if len(extent) != 2 * len(space) or not np.isfinite(extent).all():
+        yield f"extent_m {list(extent)} must have {2 * len(space)} finite borders in m"
+    elif any(low == high for low, high in zip(extent[:half], extent[half:], strict=True)):
+        yield f"extent_m {list(extent)} is empty"
+
+
+def _broken_poses(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
+    yield from _needs_ego(channel)
+    yield from _broken_roles(channel)
+    if not channel.law.roles and (channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")):
+        yield f"law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is {list(channel.shape)}"
+
+
+def _move_roles(value: Value, channel: Channel, moves: Mapping[str, Callable[[Array], Array]]) -> Value:
+    """A copy of the value in which each group of columns with a role is moved, in float64."""
+    is_dict = isinstance(value, dict)
+    moved: Any = dict(value) if is_dict else value.copy()
+    for role, move in moves.items():
+        for group in channel.law.roles.get(role, ()):
+            if is_dict:
+                array = moved[group[0]]
+                moved[group[0]] = move(array.astype(np.float64)).astype(array.dtype)
+            else:
+                columns = channel.column_numbers(group)
+                moved[..., columns] = move(moved[..., columns].astype(np.float64))
+    return moved
+
+
+def _affine(linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None) -> Callable[[Array], Array]:
+    """Points (..., 2 or 3) moved; of two columns the third is 0 and left out."""
+
+    def move(points: Array) -> Array:
+        size = points.shape[-1]
+        moved: Array = points @ linear[:size, :size].T
+        return moved if shift is None else moved + shift[:size]
+
+    return move
+
+
+def _ego_points(value: Value, channel: Channel, motion: Motion) -> Value:
+    if motion.ego == IDENTITY:
+        return value
+    frame = channel.frame or "ego"
+    sensor = frame.removeprefix("sensor:")
+    if frame != "ego" and sensor not in motion.sensor2ego:
+        raise SchemaError(f"channel '{channel.name}' is in the frame of '{sensor}', whose place is unknown")
+    frame2ego = np.eye(4) if frame == "ego" else motion.sensor2ego[sensor]
+    linear, shift = motion.ego.in_frame(frame2ego)
+    return _move_roles(value, channel, {"positions": _affine(linear, shift), "vectors": _affine(linear)})
+
+
+def _ego_boxes(value: Value, channel: Channel, motion: Motion) -> Value:
+    ego = motion.ego
+    if ego == IDENTITY:
+        return value
+
+    def boxes(rows: Array) -> Array:
+        return ego.boxes3d(rows.reshape(-1, 7)).reshape(rows.shape)
+
+    moves = {"boxes": boxes, "vectors": _affine(ego.matrix[:3, :3]), "rotations": ego.rotations}
+    return _move_roles(value, channel, moves)
+
+
+def _ego_poses(value: Value, channel: Channel, motion: Motion) -> Value:
+    ego = motion.ego
+    if ego == IDENTITY:
+        return value
+    matrix = ego.matrix
+    if not channel.law.roles:
+        moved = value.astype(np.float64)
+        # The body is mirrored with its world: its own left and right are exchanged, so that its axes stay a rotation.
+        own = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
+        moved[..., :3, 3] = moved[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3]
+        moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ own
+        return moved.astype(value.dtype)
+    moves = {
+        "positions": _affine(matrix[:3, :3], matrix[:3, 3]),
+        "vectors": _affine(matrix[:3, :3]),
+        "yaws": ego.yaws,
+        "rotations": ego.rotations,
+    }
+    return _move_roles(value, channel, moves)
+
+
+def _ego_grid(value: Value, channel: Channel, motion: Motion) -> Value:
+    if motion.ego == IDENTITY:
+        return value
+    law = channel.law
+    moved = warp_grid(
+        value, channel.axes, law.extent_m or (), motion.ego, linear=law.interpolation == "linear", fill=law.fill or 0.0
+    )
+    return _move_roles(moved, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])}) if law.roles else moved
+
+
+def _image_map(channel: Channel, motion: Motion) -> ImageMap:
+    camera = channel.law.camera or ""
+    found = motion.images.get(camera)
+    if found is None:
+        raise SchemaError(f"channel '{channel.name}' moves with the image of camera '{camera}', which has no map here")
+    return found
+
+
+def _image(value: Value, channel: Channel, motion: Motion) -> Value:
+    law = channel.law
+    return warp_image(
+        value, _image_map(channel, motion), linear=law.interpolation == "linear", fill=law.fill or 0.0,
+        fraction=law.fraction or 1,
+    )  # fmt: skip
+
+
+def _image_shape(shape: tuple[int, ...], channel: Channel, motion: Motion) -> tuple[int, ...]:
+    width, height = _image_map(channel, motion).out_wh
+    return (height, width, *shape[2:])
+
+
+def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
+    """Points through the map; boxes clipped to what the crops leave, then tightened about their turned corners.
+
+    A box or point of which nothing is left keeps the place where it falls, cut off at the output's border; its
+    ``visible`` becomes 0.
+    """
+    image_map = _image_map(channel, motion)
+    seen: Array | None = None
+
+    def points(rows: Array) -> Array:
+        nonlocal seen
+        moved, inside = _moved_points(rows, image_map)
+        seen = inside if seen is None else seen & inside
+        return moved
+
+    def boxes(rows: Array) -> Array:
+        nonlocal seen
+        moved, inside = _moved_boxes(rows, image_map)
+        seen = inside if seen is None else seen & inside
+        return moved
+
+    def visible(rows: Array) -> Array:
+        if seen is None:
+            return rows
+        return rows * (seen if rows.ndim == seen.ndim else seen[..., None])
+
+    return _move_roles(value, channel, {"points": points, "boxes": boxes, "visible": visible})
+
+
+def _moved_points(points: Array, image_map: ImageMap) -> tuple[Array, Array]:
+    flat = points.reshape(-1, 2)
+    if image_map.lens is not None:
+        flat = rectified_places(flat, image_map.lens)
+    matrix = image_map.centre_matrix()
+    moved = flat @ matrix[:2, :2].T + matrix[:2, 2]
+    left, top, right, bottom = image_map.visible
+    width, height = image_map.out_wh
+    seen = (flat >= (left - 0.5, top - 0.5)) & (flat <= (right - 0.5, bottom - 0.5))
+    seen &= (moved >= -0.5) & (moved <= (width - 0.5, height - 0.5))
+    whole: Array = seen.all(-1)
+    return moved.reshape(points.shape), whole.reshape(points.shape[:-1])
+
+
+def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
+    flat = boxes.reshape(-1, 4)
+    corners: Array = flat[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
+    if image_map.lens is not None:
+        corners = rectified_places(corners, image_map.lens)
+    corners = corners.reshape(-1, 4, 2)
+    left, top, right, bottom = image_map.visible
+    low = np.clip(corners.min(1), (left - 0.5, top - 0.5), (right - 0.5, bottom - 0.5))
+    high = np.clip(corners.max(1), (left - 0.5, top - 0.5), (right - 0.5, bottom - 0.5))
+    kept = np.concatenate((low, high), 1)[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
+    matrix = image_map.centre_matrix()
+    moved = kept @ matrix[:2, :2].T + matrix[:2, 2]
+    width, height = image_map.out_wh
+    first = np.clip(moved.min(1), -0.5, (width - 0.5, height - 0.5))
+    last = np.clip(moved.max(1), -0.5, (width - 0.5, height - 0.5))
+    seen = (high > low).all(-1) & (last > first).all(-1)
+    return np.concatenate((first, last), 1).reshape(boxes.shape), seen.reshape(boxes.shape[:-1])
+
+
+LAWS: Final = Registry(
+    "law", "fuelrail.laws",
+    {
+        "fixed": LawCode(_nothing_broken, _stays),
+        "image": LawCode(_broken_image, _image, _image_shape),
+        "image_points": LawCode(_broken_image_points, _image_points),
+        "ego_points": LawCode(_broken_ego_points, _ego_points),
+        "ego_boxes": LawCode(_broken_ego_boxes, _ego_boxes),
+        "ego_grid": LawCode(_broken_grid, _ego_grid),
+        "ego_poses": LawCode(_broken_poses, _ego_poses),
+        "classes": LawCode(_nothing_broken, _stays),
+    },
+    LawCode,
+)  # fmt: skip
+"""All laws by name."""

@@ -1,0 +1,150 @@
+"""The whole table: what is wrong with it, which channels a reader takes, and their values in one sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fuelrail.pipeline.channels.kinds import KINDS, image_size
+from fuelrail.pipeline.channels.laws import LAWS
+from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel, broken_entry
+from fuelrail.pipeline.errors import ConfigError, ManifestError, MemberError, SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+
+class BrokenEntry(NamedTuple):
+    """One thing that is wrong with the table: the channel, and what."""
+
+    channel: str
+    text: str
+
+
+def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> Iterator[BrokenEntry]:
+    """What is wrong with a table, entry by entry.
+
+    ``known_only`` leaves out that a kind or law is unknown here, and what follows from it: a reader need not know the
+    channels that it does not select.
+    """
+    if len(channels) > MAX_CHANNELS:
+        yield BrokenEntry("", f"{len(channels)} channels, at most {MAX_CHANNELS} are allowed")
+        return
+    table = {channel.name: channel for channel in channels}
+    for name, count in Counter(channel.name for channel in channels).items():
+        if count > 1:
+            yield BrokenEntry(name, "the name occurs twice")
+    for channel in channels:
+        for text in broken_entry(channel):
+            yield BrokenEntry(channel.name, text)
+        kind, law = KINDS.find(channel.kind), LAWS.find(channel.law.name)
+        if not known_only or (kind is not None and law is not None):
+            yield from (BrokenEntry(channel.name, text) for text in _broken_code(channel, table))
+
+
+def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+    kind, law = KINDS.find(channel.kind), LAWS.find(channel.law.name)
+    if kind is None:
+        yield f"its kind {channel.kind!r:.80} is unknown; known: {', '.join(KINDS.names())}"
+    if law is None:
+        yield f"its law {channel.law.name!r:.80} is unknown; known: {', '.join(LAWS.names())}"
+    if kind is None or law is None:
+        return
+    if channel.extension not in kind.extensions:
+        yield f"field '{channel.field}' of kind '{channel.kind}' must end with one of {', '.join(kind.extensions)}"
+    yield from kind.broken(channel)
+    yield from law.broken(channel, table)
+
+
+def check_table(channels: Sequence[Channel], where: str, error: type[Exception], *, known_only: bool = False) -> None:
+    """Raise ``error``, naming ``where`` and the channel, for the first thing that is wrong with a table."""
+    for name, text in broken_table(channels, known_only=known_only):
+        raise error(f"'{where}': channel {name!r:.110}: {text}")
+
+
+def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tuple[Channel, ...]:
+    """The entries of these names, in the table's order.
+
+    Raises ConfigError, listing the names there are, for one that is not in the table, and ManifestError for a channel
+    whose kind or law is unknown here.
+    """
+    known = {channel.name: channel for channel in channels}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"'{where}' has no channel {name!r:.110}; it has: {', '.join(known) or 'none'}")
+        for text in _broken_code(known[name], known):
+            raise ManifestError(f"'{where}': channel '{name}': {text}; leave it out, or install what knows it")
+    return tuple(channel for channel in channels if channel.name in names)
+
+
+def decode_values(members: Mapping[str, Buffer], channels: Sequence[Channel], key: str) -> dict[str, Any]:
+    """The value of each channel by name, None where the sample lacks an optional one.
+
+    ``members`` are raw bytes by field name. Raises SchemaError or ImageError with key and member.
+    """
+    values: dict[str, Any] = {}
+    for channel in channels:
+        data = members.get(channel.field)
+        try:
+            if data is None and not channel.optional:
+                raise SchemaError(f"channel '{channel.name}' is missing, and the table does not say optional")
+            values[channel.name] = None if data is None else KINDS[channel.kind].decode(data, channel)
+        except MemberError as error:
+            raise type(error)(error.message, key=key, member=channel.field) from error
+    return values
+
+
+def check_members(
+    members: Mapping[str, Buffer],
+    channels: Sequence[Channel],
+    sizes: Mapping[str, tuple[int, int]],
+    *,
+    deep: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """Field name and text of each extra member of a sample that is not as the table says.
+
+    ``sizes`` are width and height [px] of the stored images that the sample has, by camera. ``deep``
+    decodes the pixels of images. Channels whose kind is unknown here are not looked at.
+    """
+    for channel in channels:
+        data, kind = members.get(channel.field), KINDS.find(channel.kind)
+        if data is None:
+            if not channel.optional:
+                yield channel.field, f"channel '{channel.name}' is missing, and the table does not say optional"
+            continue
+        if kind is None:
+            continue
+        try:
+            kind.check(data, channel)
+            text = _misfit(data, channel, sizes)
+            if deep:
+                kind.decode(data, channel)
+        except MemberError as error:
+            text = error.message
+        if text is not None:
+            yield channel.field, text
+
+
+def _misfit(data: Buffer, channel: Channel, sizes: Mapping[str, tuple[int, int]]) -> str | None:
+    """Why a raster is not of the size of its camera's stored image; None where it is, and for other laws."""
+    law = channel.law
+    if law.name != "image" or law.camera is None:
+        return None
+    size = sizes.get(law.camera)
+    if size is None:
+        return f"the sample has no image of camera '{law.camera}', which channel '{channel.name}' lies on"
+    if channel.kind == "image":
+        found = image_size(data, channel)
+    else:
+        height, width = KINDS[channel.kind].decode(data, channel).shape[:2]
+        found = (width, height)
+    fraction = law.fraction or 1
+    wanted = -(-size[0] // fraction), -(-size[1] // fraction)
+    if found == wanted:
+        return None
+    return (
+        f"{found[0]} x {found[1]} pixels; on the image of '{law.camera}' of {size[0]} x {size[1]} at 1/{fraction} it "
+        f"has {wanted[0]} x {wanted[1]}"
+    )

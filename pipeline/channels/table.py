@@ -1,0 +1,206 @@
+"""The records of the channel table, and the checks that need no registry. FORMAT.md has the table, section 2."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.settings import Settings
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+DTYPES: Final = (
+    "bool", "uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32", "uint64", "int64", "float64",
+)  # fmt: skip
+"""What arrays may hold; stored little-endian."""
+MAX_CHANNELS: Final = 1024
+MAX_RANK: Final = 8
+MAX_TEXT: Final = 4096
+
+_NAME: Final = re.compile(r"[a-z0-9_]{1,100}")
+_MOST_SIDE: Final = 1 << 27  # no member has more bytes
+
+
+class Law(Settings, frozen=True, omit_defaults=True):
+    """What augmentation does to a channel's values; ``name`` is that of a law of the registry.
+
+    Attributes:
+        name: `fixed`, `image`, `image_points`, `ego_points`, `ego_boxes`, `ego_grid`, `ego_poses`, `classes`, or a
+            plug-in's.
+        camera: of ``image`` and ``image_points``: the camera on whose stored image the values lie.
+        interpolation: of ``image`` and ``ego_grid``; None is ``nearest``.
+        fill: of ``image`` and ``ego_grid``: the value where nothing was stored; None is 0.
+        fraction: of ``image``: the raster has ceil(side / fraction) pixels of each side of the camera's stored image,
+            and its pixels are exactly ``fraction`` pixels long; None is 1.
+        extent_m: of ``ego_grid``: the outer borders of the first cells along x, y (and z), then those of the last ones,
+            in m in ego's axes; the first may be larger than the last.
+        roles: which columns (of ``ragged``: which array) play which part, as groups; the law's table names the roles.
+    """
+
+    name: str
+    camera: str | None = None
+    interpolation: Literal["nearest", "linear"] | None = None
+    fill: float | None = None
+    fraction: int | None = None
+    extent_m: tuple[float, ...] | None = None
+    roles: dict[str, tuple[tuple[str, ...], ...]] = msgspec.field(default_factory=dict)
+
+
+class ArraySpec(Settings, frozen=True, omit_defaults=True):
+    """One array of a ``ragged`` channel: its dtype, its shape after the first axis M, and the unit of its values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    unit: str = ""
+
+
+class Vocabulary(Settings, frozen=True):
+    """What integers of a ``tokens`` channel index: its name, and the number of entries."""
+
+    name: str
+    size: int
+
+
+class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
+    """One channel of a dataset's samples.
+
+    Attributes:
+        name: ``[a-z0-9_]+``, unique; the batch's key.
+        kind: of the registry: `image`, `points`, `array`, `ragged`, `text`, `tokens`, `bytes`, or a plug-in's.
+        field: the member's field name, such as ``radar_front.npy``; its part before the dot is ``name``.
+        law: what augmentation does to it.
+        dtype: one of `DTYPES`, stored little-endian; empty for ``ragged``, ``text`` and ``bytes``.
+        axes: names of the axes.
+        shape: their lengths; None for one that varies.
+        columns: names along the last axis where it is a record.
+        units: of each column, or one for all values; empty text for none.
+        arrays: of ``ragged``: the arrays, which share their first axis M.
+        frame: frame of reference: ``ego``, ``global``, ``image:{camera}``, ``sensor:{name}``, or None.
+        sensor: ``camera``, ``lidar``, ``radar`` or another word where the channel is what a sensor of the rig measured.
+        sizes: of a camera: all sizes (width, height) [px] that occur.
+        allows_nan, allows_inf: whether float values may be NaN (unknown) or infinite.
+        optional: whether a sample may lack it.
+        codec: the codec that most members have; for people: the index counts.
+        vocabulary: of ``tokens``.
+        source_name, description: for people.
+    """
+
+    name: str
+    kind: str
+    field: str
+    law: Law
+    dtype: str = ""
+    axes: tuple[str, ...] = ()
+    shape: tuple[int | None, ...] = ()
+    columns: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    arrays: tuple[ArraySpec, ...] = ()
+    frame: str | None = None
+    sensor: str | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
+    allows_nan: bool = False
+    allows_inf: bool = False
+    optional: bool = False
+    codec: str = ""
+    vocabulary: Vocabulary | None = None
+    source_name: str = ""
+    description: str = ""
+
+    @property
+    def extension(self) -> str:
+        """The ending of ``field`` after the first dot."""
+        return self.field.partition(".")[2]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.generic]:
+        """``dtype`` as numpy has it, little-endian."""
+        return little_endian(self.dtype)
+
+    def column_numbers(self, group: tuple[str, ...]) -> list[int]:
+        """Positions of these columns along the last axis."""
+        return [self.columns.index(name) for name in group]
+
+
+def little_endian(dtype: str) -> np.dtype[np.generic]:
+    """The numpy dtype of a name of `DTYPES`."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def broken_entry(channel: Channel) -> Iterator[str]:
+    """What is wrong with an entry whatever its kind and law: names, dtype, axes, texts."""
+    if not _NAME.fullmatch(channel.name):
+        yield f"channel name '{shown(channel.name)}' does not match [a-z0-9_]{{1,100}}"
+    if channel.field != f"{channel.name}.{channel.extension}" or not re.fullmatch(
+        r"[a-z0-9_]{1,20}", channel.extension
+    ):
+        yield f"field '{shown(channel.field)}' must be the channel's name, a dot and an extension"
+    if channel.dtype and channel.dtype not in DTYPES:
+        yield f"dtype '{shown(channel.dtype)}' is unknown; known: {', '.join(DTYPES)}"
+    if len(channel.axes) != len(channel.shape) or len(channel.shape) > MAX_RANK:
+        yield f"{len(channel.axes)} axes and a shape of {len(channel.shape)}: give as many, {MAX_RANK} at most"
+    if len(set(channel.axes)) != len(channel.axes):
+        yield f"axes {_listed(channel.axes)} must differ"
+    sides = [side for side in channel.shape if side is not None]
+    if any(side < 1 for side in sides) or math.prod(sides) > _MOST_SIDE:
+        yield f"shape {list(channel.shape)} must have sides from 1, and {_MOST_SIDE} values at most"
+    yield from _broken_columns(channel)
+    texts = [channel.codec, channel.source_name, channel.description, channel.frame or "", channel.sensor or ""]
+    texts += [*channel.axes, *channel.columns, *channel.units, *(spec.name for spec in channel.arrays)]
+    if max(map(len, texts)) > MAX_TEXT:
+        yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"
+    if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(("image:", "sensor:")):
+        yield f"frame '{shown(channel.frame)}' is unknown: ego, global, image:CAMERA or sensor:NAME, or leave it out"
+
+
+def _broken_columns(channel: Channel) -> Iterator[str]:
+    # A lidar's columns may occur twice: `fuelrail verify --deep` reports that.
+    if channel.sensor is None and len(set(channel.columns)) != len(channel.columns):
+        yield f"columns {_listed(channel.columns)} must differ"
+    if channel.columns and (not channel.shape or channel.shape[-1] != len(channel.columns)):
+        yield f"shape {list(channel.shape)} must end with the {len(channel.columns)} columns"
+    if len(channel.units) not in (0, 1, len(channel.columns)):
+        yield f"{len(channel.units)} units: give one for all values, or one for each of {len(channel.columns)} columns"
+    for spec in channel.arrays:
+        if spec.dtype not in DTYPES:
+            yield f"array '{shown(spec.name)}' has the unknown dtype '{shown(spec.dtype)}'; known: {', '.join(DTYPES)}"
+        if any(side < 1 for side in spec.shape) or len(spec.shape) >= MAX_RANK or math.prod(spec.shape) > _MOST_SIDE:
+            yield f"array '{shown(spec.name)}' has the shape {list(spec.shape)}; sides from 1 are allowed"
+    if len({spec.name for spec in channel.arrays}) != len(channel.arrays):
+        yield f"arrays {_listed([spec.name for spec in channel.arrays])} must differ"
+
+
+def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
+    """Why dtype or shape of an array are not those of the table; None where they are."""
+    fits = array.ndim == len(channel.shape) and all(
+        wanted is None or side == wanted for side, wanted in zip(array.shape, channel.shape, strict=False)
+    )
+    if fits and array.dtype == channel.numpy_dtype:
+        return None
+    wanted = ", ".join("any" if side is None else str(side) for side in channel.shape)
+    return f"{array.dtype}{list(array.shape)}; the table has {channel.dtype}[{wanted}]"
+
+
+def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
+    """Why the values are not those that the table allows: NaN or infinity; None where they are."""
+    if array.dtype.kind != "f" or (channel.allows_nan and channel.allows_inf):
+        return None
+    for allowed, test, word in (
+        (channel.allows_nan, np.isnan, "NaN"),
+        (channel.allows_inf, np.isinf, "an infinity"),
+    ):
+        if not allowed and (bad := test(array)).any():
+            return f"{word} at {np.argwhere(bad)[0].tolist()}; the table of channel '{channel.name}' forbids it"
+    return None
+
+
+def _listed(names: object) -> str:
+    return shown(", ".join(names)) if isinstance(names, (list, tuple)) else ""

@@ -1,0 +1,163 @@
+"""Rasters moved by an image's map or by the ego map: each output pixel or cell is looked up where it came from.
+
+``nearest`` takes the pixel or cell in which the place lies; ``linear`` interpolates between the centres of the nearest
+ones, those at the border being continued outwards by half a pixel. Where nothing was stored, there is ``fill``. Places
+are computed in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.transforms.lens import source_places
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.transforms.ego import BevMap
+    from fuelrail.pipeline.transforms.image_map import ImageMap
+
+_FUZZ = 1e-6
+"""A place outside by no more than this many pixels of rounding error is inside."""
+
+
+class _Axis(NamedTuple):
+    """Along one axis: the element in which each place lies, the two whose centres are about it, and what is inside."""
+
+    nearest: NDArray[np.intp]
+    lower: NDArray[np.intp]
+    upper: NDArray[np.intp]
+    weight: NDArray[np.float64]
+    """Of the upper one."""
+    inside: NDArray[np.bool_]
+
+
+def warp_image(
+    raster: NDArray[np.generic], image_map: ImageMap, *, linear: bool = False, fill: float = 0.0, fraction: int = 1
+) -> NDArray[np.generic]:
+    """Return a raster (h, w) or (h, w, C) on a camera's stored image as (H, W[, C]) of the map's output image.
+
+    The raster has ceil(side / fraction) pixels of each side of the stored image. Raises SchemaError for another size.
+    """
+    wanted = tuple(-(-side // fraction) for side in reversed(image_map.source_wh))
+    if raster.shape[:2] != wanted:
+        raise SchemaError(
+            f"a raster of {raster.shape[1]} x {raster.shape[0]} pixels; on a stored image of "
+            f"{image_map.source_wh[0]} x {image_map.source_wh[1]} at 1/{fraction} it has {wanted[1]} x {wanted[0]}"
+        )
+    width, height = image_map.out_wh
+    left, top, right, bottom = image_map.visible
+    a, b, tx, c, d, ty = image_map.inverse_coefficients()
+    u, v = np.arange(width) + 0.5, np.arange(height) + 0.5
+    if b == 0.0 and c == 0.0 and image_map.lens is None:
+        x, y = a * u + tx, d * v + ty
+    else:
+        x, y = a * u + b * v[:, None] + tx, c * u + d * v[:, None] + ty
+    seen_x, seen_y = _within(x, left, right), _within(y, top, bottom)
+    if image_map.lens is not None:
+        true = dataclasses.replace(image_map, published=None).centre_matrix()
+        x, y = (places.astype(np.float64) + 0.5 for places in source_places(true, image_map.lens, image_map.out_wh))
+        seen_x = seen_x & _within(x, 0.0, image_map.source_wh[0])
+        seen_y = seen_y & _within(y, 0.0, image_map.source_wh[1])
+    rows = _axis(y / fraction, raster.shape[0], seen_y)
+    columns = _axis(x / fraction, raster.shape[1], seen_x)
+    return _look_up(raster, [rows, columns], linear=linear, fill=fill)
+
+
+def warp_grid(
+    grid: NDArray[np.generic],
+    axes: Sequence[str],
+    extent_m: Sequence[float],
+    ego: BevMap,
+    *,
+    linear: bool = False,
+    fill: float = 0.0,
+) -> NDArray[np.generic]:
+    """Return a raster over ego's x and y (and z) moved to augmented ego; same shape and extent.
+
+    ``axes`` names the axes; ``x``, ``y`` and ``z`` are those of space, others are kept as they are. ``extent_m`` has
+    the outer borders of the first cells along x, y (and z), then those of the last ones.
+    """
+    space = [name for name in ("x", "y", "z") if name in axes]
+    places = [axes.index(name) for name in space]
+    moved = np.moveaxis(grid, places, range(len(places)))
+    inverse = ego.inverse
+    half = len(space)
+    centres = []
+    for at, (low, high) in enumerate(zip(extent_m[:half], extent_m[half:], strict=True)):
+        size = moved.shape[at]
+        centres.append(low + (np.arange(size) + 0.5) * ((high - low) / size))
+    x, y = centres[0][:, None], centres[1]
+    found = [inverse[row, 0] * x + inverse[row, 1] * y + inverse[row, 3] for row in (0, 1)]
+    if half == 3:
+        found.append(inverse[2, 2] * centres[2] + inverse[2, 3])
+    looks = []
+    for at, (low, high, where) in enumerate(zip(extent_m[:half], extent_m[half:], found, strict=True)):
+        size = moved.shape[at]
+        in_cells = (where - low) * (size / (high - low))
+        looks.append(_axis(in_cells, size, _within(in_cells, 0.0, size)))
+    flat = _look_up(moved, looks[:2], linear=linear, fill=fill)
+    if half == 3:
+        flat = np.moveaxis(_look_up(np.moveaxis(flat, 2, 0), looks[2:], linear=linear, fill=fill), 0, 2)
+    return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
+
+
+def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> NDArray[np.bool_]:
+    return np.asarray((places >= low - _FUZZ) & (places <= high + _FUZZ) & (low < high))
+
+
+def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> _Axis:
+    """Elements for places that are counted in elements from the outer border of the first one."""
+    finite = np.nan_to_num(places, nan=0.0, posinf=0.0, neginf=0.0)
+    nearest = np.clip(np.floor(finite), 0, size - 1).astype(np.intp)
+    between = np.clip(finite - 0.5, 0.0, size - 1.0)
+    lower = np.floor(between).astype(np.intp)
+    return _Axis(nearest, lower, np.minimum(lower + 1, size - 1), between - lower, inside)
+
+
+def _look_up(raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[np.generic]:
+    """Elements of the raster's first axes; one axis, or two whose places are a line each or a plane of both."""
+    plane = len(axes) == 2 and axes[0].nearest.ndim == 1
+    if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it
+        out: NDArray[Any] = raster
+        for number, axis in enumerate(axes):
+            out = _along(out, axis, number, linear=linear)
+        inside = axes[0].inside
+        if plane:
+            inside = inside[:, None] & axes[1].inside
+    elif not linear:
+        out, inside = raster[axes[0].nearest, axes[1].nearest], axes[0].inside & axes[1].inside
+    else:
+        out, inside = _bilinear(raster, axes[0], axes[1]), axes[0].inside & axes[1].inside
+    if linear and raster.dtype.kind in "iub":
+        out = np.rint(out)
+    out = out.astype(raster.dtype, copy=not np.shares_memory(out, raster))
+    out[~inside] = fill
+    return out
+
+
+def _along(raster: NDArray[Any], axis: _Axis, number: int, *, linear: bool) -> NDArray[Any]:
+    if not linear:
+        taken: NDArray[Any] = raster.take(axis.nearest, number)
+        return taken
+    lower, upper = raster.take(axis.lower, number), raster.take(axis.upper, number)
+    weight = axis.weight.reshape(-1, *(1,) * (raster.ndim - number - 1))
+    return lower + (upper.astype(np.float64) - lower) * weight
+
+
+def _bilinear(raster: NDArray[Any], rows: _Axis, columns: _Axis) -> NDArray[Any]:
+    more = (1,) * (raster.ndim - 2)
+    across = columns.weight.reshape(*columns.weight.shape, *more)
+    down = rows.weight.reshape(*rows.weight.shape, *more)
+    above, below = (
+        raster[row, columns.lower] * (1.0 - across) + raster[row, columns.upper] * across
+        for row in (rows.lower, rows.upper)
+    )
+    blended: NDArray[Any] = above * (1.0 - down) + below * down
+    return blended

@@ -1,0 +1,329 @@
+"""A dataset with further channels: true values, carried by every tool, checked against the table, read by others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+import webdataset
+from tests.support.edits import reseal
+
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms, World
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.selection import decode_values, select
+from fuelrail.pipeline.errors import ManifestError, SourceError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.manifest import BOXES_CHANNEL
+from fuelrail.pipeline.rigid import rotation_matrices
+from fuelrail.sharding.api import reshard, shard, verify
+from fuelrail.sharding.demo.synth import synth
+from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WORLD: dict[str, Any] = {"seed": 5, "clips": 2, "frames": 2, "size": (320, 180), "lidar_sweeps": 0, "workers": 1}
+
+
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("channels")
+    synth(base / "drive", **WORLD, channels=True)
+    shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1, layout="none")
+    shard(f"nuscenes:{base / 'drive'}", base / "packed", workers=1)
+    return base
+
+
+@pytest.fixture
+def copy(drive: Path, tmp_path: Path) -> Path:
+    shutil.copytree(drive / "drive", tmp_path / "drive")
+    return tmp_path / "drive"
+
+
+def values(dataset: Any, number: int) -> dict[str, Any]:
+    sample, names = dataset[number], [one.name for one in dataset.manifest.extra_channels]
+    return decode_values(sample.extra, select(dataset.manifest.channels, names, "it"), sample.key)
+
+
+def faults(out: Path) -> list[str]:
+    return [fault.text for fault in verify(out, deep=True, workers=1).faults]
+
+
+def test_the_table_lists_cameras_lidar_boxes_and_what_the_source_adds(drive) -> None:
+    stated = json.loads((drive / "packed" / "dataset.json").read_text())
+    names = [channel["name"] for channel in stated["channels"]]
+    assert names[:8] == [
+        "cam_front", "cam_front_right", "cam_front_left", "cam_back", "cam_back_left", "cam_back_right", "lidar_top",
+        "boxes",
+    ]  # fmt: skip
+    assert names[8:11] == ["radar", "boxes2d_cam_front", "instances_cam_front"]
+    assert "cameras" not in stated
+    assert "lidars" not in stated
+    codecs = {channel["field"]: channel["codec"] for channel in stated["channels"]}
+    assert codecs["radar.npy"] == "zstd-p28"
+    assert codecs["boxes.safetensors"] == codecs["boxes2d_cam_front.safetensors"] == "zstd"
+    assert codecs["instances_cam_front.png"] == codecs["cam_front.jpg"] == "raw"
+    assert stated["compression"]["codecs"].items() >= codecs.items()
+    assert faults(drive / "packed") == faults(drive / "out") == []
+
+
+def test_radar_points_lie_on_the_boxes_and_move_with_them(drive) -> None:
+    dataset = open_dataset(drive / "packed")
+    moving = 0
+    for number in range(len(dataset)):
+        sample, radar = dataset[number], values(dataset, number)["radar"]
+        boxes = sample.boxes
+        turn = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
+        for x, y, z, vx, vy, *_ in radar:
+            offset = np.einsum("mji,mj->mi", turn, (x, y, z) - boxes.boxes3d[:, :3])
+            inside = (np.abs(offset) <= boxes.boxes3d[:, 3:6] / 2 + 0.02).all(1)
+            owners = np.flatnonzero(inside)
+            if len(owners) == 1 and np.isfinite(boxes.velocity[owners[0]]).all():
+                wanted = boxes.velocity[owners[0], :2]
+                assert np.hypot(*(wanted - (vx, vy))) < 0.6  # the tables' velocities are differences over 0.5 s
+                moving += np.hypot(vx, vy) > 1.0
+    assert moving > 10
+
+
+def test_masks_lie_in_the_boxes_of_their_instances(drive) -> None:
+    dataset = open_dataset(drive / "packed")
+    seen = 0
+    for number in range(len(dataset)):
+        found = values(dataset, number)
+        for camera in ("cam_front", "cam_back_left"):
+            mask, boxes = found[f"instances_{camera}"], found[f"boxes2d_{camera}"]
+            assert mask.shape == (180, 320)
+            for box, instance in zip(boxes["box"], boxes["instance"], strict=True):
+                v, u = np.nonzero(mask == instance)
+                if len(u):
+                    seen += 1
+                    assert u.min() >= box[0] - 1.5
+                    assert v.min() >= box[1] - 1.5
+                    assert u.max() <= box[2] + 1.5
+                    assert v.max() <= box[3] + 1.5
+    assert seen > 20
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves its files to the collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_other_tools_read_the_shards(drive) -> None:
+    out = drive / "out"
+    dataset = open_dataset(out)
+    (name, *_) = (entry.name for entry in dataset.manifest.shards)
+    listed = subprocess.run(["tar", "tf", str(out / name)], check=True, capture_output=True, text=True).stdout.split()
+    row = dataset.index.row(0)
+    assert listed[: len(row.members)] == [f"{row.key}.{member.name}" for member in row.members]
+    order = [channel.field for channel in dataset.manifest.channels]
+    assert [member.name for member in row.members if member.name in order] == [
+        BOXES_CHANNEL.field, *(field for field in order if field != BOXES_CHANNEL.field)
+    ]  # fmt: skip
+    number = 0
+    for number, sample in enumerate(webdataset.WebDataset(str(out / name), shardshuffle=False), 1):
+        own = dataset[number - 1]
+        assert sample["__key__"] == own.key
+        assert sample["radar.npy"] == bytes(own.extra["radar.npy"])
+        assert sample["instances_cam_front.png"] == bytes(own.extra["instances_cam_front.png"])
+    assert number == dataset.manifest.shards[0].num_samples
+
+
+def test_inspect_shows_the_channels(drive) -> None:
+    text = describe_dataset(drive / "packed").as_text()
+    assert "radar                      points  float32[any, 7] x y z vx vy rcs instance" in text
+    assert "box float32[M, 4], instance int32[M]" in text
+    key = open_dataset(drive / "packed").index.row(0).key
+    assert "instances_cam_back.png" in describe_sample(drive / "packed", key).as_text()
+
+
+def test_a_loader_that_selects_nothing_reads_nothing_of_them(drive, tmp_path) -> None:
+    synth(tmp_path / "plain", **WORLD)
+    shard(f"nuscenes:{tmp_path / 'plain'}", tmp_path / "out", workers=1, layout="none")
+    plain = open_dataset(tmp_path / "out").manifest
+    assert plain.extra_channels == ()
+    assert plain.channels == tuple(
+        one for one in open_dataset(drive / "out").manifest.channels if one in plain.channels
+    )
+    batches = []
+    for root in (tmp_path / "out", drive / "out"):
+        transforms = Transforms(image=ImageAugment(height=32, width=64))
+        with DataLoader(
+            root, batch_size=2, split="train", transforms=transforms, world=World(), device="cpu"
+        ) as loader:
+            batches.append(next(iter(loader)))
+    ours, theirs = batches
+    assert ours.keys() == theirs.keys()
+    assert ours["sample_key"] == theirs["sample_key"]
+    assert bool((ours["img"] == theirs["img"]).all())
+
+
+def test_reshard_and_append_carry_them(drive, tmp_path) -> None:
+    first = open_dataset(drive / "packed")
+    reshard(drive / "packed", tmp_path / "again", workers=1, layout="frame", order="clip", seed=3)
+    again = open_dataset(tmp_path / "again")
+    assert faults(tmp_path / "again") == []
+    plain = [msgspec.structs.replace(one, codec="") for one in first.manifest.channels]
+    assert [msgspec.structs.replace(one, codec="") for one in again.manifest.channels] == plain
+    for number in range(len(first)):
+        sample = first[number]
+        assert again[again.index.find(sample.key)].extra == sample.extra
+    synth(tmp_path / "more", **{**WORLD, "clips": 3, "frames": 1, "seed": 9}, channels=True)
+    shard(f"nuscenes:{tmp_path / 'more'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9003'")
+    reshard([drive / "packed", tmp_path / "new"], tmp_path / "both", append=True)
+    assert faults(tmp_path / "both") == []
+    both = open_dataset(tmp_path / "both")
+    assert len(both) == len(first) + 1
+    assert both.manifest.channels == first.manifest.channels
+
+
+def test_datasets_of_other_channels_do_not_become_one(drive, tmp_path) -> None:
+    synth(tmp_path / "plain", **{**WORLD, "clips": 3, "frames": 1})
+    shard(f"nuscenes:{tmp_path / 'plain'}", tmp_path / "new", workers=1, select="clip_id == 'scene-9003'")
+    for options in ({"workers": 1}, {"append": True}):
+        with pytest.raises(SourceError, match="cannot become one dataset: the other channels of the first are radar"):
+            reshard([drive / "packed", tmp_path / "new"], tmp_path / "both", **options)
+
+
+def edit_table(drive: Path, channel: str, **changes: object) -> None:
+    path = drive / "v1.0-mini" / "channels.json"
+    table = json.loads(path.read_text())
+    for entry in table:
+        if entry["name"] == channel:
+            entry.update(changes)
+    path.write_text(json.dumps(table))
+
+
+def rewrite(drive: Path, name: str, change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> None:
+    """Change the first file of a channel, with no regard to the table."""
+    from fuelrail.pipeline.sample.arrays import read_npy, write_npy
+
+    path = min((drive / "channels" / name).iterdir())
+    if path.suffix == ".npy":
+        path.write_bytes(write_npy(change(read_npy(path.read_bytes()).copy())))
+    else:
+        entry = msgspec.convert({"name": name, "kind": "image", "field": path.name, "law": {"name": "fixed"},
+                                 "dtype": "uint16", "axes": ["height", "width"], "shape": [None, None]},
+                                type(BOXES_CHANNEL))  # fmt: skip
+        entry = msgspec.structs.replace(entry, field=f"{name}.png")
+        path.write_bytes(KINDS["image"].encode(change(KINDS["image"].decode(path.read_bytes(), entry)), entry))
+
+
+def with_nan(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    points[0, 0] = np.nan
+    return points
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda drive: rewrite(drive, "radar", with_nan), "NaN at [0, 0]; the table of channel 'radar' forbids"),
+        (lambda drive: rewrite(drive, "radar", lambda one: one.astype(np.float64)), "channel 'radar' is float64"),
+        (lambda drive: rewrite(drive, "radar", lambda one: one[:, :5]), "the table has float32[any, 7]"),
+        (
+            lambda drive: rewrite(drive, "instances_cam_back", lambda one: one[:-1]),
+            "320 x 179 pixels; on the image of 'cam_back' of 320 x 180 at 1/1 it has 320 x 180",
+        ),
+        (
+            lambda drive: min((drive / "channels" / "radar").iterdir()).unlink(),
+            "of channel 'radar' is not there: bring it there",
+        ),
+        (lambda drive: edit_table(drive, "radar", kind="voxels"), "its kind 'voxels' is unknown; known: "),
+        (
+            lambda drive: edit_table(drive, "radar", name="cam_front", optional=True),
+            "channel 'cam_front': the name occurs twice",
+        ),
+        (
+            lambda drive: edit_table(drive, "instances_cam_back", law={"name": "image"}),
+            "channel 'instances_cam_back': law 'image' needs its camera",
+        ),
+        (lambda drive: (drive / "v1.0-mini" / "channels.json").write_text("{"), "is not a list of channels"),
+        (lambda drive: edit_table(drive, "radar", colour="red"), "unknown field `colour`"),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_the_table_says_is_refused(copy, tmp_path, spoil, says) -> None:
+    spoil(copy)
+    with pytest.raises(SourceError) as caught:
+        shard(f"nuscenes:{copy}", tmp_path / "out", workers=1)
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_of_an_optional_channel_is_an_absent_member(copy, tmp_path) -> None:
+    edit_table(copy, "radar", optional=True)
+    min((copy / "channels" / "radar").iterdir()).unlink()
+    shard(f"nuscenes:{copy}", tmp_path / "out", workers=1)
+    dataset = open_dataset(tmp_path / "out")
+    assert sum(values(dataset, number)["radar"] is None for number in range(len(dataset))) == 1
+    assert faults(tmp_path / "out") == []
+
+
+def test_images_are_not_scaled_away_from_what_lies_on_them(copy, tmp_path) -> None:
+    with pytest.raises(SourceError, match="'boxes2d_cam_front' lies on the stored images of 'cam_front', which"):
+        shard(f"nuscenes:{copy}", tmp_path / "out", workers=1, images={"resize": 0.5})
+
+
+def test_a_channel_of_an_unknown_kind_is_refused_only_where_it_is_selected(drive, tmp_path) -> None:
+    shutil.copytree(drive / "out", tmp_path / "out")
+
+    def unknown(manifest: Any) -> Any:
+        channels = [
+            msgspec.structs.replace(one, kind="voxels") if one.name == "radar" else one for one in manifest.channels
+        ]
+        return msgspec.structs.replace(manifest, channels=tuple(channels))
+
+    reseal(tmp_path / "out", unknown)
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset[0].extra.keys() == open_dataset(drive / "out")[0].extra.keys()
+    with pytest.raises(ManifestError, match="channel 'radar': its kind 'voxels' is unknown"):
+        select(dataset.manifest.channels, ["radar"], "out")
+    assert faults(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        (
+            "cam_front",
+            {"dtype": "uint16", "field": "cam_front.png"},
+            "'cam_front' is not as the format has camera",
+        ),
+        ("lidar_top", {"allows_nan": False}, "channel 'lidar_top' is not as the format has lidar: allows_nan differ"),
+        ("boxes", {"frame": "global"}, "channel 'boxes': law 'ego_boxes' needs the frame 'ego'"),
+        ("boxes", {"optional": False}, "channel 'boxes' is not as the format has boxes: optional differ"),
+        ("instances_cam_front", {"law": {"name": "image", "camera": "cam_roof"}}, "names the camera 'cam_roof'"),
+    ],
+)
+def test_a_table_that_does_not_hold_together_is_refused(drive, tmp_path, name, changes, says) -> None:
+    shutil.copytree(drive / "out", tmp_path / "out")
+
+    def edit(manifest: Any) -> Any:
+        table = msgspec.to_builtins(manifest.channels)
+        table = [entry | changes if entry["name"] == name else entry for entry in table]
+        return msgspec.structs.replace(manifest, channels=msgspec.convert(table, type=tuple[type(BOXES_CHANNEL), ...]))
+
+    reseal(tmp_path / "out", edit)
+    with pytest.raises(ManifestError) as caught:
+        open_dataset(tmp_path / "out")
+    assert says in str(caught.value)
+
+
+def test_verify_reports_members_that_are_not_as_the_table_says(drive, tmp_path) -> None:
+    shutil.copytree(drive / "out", tmp_path / "out")
+
+    def edit(manifest: Any) -> Any:
+        channels = [
+            msgspec.structs.replace(one, shape=(None, 6), columns=one.columns[:6], units=one.units[:6])
+            if one.name == "radar"
+            else one
+            for one in manifest.channels
+        ]
+        return msgspec.structs.replace(manifest, channels=tuple(channels))
+
+    reseal(tmp_path / "out", edit)
+    found = faults(tmp_path / "out")
+    assert len(found) == len(open_dataset(drive / "out"))
+    assert all("member 'radar.npy': channel 'radar' is float32[" in text for text in found)
