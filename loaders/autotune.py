@@ -1,6 +1,6 @@
-"""Finds the number of decoding threads and of ready batches while the trainer runs, for ``num_workers="auto"``.
+"""Find the best numbers of decoding threads and of ready batches while the trainer runs, for ``num_workers="auto"``.
 
-Only while the trainer waits for data is there anything to gain, so that is when the tuner acts: one change at a time,
+The tuner acts only while the trainer waits for data, since more threads gain nothing otherwise: one change at a time,
 kept if batches come measurably faster with it, else taken back. What to change, the stages' clocks say: a stage that
 is busy all the time gets a thread more; where none is, batches come in bursts, and more of them in store even those
 out; where decoding has all the threads it may have, one fewer is tried, for threads beyond the cores that are really
@@ -60,7 +60,7 @@ def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
 def make_tuner(
     budget: Budget, batch_size: int, batch_bytes: int, ready: int, lanes: tuple[int, int] | None = None
 ) -> Autotuner:
-    """The tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
+    """Return the tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
 
     ``lanes`` is for a decoder on a GPU: its least and largest number of threads, whatever the CPUs. Raises ConfigError
     where the memory does not hold the batches that are in flight at the least.
@@ -214,7 +214,7 @@ class Autotuner:
         self.tuning = tuning
 
     def _changes(self, window: _Window) -> list[Tuning]:
-        """What to try in this situation, most promising first."""
+        """Return the changes to try, most promising first."""
         now, most = self.tuning, self.most
         more = now._replace(num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers))
         fewer = now._replace(num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8)))

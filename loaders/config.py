@@ -26,6 +26,7 @@ from fuelrail.pipeline.settings import (
     Settings,
     check_types,
     did_you_mean,
+    must_be,
     resolve_fields,
 )
 from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
@@ -76,7 +77,7 @@ class Normalize(Settings, frozen=True):
         return values.to(getattr(torch, self.dtype), memory_format=layout).view(img.shape)
 
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
-        """The batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
+        """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
         img = batch.get("img") if isinstance(batch, dict) else None
         if not isinstance(img, torch.Tensor) or img.dtype != torch.uint8 or img.ndim < 3 or img.shape[-3] != 3:
             kind = f"{img.dtype} {list(img.shape)}" if isinstance(img, torch.Tensor) else type(img).__name__
@@ -108,10 +109,10 @@ class Budget(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    cpus: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")] = None
-    memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="a number of bytes of 1 or more, or None")
-    ] = None
+    cpus: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    memory_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("a number of bytes of 1 or more, or None")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -131,11 +132,9 @@ class StaticBatches(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    max_boxes: Annotated[int, Meta(ge=1, description="a whole number of 1 or more")] = 256
-    max_points: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")
-    ] = None
-    buffers: Annotated[int, Meta(ge=1, description="a whole number of 1 or more")] = 2
+    max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
+    max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    buffers: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 2
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -169,12 +168,12 @@ class Transforms(Settings, frozen=True):
     ego: BevAugment = BevAugment()
     undistort: Undistort | None = None
     normalize: Normalize | None = None
-    decoder: Annotated[str, Meta(description="a decoder's name, such as 'auto'")] = "auto"
-    box_frame: Annotated[BoxFrame, Meta(description="one of ego, lidar")] = "ego"
+    decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
+    box_frame: Annotated[BoxFrame, must_be("one of ego, lidar")] = "ego"
     dali: DaliOptions = DaliOptions()
     static: Annotated[
         bool | StaticBatches,
-        Meta(description="True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
+        must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
     ] = False
 
     def __post_init__(self) -> None:
@@ -219,17 +218,15 @@ class StorageOptions(Settings, frozen=True):
     Raises ConfigError for values that are not allowed.
     """
 
-    backend: Annotated[Backend, Meta(description=f"one of {', '.join(BACKENDS)}")] = "auto"
-    options: Annotated[dict[str, Any] | None, Meta(description="a dict or None")] = None
-    cache_dir: Annotated[PathText | None, Meta(description="a path or None")] = None
+    backend: Annotated[Backend, must_be(f"one of {', '.join(BACKENDS)}")] = "auto"
+    options: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
+    cache_dir: Annotated[PathText | None, must_be("a path or None")] = None
     cache_size: Annotated[
-        Annotated[int, Meta(ge=1)] | str | None, Meta(description="a number of bytes, a text such as '500GB', or None")
+        Annotated[int, Meta(ge=1)] | str | None, must_be("a number of bytes, a text such as '500GB', or None")
     ] = None
-    look_ahead_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")
-    ] = None
+    look_ahead_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     retry: RetryPolicy | None = None
-    verify: Annotated[bool, Meta(description="True or False")] = True
+    verify: Annotated[bool, must_be("True or False")] = True
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
@@ -237,20 +234,19 @@ class StorageOptions(Settings, frozen=True):
         check_types(self, ConfigError)
 
     def __repr__(self) -> str:
-        """All fields, without the values in ``options``, which may be credentials."""
+        """Return all fields, without the values in ``options``, which may be credentials."""
         hidden = None if self.options is None else dict.fromkeys(self.options, "...")
         return msgspec.Struct.__repr__(msgspec.structs.replace(self, options=hidden))
 
 
-_BOOL: Final = Meta(description="True or False")
-_COUNT: Final = Meta(ge=1, description="a whole number of 1 or more")
-_WORKERS: Final = Meta(
-    description="a whole number of 1 or more, 'auto', a Budget or None: it is the number of threads that decode in "
+_BOOL: Final = must_be("True or False")
+_COUNT: Final = must_be("an integer >= 1")
+_WORKERS: Final = must_be(
+    "an integer >= 1, 'auto', a Budget or None: it is the number of threads that decode in "
     "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
 )
-_RATIOS: Final = Meta(
-    description="a dict with a whole number of 1 or more for each dataset, by its name, or None; such as "
-    '{"city": 3, "highway": 1}'
+_RATIOS: Final = must_be(
+    'a dict with an integer >= 1 for each dataset, by its name, or None; such as {"city": 3, "highway": 1}'
 )
 
 
@@ -261,20 +257,20 @@ class Arguments(Settings, frozen=True, kw_only=True):
     """
 
     dataset: Any
-    batch_size: Annotated[int, _COUNT]
+    batch_size: Annotated[int, Meta(ge=1), _COUNT]
     shuffle: Annotated[bool, _BOOL]
-    seed: Annotated[int, Meta(ge=0, description="a whole number of 0 or more")]
+    seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
     num_workers: Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | Budget | None, _WORKERS]
-    prefetch_factor: Annotated[int, _COUNT]
-    pin_memory: Annotated[bool | None, Meta(description="True, False or None")]
+    prefetch_factor: Annotated[int, Meta(ge=1), _COUNT]
+    pin_memory: Annotated[bool | None, must_be("True, False or None")]
     collate_fn: Any
     order: OrderSpec | None
-    split: Annotated[str, Meta(min_length=1, description="a split's name, such as 'train'")]
+    split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
     mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | None, _RATIOS]
     window: FrameWindow | None
     points: Annotated[
-        bool | PointSweeps, Meta(description="True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
+        bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
     ]
     transforms: Transforms
     transform: Any
@@ -386,7 +382,7 @@ def default_num_workers() -> int:
 
 
 def default_memory_bytes() -> int:
-    """Memory for batch buffers of this rank, if nothing else is said."""
+    """Default memory for batch buffers of this rank."""
     return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()
 
 

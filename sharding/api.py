@@ -1,4 +1,4 @@
-"""The functions behind the commands: options in, report out. ``fuelrail.shard`` and ``fuelrail shard`` are one thing.
+"""The functions behind the commands: options in, report out. ``fuelrail shard`` calls ``fuelrail.shard``.
 
 Options are keywords, checked as the command line checks its flags; every error is a FuelrailError.
 """
@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text
@@ -79,6 +80,18 @@ class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
                 "with --splits"
             )
         return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
+
+
+class ReshardOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``reshard`` beside those of ``shard``."""
+
+    append: Annotated[
+        bool,
+        Meta(
+            description="make OUT the next version of the first dataset, with the clips of the others added; existing "
+            "shards are reused (linked in a folder, copied by the store at a URL), and the old version stays"
+        ),
+    ] = False
 
 
 class VerifyOptions(Settings, frozen=True, kw_only=True):
@@ -226,6 +239,7 @@ def _run(
     ray_address: str | None,
     progress: Progress | None,
 ) -> ShardReport:
+    check_main_guard()
     name = engine if isinstance(engine, str) else None
     options = convert({"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options")
     start = time.monotonic()

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.cli import Command, add_flags, from_flags, given_flags
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags
 from fuelrail.pipeline.runtime.workers import sigterm_is_ctrl_c
 
 if TYPE_CHECKING:
@@ -53,27 +53,23 @@ def _run_shard(args: argparse.Namespace) -> int:
 
 def _configure_reshard(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
+    from fuelrail.sharding.api import ReshardOptions
     from fuelrail.sharding.sources.fuelrail import FuelrailOptions
 
     parser.add_argument("datasets", metavar="DATASET", nargs="+", help=f"{_DATASET}; several are merged")
     parser.add_argument("out", metavar="OUT", help=_OUT)
-    parser.add_argument(
-        "--append",
-        action="store_true",
-        help="make OUT the next version of the first dataset, with the clips of the others added; existing shards are "
-        "reused (linked in a folder, copied by the store at a URL), and the old version stays",
-    )
+    add_flags(parser, ReshardOptions)
     _add_options(parser)
     add_flags(parser, FuelrailOptions)
 
 
 def _run_reshard(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import append_refuses, reshard
+    from fuelrail.sharding.api import ReshardOptions, append_refuses, reshard
     from fuelrail.sharding.engines import EngineOptions
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.fuelrail import FuelrailOptions
 
-    if args.append:
+    if from_flags(args, ReshardOptions).append:
         kinds = (Recipe, EngineOptions, FuelrailOptions)
         refused = [flag for kind in kinds for flag in given_flags(args, kind).values()]
         if refused:
@@ -89,7 +85,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
     add_flags(parser, Recipe, names=FLAGS)
     add_flags(parser, EngineOptions)
-    parser.add_argument("--json", action="store_true", help="report progress and result as JSON lines on stdout")
+    add_flags(parser, PrintOptions)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +106,7 @@ def _show(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int
     """Run with a progress display and print the report."""
     from fuelrail.sharding.progress import JsonLines, make_progress
 
-    with sigterm_is_ctrl_c(), make_progress(as_json=args.json) as progress:
+    with sigterm_is_ctrl_c(), make_progress(as_json=from_flags(args, PrintOptions).json) as progress:
         try:
             report = work(progress)
         except KeyboardInterrupt:
@@ -137,7 +133,7 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
     add_flags(parser, VerifyOptions)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_flags(parser, PrintOptions)
 
 
 def _run_verify(args: argparse.Namespace) -> int:
@@ -154,21 +150,21 @@ def _run_verify(args: argparse.Namespace) -> int:
             progress=checked,
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
-    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
     return 1 if report.faults else 0
 
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
     parser.add_argument("key", nargs="?", help="sample key (default: describe the whole dataset)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, PrintOptions)
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import inspect
 
     description = inspect(args.dataset, args.key)
-    sys.stdout.write(description.as_json() if args.json else description.as_text())
+    sys.stdout.write(description.as_json() if from_flags(args, PrintOptions).json else description.as_text())
     return 0
 
 

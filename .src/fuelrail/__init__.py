@@ -32,11 +32,16 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import train as train
     from fuelrail.bench.trainer.settings import TrainOptions as TrainOptions
+    from fuelrail.loaders.commands import DoctorReport as DoctorReport
+    from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
     from fuelrail.loaders.config import StaticBatches as StaticBatches
     from fuelrail.loaders.config import StorageOptions as StorageOptions
     from fuelrail.loaders.config import Transforms as Transforms
+    from fuelrail.loaders.contact_sheet import ViewOptions as ViewOptions
+    from fuelrail.loaders.contact_sheet import ViewReport as ViewReport
+    from fuelrail.loaders.contact_sheet import view as view
     from fuelrail.loaders.decode.lens import Undistort as Undistort
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
@@ -75,6 +80,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
     from fuelrail.pipeline.order.weights import FileWeights as FileWeights
     from fuelrail.pipeline.order.windows import FrameWindow as FrameWindow
+    from fuelrail.pipeline.runtime.top import TopOptions as TopOptions
+    from fuelrail.pipeline.runtime.top import top as top
     from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
     from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
     from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
@@ -114,11 +121,16 @@ _PUBLIC: Final = {
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
+    "doctor": "fuelrail.loaders.commands",
+    "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
     "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
+    "view": "fuelrail.loaders.contact_sheet",
+    "ViewOptions": "fuelrail.loaders.contact_sheet",
+    "ViewReport": "fuelrail.loaders.contact_sheet",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
@@ -133,6 +145,8 @@ _PUBLIC: Final = {
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",
     "RetryPolicy": "fuelrail.pipeline.storage.retry",
+    "top": "fuelrail.pipeline.runtime.top",
+    "TopOptions": "fuelrail.pipeline.runtime.top",
     "TraceRecorder": "fuelrail.pipeline.runtime.trace",
     "World": "fuelrail.pipeline.order.batching",
     # pipeline: errors

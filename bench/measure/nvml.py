@@ -23,7 +23,7 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kernels`` is the share of time in which any kernel ran, however small (NVML's "utilisation"); ``memory_traffic``
     in which memory was read or written; ``decoder`` and ``jpeg`` how busy its decoding units were, None where the
-    driver doesn't tell.
+    driver does not report it.
     """
 
     index: int
@@ -128,10 +128,10 @@ class NvmlWatch:
         return self._nvml.nvmlDeviceGetHandleByUUID(visible[index])
 
     def _engine(self, name: str, handle: Any) -> float | None:  # noqa: ANN401
-        """A decoding unit's share, where this driver and card know one."""
+        """Return a decoding unit's share, where this driver and card know one."""
         try:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
-        except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card has not
+        except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card does not have
             return None
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fuelrail.loaders.batch.stages import Production
+    from fuelrail.loaders.batch.stages import BatchPipeline
     from fuelrail.loaders.records import DecodedSample, Parsed, Source, Task
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
@@ -70,8 +70,8 @@ class LeftOut(NamedTuple):
 
 
 def leave_out(
-    parts: Collection[LoaderPart], supply: Schedule, make: Production
-) -> tuple[LeftOut, Schedule, Production]:
+    parts: Collection[LoaderPart], supply: Schedule, make: BatchPipeline
+) -> tuple[LeftOut, Schedule, BatchPipeline]:
     """Prepare to leave out parts. Returns what to load, which reads nothing without ``storage``, and the stages.
 
     Raises ConfigError for a part that does not exist.

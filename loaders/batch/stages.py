@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 
-class Production(NamedTuple):
+class BatchPipeline(NamedTuple):
     """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
 
     bad: BadSamples
@@ -113,9 +113,9 @@ class Production(NamedTuple):
         return stages
 
 
-def make_production(
+def make_batch_pipeline(
     options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
-) -> Production:
+) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
     cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
@@ -133,7 +133,7 @@ def make_production(
         transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
     )
     fixed = transforms.static_batches
-    return Production(
+    return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
         fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
@@ -350,7 +350,7 @@ class LoaderStats(NamedTuple):
     waited_s: float
     """Time that the trainer waited for batches."""
     elapsed_s: float
-    """Time since the first iteration began."""
+    """Time since the start of the first iteration."""
     storage: StorageStats
     """What was read, fetched, found in the cache."""
     bad_samples: int

@@ -1,4 +1,4 @@
-"""The user's own code in the pipeline: `transform` on each sample, `collate_fn` on each batch.
+"""User functions in the pipeline: `transform` on each sample, `collate_fn` on each batch.
 
 Both run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
 torch and other C code that releases the lock is fine, Python loops over points or pixels are not. ``stats()`` shows

@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,8 +169,8 @@ class DaliOptions(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    hardware_share: Annotated[float, Meta(ge=0.0, le=1.0, description="a number from 0 to 1")] = 1.0
-    check_every: Annotated[int, Meta(ge=0, description="a whole number of 0 or more")] = 1000
+    hardware_share: Annotated[float, Meta(ge=0.0, le=1.0), must_be("a number from 0 to 1")] = 1.0
+    check_every: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 1000
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""

@@ -36,7 +36,7 @@ def open_all(
     cache_dir: str | os.PathLike[str] | None,
     retry: RetryPolicy | None,
 ) -> dict[str, Dataset]:
-    """The datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
+    """Return the datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
 
     Raises ConfigError for what is no dataset, or no mapping of names to them, and what `open_dataset` raises.
     """
@@ -87,7 +87,7 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
-        # Matrices from and to the lidar are there for a whole batch or not at all.
+        # A batch has the matrices from and to the lidar for all of its samples or for none.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
     return {**facts, "lidars' columns": both(columns)} if points else facts
@@ -118,7 +118,7 @@ def make_sources(
 def require_lidar(sources: Sequence[Source]) -> None:
     """Make samples without a lidar's pose bad ones, for boxes could not be in its frame.
 
-    Raises ConfigError where a dataset has no lidar at all.
+    Raises ConfigError where a dataset has no lidar.
     """
     for source in sources:
         manifest = source.dataset.manifest
@@ -130,7 +130,7 @@ def require_lidar(sources: Sequence[Source]) -> None:
 
 
 def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
-    """The storages' counts together; their names side by side where they are of different kinds."""
+    """Return the storages' counts together; their names side by side where they are of different kinds."""
     if len(stats) == 1:
         return stats[0]
     backend = "+".join(dict.fromkeys(each.backend for each in stats))

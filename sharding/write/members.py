@@ -133,7 +133,7 @@ class Members:
 def _check(member: Reference, data: Buffer) -> Buffer:
     """Check that an image is complete, and that its size is the one in the source's tables."""
     if len(data) != member.bytes:
-        raise ImageError(f"had {member.bytes} bytes when the run began and has {len(data)} now")
+        raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")
     size = image_size(data, member.name.partition(".")[2])
     if size != (member.width, member.height):
         raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}")

@@ -1,6 +1,6 @@
 """One shard from its plan: read, encode, digest, publish. A pure function of scan table, plan, recipe and number.
 
-A shard's record (where each sample lies, digests, image sizes) is kept beside the work until the dataset is finished;
+A shard's record (each sample's place, digests, image sizes) is kept beside the work until the dataset is finished;
 a shard whose record and bytes agree is not written again.
 """
 

@@ -209,10 +209,10 @@ def test_datasets_that_do_not_fit_are_refused_with_both_sides(roots, tmp_path):
     [
         ({"mix": None}, ConfigError, "mix=None requires a dict of datasets"),
         ({"mix": {"city": 1}}, OrderError, "names 'city', the datasets are 'city', 'highway'"),
-        ({"mix": {"city": 0, "highway": 1}}, ConfigError, "a whole number of 1 or more for each"),
-        ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "a whole number of 1 or more for each"),
+        ({"mix": {"city": 0, "highway": 1}}, ConfigError, "an integer >= 1 for each"),
+        ({"mix": {"city": 0.5, "highway": 0.5}}, ConfigError, "an integer >= 1 for each"),
         ({"mix": {"city": 2000, "highway": 1}}, OrderError, "1024 in sum"),
-        ({"mix": "3:1"}, ConfigError, "mix='3:1' must be a dict with a whole number"),
+        ({"mix": "3:1"}, ConfigError, "mix='3:1' must be a dict with an integer"),
         ({"order": OrderSpec(kind="lanes")}, OrderError, "kind 'lanes' is of one dataset"),
         ({"order": OrderSpec(mix=Mix(attribute="frame", ratios={"0": 1}))}, OrderError, "a mix of its own"),
         ({"order": OrderSpec(subset="keys.txt")}, OrderError, "a subset is of one dataset"),

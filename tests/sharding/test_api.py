@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +138,7 @@ def test_inspect_describes(out):
         inspect(out, "x")
 
 
+@pytest.mark.slow
 def test_synth_renders(tmp_path):
     seen = []
     report = synth(
@@ -157,3 +162,17 @@ def test_a_nuscenes_root_is_no_dataset(source, tmp_path):
         open_dataset(source.removeprefix("nuscenes:"))
     with pytest.raises(FuelrailError, match=r"v1\.0-trainval' is not a folder with tables; there are: v1\.0-mini"):
         shard(source, tmp_path / "out", source_options={"version": "v1.0-trainval"})
+
+
+@pytest.mark.process
+def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
+    assert "FuelrailError: a worker process died" in done.stderr.splitlines()[-1]
+    assert "another run" not in done.stderr
