@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
+    from fuelrail.loaders.config import StaticBatches as StaticBatches
     from fuelrail.loaders.config import StorageOptions as StorageOptions
     from fuelrail.loaders.config import Transforms as Transforms
     from fuelrail.loaders.contact_sheet import ViewOptions as ViewOptions
     from fuelrail.loaders.contact_sheet import ViewReport as ViewReport
     from fuelrail.loaders.contact_sheet import view as view
     from fuelrail.loaders.decode.lens import Undistort as Undistort
+    from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
@@ -121,10 +123,12 @@ _PUBLIC: Final = {
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "Budget": "fuelrail.loaders.config",
+    "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
+    "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",

@@ -149,6 +149,10 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
                 raise
             cut_off = str(error) or "the run was interrupted"
             break
+        if gpus.reason is not None:
+            report = msgspec.structs.replace(
+                report, warnings=[*report.warnings, f"No facts of the GPUs from NVML: {gpus.reason}."]
+            )
         reports.append(report)
         cut_off = report.cut_off
         if cut_off is not None:
