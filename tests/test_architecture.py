@@ -30,7 +30,7 @@ MAX_CONSTRUCTOR_PARAMETERS = 10
 MANY_METHODS = {
     "loaders/loader.py DataLoader": 18,
     "loaders/storage/cache/folder.py CacheFolder": 21,
-    "pipeline/format/index.py SampleIndex": 17,
+    "pipeline/format/index/samples.py SampleIndex": 17,
     "pipeline/transforms/image_map.py ImageMap": 18,
 }
 MANY_PARAMETERS = {

@@ -29,7 +29,7 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
+from fuelrail.pipeline.format.index.tables import open_tables
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection, Mapping
 
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.keys import KeyTable
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.index.samples import SampleIndex
+    from fuelrail.pipeline.format.index.shards import ShardTable
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -55,7 +58,7 @@ _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Dataset:
-    """An open dataset: its manifest and its mapped index.
+    """An open dataset: its manifest and its tables, of which what is needed is read.
 
     ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` one of them as stored.
 
@@ -65,7 +68,9 @@ class Dataset:
 
     root: Path
     manifest: Manifest
+    shards: ShardTable
     index: SampleIndex
+    keys: KeyTable
     url: str | None = None
     storage_options: Mapping[str, Any] | None = None
     dictionary: Dictionary | None = None
@@ -111,7 +116,7 @@ class Dataset:
 
     def __repr__(self) -> str:
         """Name, place and sizes in a line."""
-        shards = f"{len(self.manifest.shards)} shard{'' if len(self.manifest.shards) == 1 else 's'}"
+        shards = f"{len(self.shards)} shard{'' if len(self.shards) == 1 else 's'}"
         splits = ", ".join(f"{name} {entry.num_samples}" for name, entry in self.manifest.splits.items())
         return f"Dataset({self.manifest.name} at '{self.location}': {len(self)} samples in {shards}; {splits})"
 
@@ -130,19 +135,22 @@ class Dataset:
 
     def shard_path(self, row: IndexRow) -> Path:
         """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
-        shards = self.manifest.shards
-        if not 0 <= row.shard < len(shards):
+        if not 0 <= row.shard < len(self.shards):
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
-                f"but the manifest has {len(shards)}"
+                f"but the manifest has {len(self.shards)}"
             )
-        shard = shards[row.shard]
-        if not 0 <= row.offset <= row.offset + row.length <= shard.bytes:
+        name, num_bytes = self.shards.name(row.shard), self.shards.size(row.shard)
+        if not 0 <= row.offset <= row.offset + row.length <= num_bytes:
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
-                f"of shard {shard.name}, which has {shard.bytes}"
+                f"of shard {name}, which has {num_bytes}"
             )
-        return self.root / shard.name
+        return self.root / name
+
+    def find(self, key: str) -> int | None:
+        """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
+        return next((row for row in self.keys.rows(key) if self.index.row(row).key == key), None)
 
 
 def open_dataset(
@@ -154,38 +162,28 @@ def open_dataset(
 ) -> Dataset:
     """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
-    Of a dataset at a URL the manifest is fetched, and unless they are here already the index and the attributes, into
-    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Raises DatasetNotReadyError,
+    Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
+    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB are fetched
+    when they are needed, the tables by blocks of 1 MiB. Raises DatasetNotReadyError,
     ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
     Contents are not read: that is what `fuelrail verify` does.
     """
     url = str(root) if is_url(root) else None
     if url is not None:
-        folder, manifest = fetch_dataset(url, storage_options, None if cache_dir is None else Path(cache_dir), retry)
+        folder, manifest, origin = fetch_dataset(
+            url, storage_options, None if cache_dir is None else Path(cache_dir), retry
+        )
     else:
-        folder = Path(str(root).removeprefix("file://"))
+        folder, origin = Path(str(root).removeprefix("file://")), None
         manifest = load_manifest(folder)
     try:
-        index = _open_index(folder, manifest)
+        tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:
         if url is not None or getattr(error.__cause__, "errno", None) in _NOT_THE_FILE:
             raise
         hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
         raise IndexFileError(f"{error}; {hint}") from error
-    return Dataset(folder, manifest, index, url, storage_options, load_dictionary(folder, manifest, index))
-
-
-def _open_index(folder: Path, manifest: Manifest) -> SampleIndex:
-    if not (folder / INDEX_FILE).exists():
-        raise IndexFileError(f"'{folder}' has no {INDEX_FILE}")
-    index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
-    stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
-    size = (folder / INDEX_FILE).stat().st_size
-    if size != stated:
-        raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
-    if len(index) != manifest.num_samples:
-        raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
-    return index
+    return Dataset(folder, manifest, *tables, url, storage_options, load_dictionary(folder, manifest, tables.samples))
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:

@@ -103,7 +103,8 @@ def compile_order(
         identity["lanes"] = global_batch
         lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
         return LaneOrder(spec.seed, lanes, identity)
-    lengths = Layout.of_split(dataset.manifest, split).shard_lengths
+    whole = (dataset.split(split).num_samples,)
+    lengths = Layout.of_split(dataset, split).shard_lengths if spec.kind == "windowed" else whole
     for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
     if spec.mix is not None:

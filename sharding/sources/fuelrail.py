@@ -19,6 +19,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, Sch
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.manifest import Lineage
 from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
 from fuelrail.pipeline.sample.schema import (
     BOXES,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.spill import Spill
     from fuelrail.sharding.sources.scan_table import ScanWriter
@@ -129,6 +130,7 @@ class FuelrailSource:
             facts={"provenance": first.provenance}
             if len(manifests) == 1
             else {"merged": [{"name": m.name, "provenance": m.provenance} for m in manifests]},
+            lineage=Lineage.of(manifests),
         )
 
     def _append(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.manifest import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +37,7 @@ class ScanInfo:
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
-    names.
+    names. ``lineage`` names the datasets that the source is made of.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ScanInfo:
     facts: dict[str, Any]
     license: str | None = None
     report: ScanReport | None = None
+    lineage: Lineage = field(default_factory=Lineage)
 
     @property
     def num_samples(self) -> int:

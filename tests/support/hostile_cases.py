@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from fuelrail.pipeline.format import index_checks
+from fuelrail.pipeline.format.index import checks as index_checks
 from fuelrail.pipeline.sample.arrays import write_tensors
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
 from support.hostile import Member, Parts
@@ -302,17 +302,17 @@ def _many_cameras(parts: Parts) -> None:
 
 def _manifest() -> dict[str, Any]:
     names = ("name", "num_samples", "cameras", "lidars", "classes", "attributes", "time_base", "license", "compression", "splits",
-             "shards", "files", "provenance", "version", "order_unit", "fingerprint", "seed")  # fmt: skip
+             "lineage", "files", "provenance", "version", "order_unit", "fingerprint", "seed")  # fmt: skip
     made: dict[str, Any] = {
         f"{name}={kind}": partial(_manifest_value, name=name, value=value)
         for name in names
         for kind, value in VALUES.items()
         if kind in ("null", "minus", "digits", "long", "escape", "list", "object")
     }
-    for name, value in (("provenance", {"recipe": 5}), ("cameras", []), ("shards", []), ("splits", {}), ("classes", ["a"] * 100_000),
+    for name, value in (("provenance", {"recipe": 5}), ("cameras", []), ("lineage", []), ("splits", {}), ("classes", ["a"] * 100_000),
                         ("provenance", {"recipe": {"source": ESCAPE, "tool": ESCAPE}}), ("compression", {"codecs": 5})):  # fmt: skip
         made[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
-    for name, keys in (("shards", ("name", "split", "bytes", "num_samples")), ("splits", ("first_shard", "num_shards")),
+    for name, keys in (("splits", ("first_shard", "num_shards", "first_sample", "num_samples")),
                        ("files", ("name", "bytes")), ("cameras", ("channel", "source_name", "sizes"))):  # fmt: skip
         for key in keys:
             for kind in ("minus", "escape", "path", "long"):
@@ -340,7 +340,15 @@ def _kinds() -> dict[str, Any]:
         "gone": lambda path: path.symlink_to("nothing"), "empty": lambda path: path.write_bytes(b""),
         "hole": lambda path: (path.touch(), os.truncate(path, 40 << 30)),
     }  # fmt: skip
-    files = ("dataset.json", "index.arrow", "train-000000.tar", "attributes.parquet")
+    files = (
+        "dataset.json",
+        "index.arrow",
+        "shards.arrow",
+        "keys.arrow",
+        "blocks.sha256",
+        "train-000000.tar",
+        "attributes.parquet",
+    )
     return {f"{name}-{kind}": partial(_kind, name=name, make=make) for name in files for kind, make in makers.items()}
 
 
