@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
 from fuelrail.pipeline.format.index.tables import file_entry, write_tables
@@ -254,7 +254,7 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
 
 def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
     """The attributes of all samples; a column that a dataset lacks is null for its samples."""
-    files = [dataset.root / ATTRIBUTES_FILE for dataset in datasets]
+    files = [dataset.attributes_file() for dataset in datasets]
     schemas = [AttributesFile(file).schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
         schema = pa.unify_schemas(schemas)

@@ -11,8 +11,10 @@ import hashlib
 import operator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
+import numpy as np
+import pyarrow as pa
 import xxhash
 
 from fuelrail.pipeline.errors import (
@@ -29,20 +31,24 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.tables import open_tables
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
-from fuelrail.pipeline.sample.schema import decode_sample
+from fuelrail.pipeline.sample.notebook import dataset_html
+from fuelrail.pipeline.sample.schema import decode_member, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.storage.retry import redacted
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
+    from fuelrail.pipeline.format.fetch import RemoteFolder
     from fuelrail.pipeline.format.index.keys import KeyTable
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.samples import SampleIndex
@@ -60,7 +66,9 @@ _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
 class Dataset:
     """An open dataset: its manifest and its tables, of which what is needed is read.
 
-    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` one of them as stored.
+    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` and ``dataset[key]`` one of them as
+    stored, ``dataset.read(key, channels=...)`` a part of one. It can be pickled, and is opened again where it is
+    unpickled.
 
     ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to,
     and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
@@ -74,40 +82,125 @@ class Dataset:
     url: str | None = None
     storage_options: Mapping[str, Any] | None = None
     dictionary: Dictionary | None = None
+    origin: RemoteFolder | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: int) -> Sample:
-        """Read one sample as stored, with its images still encoded; negative numbers count from the end.
+    def __getitem__(self, which: SupportsIndex | str) -> Sample:
+        """Read one sample as stored, by number or key, with its images still encoded.
 
-        It is for looking at samples; a loader reads many at a time. Raises IndexError outside the dataset, and
-        ShardError or MemberError for bad bytes, each with the address.
+        Negative numbers count from the end. It is for looking at samples; a loader reads many at a time. Raises
+        IndexError outside the dataset, KeyError for a key that it does not have, and ShardError or MemberError for bad
+        bytes, each with the address.
         """
-        at = operator.index(number)
-        at += len(self) if at < 0 else 0
-        if not 0 <= at < len(self):
-            raise IndexError(f"sample {number} is not in the dataset: it has samples 0 to {len(self) - 1}")
-        row = self.index.row(at)
+        row = self.index.row(self.position(which))
         path = self.shard_path(row)
-        try:
-            span = self._read(path, row)
-        except OSError as error:
-            text = redacted(str(error), self.storage_options)
-            raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
+        span = self._read(path, row)
         check_span(row, span, path.name)
         sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary))
         check_arrays(sample, Rig.of(self.manifest))
         return sample
 
+    def read(self, which: SupportsIndex | str, channels: Collection[str] | None = None) -> dict[str, Any]:
+        """Read some channels of one sample, by number or key: one range of its shard, and no more.
+
+        ``channels`` are ``meta``, ``geometry``, ``boxes``, cameras, lidars, ``{lidar}_sweeps`` and the user's
+        ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image, points (P, C) as float32 in
+        the lidar's axes, Sweeps, or bytes; a channel that the sample lacks is absent. A whole sample is checked against
+        its digest, a part by its tar headers only. Raises ConfigError for a channel that no sample has, else what
+        ``dataset[key]`` raises.
+        """
+        known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
+        if unknown := [channel for channel in channels or () if channel not in known]:
+            raise ConfigError(
+                f"dataset '{self.location}' has no channel {shown(unknown[0])!r}; it has: {', '.join(known)}"
+            )
+        row = self.index.row(self.position(which))
+        path = self.shard_path(row)
+        wanted = tuple(entry for entry in row.members if channels is None or entry.name.partition(".")[0] in channels)
+        if not wanted:
+            return {}
+        is_part = len(wanted) < len(row.members) and not is_framed(path.name)
+        if is_part:
+            first = min(entry.offset for entry in wanted) - BLOCK_BYTES
+            length = max(entry.offset + entry.stored_bytes for entry in wanted) - first
+            if not 0 <= first <= first + length <= row.length:
+                raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
+            moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
+            row = row._replace(offset=row.offset + first, length=length, members=moved)
+        span = self._read(path, row)
+        if not is_part:
+            check_span(row, span, path.name)
+        names = [entry.name for entry in wanted]
+        members = read_members(row, span, path.name, names, dictionary=self.dictionary)
+        return {name.partition(".")[0]: decode_member(name, data) for name, data in members.items()}
+
+    def position(self, which: SupportsIndex | str) -> int:
+        """The row of a sample by number or key; raises IndexError or KeyError where there is none."""
+        if isinstance(which, str):
+            found = self.find(which)
+            if found is None:
+                raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
+            return found
+        at = operator.index(which)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}")
+        return at
+
     def _read(self, path: Path, row: IndexRow) -> bytes:
-        if self.url is None:
-            with open_file(path) as file:
-                file.seek(row.offset)
-                return file.read(row.length)
-        store, folder = filesystem(self.url, self.storage_options)
-        found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
+        try:
+            if self.url is None:
+                with open_file(path) as file:
+                    file.seek(row.offset)
+                    return file.read(row.length)
+            store, folder = filesystem(self.url, self.storage_options)
+            found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
+        except OSError as error:
+            text = redacted(str(error), self.storage_options)
+            raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
         return found
+
+    def attributes_file(self) -> Path:
+        """The place of ``attributes.parquet``, which need not exist; fetched now if it was left at the URL.
+
+        Raises DatasetError where it cannot be fetched.
+        """
+        entry = self.manifest.file(ATTRIBUTES_FILE)
+        if entry is not None and self.origin is not None:
+            self.origin.whole(entry)
+        return self.root / ATTRIBUTES_FILE
+
+    @property
+    def table(self) -> pa.Table:
+        """All samples as an Arrow table: key, clip_id, split, frame, timestamp_ns, and the attributes. Reads them all.
+
+        Raises IndexFileError for damaged files, DatasetError where they cannot be fetched.
+        """
+        columns: dict[str, Any] = {name: self.index.texts(name) for name in ("key", "clip_id")}
+        splits = sorted(self.splits.items(), key=lambda item: item[1].first_sample)
+        numbers = np.repeat(np.arange(len(splits)), [entry.num_samples for _, entry in splits])
+        columns["split"] = pa.array([name for name, _ in splits], pa.string()).take(pa.array(numbers))
+        columns |= {name: self.index.column(name) for name in ("frame", "timestamp_ns")}
+        file = AttributesFile(self.attributes_file())
+        if file.exists:
+            schema = file.schema(len(self))
+            names = [name for name in schema.names if name not in columns]
+            fields = pa.schema([schema.field(name) for name in names])
+            if names:
+                columns |= dict(zip(names, pa.Table.from_batches(file.batches(names), fields).columns, strict=True))
+        return pa.table(columns)
+
+    def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
+        """Open it again elsewhere: what is mapped stays where it is."""
+        cache = None if self.url is None else self.root.parent.parent
+        return _reopen, (str(self.root) if self.url is None else self.url, self.storage_options, cache)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: sizes, splits, and the first sample's cameras."""
+        images = self.read(0, [camera.channel for camera in self.manifest.cameras]) if len(self) else {}
+        return dataset_html(repr(self), self.splits, images)
 
     @property
     def splits(self) -> dict[str, SplitEntry]:
@@ -183,7 +276,12 @@ def open_dataset(
             raise
         hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
         raise IndexFileError(f"{error}; {hint}") from error
-    return Dataset(folder, manifest, *tables, url, storage_options, load_dictionary(folder, manifest, tables.samples))
+    dictionary = load_dictionary(folder, manifest, tables.samples)
+    return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)
+
+
+def _reopen(location: str, storage_options: Mapping[str, Any] | None, cache_dir: Path | None) -> Dataset:
+    return open_dataset(location, storage_options=storage_options, cache_dir=cache_dir)
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:

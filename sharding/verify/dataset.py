@@ -21,10 +21,11 @@ import xxhash
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, TEXTS, AttributesFile
+from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, block_digests
 from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
@@ -126,7 +127,7 @@ def verify(
         report.faults.append(Fault(SHARDS_FILE, str(error)))
     try:
         if shards:
-            dataset = Dataset(folder, manifest, *open_tables(folder, manifest, origin))
+            dataset = Dataset(folder, manifest, *open_tables(folder, manifest, origin), origin=origin)
     except IndexFileError as error:
         report.faults.append(Fault(INDEX_FILE, str(error)))
     if dataset is not None:
@@ -229,7 +230,7 @@ def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
 
 def _check_attributes(dataset: Dataset) -> list[Fault]:
     """``attributes.parquet``, where there is one, has the index's rows in their order."""
-    index, file, row = dataset.index, AttributesFile(dataset.root / ATTRIBUTES_FILE), 0
+    index, file, row = dataset.index, AttributesFile(dataset.attributes_file()), 0
     if not file.exists:
         return []
     entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail.pipeline.errors import DatasetError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
 from fuelrail.pipeline.format.index.shards import ShardEntry
 from fuelrail.pipeline.format.index.tables import file_entry, write_tables

@@ -27,8 +27,8 @@ import xxhash
 
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.pipeline.format.index.tables import seal_tables, write_tables
