@@ -97,12 +97,24 @@ def write_manifest(
     whole = SplitEntry(
         first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
     )
-    manifest = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="", num_samples=firsts[-1],
-        num_clips=num_clips, num_bytes=sum(shard.bytes for shard in shards), seed=seed,
-        order_unit=order_unit, cameras=(), lidars=(), classes=(), attributes=(),
-        time_base="unix", ego_origin="rear_axle_ground", license=None, compression={}, provenance={},
-        lineage=Lineage(), files=(*write_tables(folder, shards), *files), splits={split: whole},
+    entries = [*write_tables(folder, shards), *files]
+    manifest = dataset_manifest(
+        {split: whole}, entries, sum(shard.bytes for shard in shards), num_clips=num_clips, seed=seed,
+        order_unit=order_unit,
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest
+
+
+def dataset_manifest(
+    splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, *, num_clips: int, seed: int = 0,
+    order_unit: str = "frame",
+) -> Manifest:  # fmt: skip
+    """The manifest of a dataset without cameras that has these splits and files."""
+    return Manifest(
+        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="",
+        num_samples=sum(split.num_samples for split in splits.values()), num_clips=num_clips, num_bytes=num_bytes,
+        seed=seed, order_unit=order_unit, cameras=(), lidars=(), classes=(), attributes=(), time_base="unix",
+        ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, lineage=Lineage(),
+        files=tuple(files), splits=dict(splits),
+    )  # fmt: skip

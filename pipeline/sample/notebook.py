@@ -14,9 +14,7 @@ from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.sample.image_header import probe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fuelrail.pipeline.format.manifest import SplitEntry
+    from collections.abc import Iterable, Mapping
 
 _WIDTH: Final = 200
 """Of a thumbnail [px]."""
@@ -32,12 +30,11 @@ def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
     return cv2.imencode(".jpg", cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA))[1].tobytes()
 
 
-def dataset_html(title: str, splits: Mapping[str, SplitEntry], images: Mapping[str, bytes]) -> str:
-    """A table of the splits, and the images; one that cannot be decoded is left out."""
+def dataset_html(title: str, splits: Iterable[tuple[str, int, int, int]], images: Mapping[str, bytes]) -> str:
+    """A table of splits (name, samples, clips, shards), and the images; one that cannot be decoded is left out."""
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{entry.num_samples:,}</td><td>{entry.num_clips:,}</td>"
-        f"<td>{entry.num_shards:,}</td></tr>"
-        for name, entry in splits.items()
+        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{number:,}</td>" for number in numbers) + "</tr>"
+        for name, *numbers in splits
     )
     figures = []
     for channel, encoded in images.items():

@@ -76,7 +76,9 @@ class TestTables:
         for key in (index._VERSION_KEY, index._NAMES_KEY, index._CODECS_KEY):
             assert f"`{key.decode()}`" in text
 
-    @pytest.mark.parametrize(("title", "schema"), [("`shards.arrow`", shards._SCHEMA), ("`keys.arrow`", keys._SCHEMA)])
+    @pytest.mark.parametrize(
+        ("title", "schema"), [("`shards.arrow`", shards.SHARDS_SCHEMA), ("`keys.arrow`", keys._SCHEMA)]
+    )
     def test_tables(self, title, schema) -> None:
         text = section(title)
         stated = [[cell.strip().strip("`") for cell in x.split("|")[1:3]] for x in text.splitlines() if x[:3] == "| `"]

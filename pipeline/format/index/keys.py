@@ -90,7 +90,11 @@ def _sorted_by_buckets(entries: NDArray[np.void], bits: int, spill: Spill) -> ND
 
 def write_keys(path: Path, index: SampleIndex) -> None:
     """Write the table of an index."""
-    entries = sorted_entries(index, path.parent)
+    write_entries(path, sorted_entries(index, path.parent))
+
+
+def write_entries(path: Path, entries: NDArray[np.void]) -> None:
+    """Write a table of sorted entries."""
     data = pa.py_buffer(np.ascontiguousarray(entries).view(np.uint8)) if len(entries) else pa.py_buffer(b"")
     array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(entries), [None, data])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SHARDS_FILE: Final = "shards.arrow"
 
 _NO_DIGEST: Final = bytes(32)
-_SCHEMA: Final = pa.schema(
+SHARDS_SCHEMA: Final = pa.schema(
     [
         pa.field("first_sample", pa.int64(), nullable=False),
         pa.field("bytes", pa.int64(), nullable=False),
@@ -84,10 +84,10 @@ def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
         rows.append(
             (shard.first_sample, shard.bytes, bytes.fromhex(shard.sha256), int(framed), shard.idx_bytes, listed)
         )
-    columns = list(zip(*rows, strict=True)) or [()] * len(_SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
+    columns = list(zip(*rows, strict=True)) or [()] * len(SHARDS_SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SHARDS_SCHEMA, strict=True)]
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SHARDS_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SHARDS_SCHEMA))
 
 
 class ShardTable(Sequence[ShardEntry]):
@@ -99,7 +99,7 @@ class ShardTable(Sequence[ShardEntry]):
 
     def __init__(self, file: BlockFile, manifest: Manifest) -> None:
         """Check the table's length and the beginnings of the splits; raises ManifestError and IndexFileError."""
-        self._file, self._columns = file, FixedColumns(file, _SCHEMA, _DTYPES)
+        self._file, self._columns = file, FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
         self._num_samples = manifest.num_samples
         splits = sorted((entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards)
         self._splits = [name for _, name in splits]
