@@ -244,7 +244,7 @@ class Dataset:
 
     def find(self, key: str) -> int | None:
         """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
-        return next((row for row in self.keys.rows(key) if self.index.row(row).key == key), None)
+        return next((row for row in self.keys.rows(key) if self.index.strings("key", row, row + 1) == [key]), None)
 
 
 def open_dataset(

@@ -378,7 +378,7 @@ def _compressed(parts: Parts, codec: str) -> None:
     parts.edit_files["index.arrow"] = edit
 
 
-def _patched(parts: Parts, place: str, value: int) -> None:
+def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") -> None:
     """State other places and sizes of the first record batch: the format string of ``place`` is of struct."""
 
     def edit(data: bytes) -> bytes:
@@ -392,13 +392,13 @@ def _patched(parts: Parts, place: str, value: int) -> None:
         header = index_checks._field(message, table, 2)
         batch = header + struct.unpack_from("<I", message, header)[0]
         buffers, count = index_checks._vector(message, index_checks._field(message, batch, 2))
-        name, _, number = place.partition("-")
+        what, _, number = place.partition("-")
         buffer = start + 8 + buffers + 16 * (int(number or 0) % count)
         at, kind = {
             "offset": (buffer, "<q"), "length": (buffer + 8, "<q"), "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
             "message": (start + 8 + index_checks._field(message, table, 3), "<q"), "block": (footer_at + blocks, "<q"),
             "metadata": (footer_at + blocks + 8, "<i"), "body": (footer_at + blocks + 16, "<q"), "footer": (len(data) - 10, "<i"),
-        }[name]  # fmt: skip
+        }[what]  # fmt: skip
         struct.pack_into(
             kind,
             changed,
@@ -407,7 +407,7 @@ def _patched(parts: Parts, place: str, value: int) -> None:
         )
         return bytes(changed)
 
-    parts.edit_files["index.arrow"] = edit
+    parts.edit_files[name] = edit
 
 
 def _arrow() -> dict[str, Any]:
@@ -430,6 +430,13 @@ def _arrow() -> dict[str, Any]:
         for place in places
         for value in (-1, 0, 1 << 20, 1 << 40, 2**63 - 1)
     }
+    for name in ("shards.arrow", "keys.arrow"):
+        made |= {f"{name}-flip{seed}": partial(_flip, name=name, seed=seed) for seed in range(20)}
+        made |= {
+            f"{name}-{place}={value}": partial(_patched, place=place, value=value, name=name)
+            for place in places
+            for value in (-1, 1 << 40)
+        }
     return made | {codec: partial(_compressed, codec=codec) for codec in ("zstd", "lz4")}
 
 

@@ -116,6 +116,10 @@ class KeyTable:
             raise IndexFileError(f"'{file.path}' has {columns.num_rows} keys, the index {self._num_samples} samples")
         return columns
 
+    def entries(self) -> NDArray[Any]:
+        """All entries, sorted by hash; raises IndexFileError where the table is damaged."""
+        return self._columns.read("entry", 0, self._num_samples)
+
     def check(self, index: SampleIndex, folder: Path) -> None:
         """Check the whole table against the index, with work files in ``folder``; raises IndexFileError."""
         wanted = sorted_entries(index, folder)
