@@ -234,7 +234,7 @@ class Dataset:
                 f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
                 f"but the manifest has {len(self.shards)}"
             )
-        name, num_bytes = self.shards.name(row.shard), self.shards.size(row.shard)
+        name, num_bytes = self.shards.place(row.shard)
         if not 0 <= row.offset <= row.offset + row.length <= num_bytes:
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SHARDS_FILE: Final = "shards.arrow"
 
 _NO_DIGEST: Final = bytes(32)
+_PLACES_KEPT: Final = 1 << 14
 SHARDS_SCHEMA: Final = pa.schema(
     [
         pa.field("first_sample", pa.int64(), nullable=False),
@@ -101,6 +102,7 @@ class ShardTable(Sequence[ShardEntry]):
         """Check the table's length and the beginnings of the splits; raises ManifestError and IndexFileError."""
         self._file, self._columns = file, FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
         self._num_samples = manifest.num_samples
+        self._places: dict[int, tuple[str, int]] = {}
         splits = sorted((entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards)
         self._splits = [name for _, name in splits]
         self._first_shards = [first for first, _ in splits]
@@ -135,6 +137,15 @@ class ShardTable(Sequence[ShardEntry]):
     def size(self, number: int) -> int:
         """The size of a shard [bytes]; raises ManifestError for one below 0."""
         return self._at_least("bytes", number, 0)
+
+    def place(self, number: int) -> tuple[str, int]:
+        """The name of a shard and its size [bytes], remembered: every sample that is read asks for them."""
+        found = self._places.get(number)
+        if found is None:
+            if len(self._places) >= _PLACES_KEPT:
+                self._places.clear()
+            found = self._places[number] = self.name(number), self.size(number)
+        return found
 
     @property
     def num_bytes(self) -> int:
