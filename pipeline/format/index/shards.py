@@ -113,7 +113,7 @@ class ShardTable(Sequence[ShardEntry]):
             )
         for name in self._splits:
             entry = manifest.splits[name]
-            found = self._first(entry.first_shard)
+            found = self._at_least("first_sample", entry.first_shard, 0)
             if found != entry.first_sample:
                 raise ManifestError(
                     f"'{file.path}': split '{name}' begins at sample {entry.first_sample}, but its first shard, "
@@ -179,9 +179,6 @@ class ShardTable(Sequence[ShardEntry]):
         if total != num_bytes:
             raise ManifestError(f"'{self._file.path}': the shards have {total} bytes, the manifest states {num_bytes}")
 
-    def _first(self, number: int) -> int:
-        return self._at_least("first_sample", number, 0)
-
     def _at_least(self, name: str, number: int, least: int) -> int:
         value = int(self._columns.read(name, number, number + 1)[0].item())
         if value < least:
@@ -211,6 +208,6 @@ class ShardTable(Sequence[ShardEntry]):
         digests = (self._columns.read(name, number, number + 1).tobytes().hex() for name in ("sha256", "idx_sha256"))
         sha256, idx_sha256 = digests
         return ShardEntry(
-            self.name(number), split, self._first(number), int(self.lengths(number, number + 1)[0]),
+            self.name(number), split, self._at_least("first_sample", number, 0), int(self.lengths(number, number + 1)[0]),
             self.size(number), sha256, idx_bytes, idx_sha256 if idx_bytes else "",
         )  # fmt: skip
