@@ -207,7 +207,8 @@ class ShardTable(Sequence[ShardEntry]):
         idx_bytes = self._at_least("idx_bytes", number, 0)
         digests = (self._columns.read(name, number, number + 1).tobytes().hex() for name in ("sha256", "idx_sha256"))
         sha256, idx_sha256 = digests
+        first_sample = self._at_least("first_sample", number, 0)
         return ShardEntry(
-            self.name(number), split, self._at_least("first_sample", number, 0), int(self.lengths(number, number + 1)[0]),
+            self.name(number), split, first_sample, int(self.lengths(number, number + 1)[0]),
             self.size(number), sha256, idx_bytes, idx_sha256 if idx_bytes else "",
         )  # fmt: skip
