@@ -111,7 +111,7 @@ def _write_index(path: Path, num_rows: int) -> None:
             writer.write_batch(_batch(range(first, last if whole or number in (0, num_batches - 1) else first), schema))
     if not whole:
         data = np.memmap(path, np.uint8, "r+")
-        at, count, size = footer_blocks(memoryview(data))
+        at, count, size = footer_blocks(data.data)
         blocks = data[at : at + count * size].reshape(count, size)
         blocks[1:-1] = blocks[0]
         data.flush()
@@ -158,7 +158,7 @@ def _order(kind: str, **options: Any) -> Callable[[Dataset], object]:  # noqa: A
         spec = OrderSpec(kind=kind, seed=7, **options)  # type: ignore[arg-type]
         epoch = compile_order(spec, dataset, "train").epoch(0)
         at = len(epoch) * 7 // 10
-        return epoch(np.arange(at, at + 1000))  # type: ignore[operator]
+        return epoch(np.arange(at, at + 1000))
 
     return work
 

@@ -337,8 +337,10 @@ def decode_member(name: str, data: Buffer) -> Any:  # noqa: ANN401 - one type fo
     """
     if name == META:
         return decode_meta(data)
-    if name in (GEOMETRY, BOXES):
-        return decode_arrays(data, Geometry if name == GEOMETRY else Boxes)
+    if name == GEOMETRY:
+        return decode_arrays(data, Geometry)
+    if name == BOXES:
+        return decode_arrays(data, Boxes)
     if name.endswith(SWEEPS_FIELD):
         return decode_sweeps(data)
     is_user, is_points = name.startswith("x_"), name.endswith(f".{POINTS_EXTENSION}")
