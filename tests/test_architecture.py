@@ -73,6 +73,7 @@ SMALL = {
     "bench/trainer/experiment.py": "makes the loader of a run; the worker is about the process",
     "bench/trainer/gradients.py": "DDP refuses postponed annotations, so its hook needs a module without them",
     "loaders/storage/ranges.py": "pure arithmetic with property tests, apart from sessions and threads",
+    "pipeline/sample/notebook.py": "HTML apart from the reading of datasets",
     "sharding/write/dictionary.py": "a step of the run that belongs to what is written",
 }
 
