@@ -19,7 +19,9 @@ from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import make_options, output_folder
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.filesystem import is_url
@@ -186,6 +188,8 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         transform=options.transform,
         inject=options.inject,
         trace=str((records.parent / _TRACES).absolute()) if options.trace else None,
+        parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
+        timeout_s=options.timeout_s,
     )
 
 
@@ -220,12 +224,16 @@ def check_decoder(settings: TrainSettings) -> None:
 
 
 def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
-    global_batch = num_ranks * settings.batch_size * settings.accumulation
+    degrees = degrees_of(settings.parallel, num_ranks)
+    check_fits(settings.parallel, degrees, MODELS[settings.model_name], settings.batch_size)
+    if degrees.composed and "all-reduce" in settings.leave_out:
+        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
     if dataset.num_samples < global_batch:
         raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = {num_ranks} "
-            f"ranks x {settings.batch_size} samples x {settings.accumulation} batches: use fewer ranks or smaller "
-            "batches"
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
+            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
+            "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
     if settings.profile is None and num_ranks > num_gpus:
