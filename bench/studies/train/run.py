@@ -287,6 +287,14 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
             hint = "; the system may be out of memory" if name == "SIGKILL" else ""
             num_steps = len(logs[exit_.rank].steps)
             return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
+    if any(log.failure is not None and log.failure.kind == "timed out" for log in logs):
+        silent = [rank for rank, log in enumerate(logs) if log.failure is None and log.end is None]
+        if silent:
+            done = ", ".join(str(len(logs[rank].steps)) for rank in silent)
+            return (
+                f"rank {', '.join(map(str, silent))} did not answer within the time limit (timeout_s), after "
+                f"{done} steps; {log_hint}"
+            )
     failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
     if failures:
         failure, rank = min(failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns))

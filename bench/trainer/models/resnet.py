@@ -88,6 +88,8 @@ class _Bottleneck(nn.Module):
             *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu,
             *_convolution(width, outputs, 1, 1),
         )  # fmt: skip
+        # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
+        nn.init.zeros_(self.body[-1].weight)
         same = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 

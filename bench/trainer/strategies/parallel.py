@@ -51,7 +51,7 @@ class Parallel:
         inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
         *,
         schedule: LRScheduler | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: SharedGradScaler | None = None,
         mesh: DeviceMesh | None = None,
         pipeline: Pipeline | None = None,
         precision: Precision = "fp32",
@@ -122,7 +122,7 @@ class Parallel:
             self.scaler.step(self.optimiser)
             self.scaler.update()
         self.optimiser.zero_grad()
-        if self.schedule is not None:
+        if self.schedule is not None and (self.scaler is None or not self.scaler.skipped):
             self.schedule.step()
 
     def step(self, batch: Mapping[str, Any]) -> float:
