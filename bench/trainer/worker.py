@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, peak_tflops
+from fuelrail.bench.measure.link import link_of
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.elastic import end_with
@@ -48,6 +50,7 @@ from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -78,10 +81,12 @@ def run_rank(
     """
     clock = MonotonicClock()
     accelerator: Accelerator
+    link: AbstractContextManager[Any] = nullcontext()
     if settings.profile is None:
         accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        accelerator = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+        emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+        accelerator, link = emulated, link_of(emulated)
     distributed = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
 
@@ -123,11 +128,12 @@ def run_rank(
             num_steps=settings.num_steps,
             accumulation=settings.accumulation,
         )
-    for record in steps if trace is None else trace.of_steps(steps):
-        writer.write(record)
-        num_steps += 1
-        if num_steps == settings.num_warmup_steps:
-            writer.write(snapshot(num_steps, stage_clocks()))
+    with link:
+        for record in steps if trace is None else trace.of_steps(steps):
+            writer.write(record)
+            num_steps += 1
+            if num_steps == settings.num_warmup_steps:
+                writer.write(snapshot(num_steps, stage_clocks()))
     writer.write(snapshot(num_steps, stage_clocks()))
     read_after = storage_bytes_read()
     writer.write(

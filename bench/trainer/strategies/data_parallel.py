@@ -53,7 +53,7 @@ class TimedGradientSync:
         accelerator.gradients_ready(1.0 if bucket.is_last() else self._num_ready_bytes / self._num_gradient_bytes)
         if bucket.is_last():
             self._num_ready_bytes = 0
-        accelerator.all_reduce_started()
+        accelerator.all_reduce_started(gradients.numel() * gradients.element_size())
 
         def reduced(future: Reduced) -> torch.Tensor:
             accelerator.all_reduce_finished()
