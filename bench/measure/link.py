@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _MOVING = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "send", "broadcast", "alltoall")
 
 
-class EmulatedLink(TorchDispatchMode):
+class EmulatedLink(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, holds every collective of this thread for the time that the accelerator's link takes."""
 
     def __init__(self, accelerator: EmulatedAccelerator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._accelerator = accelerator
 
     def __torch_dispatch__(

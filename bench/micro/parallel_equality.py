@@ -101,7 +101,7 @@ def cases_of(world: int) -> Iterator[Case]:
     for model in TINY:
         for strategy in ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"):
             micro = 8 if strategy == "pipeline" else None
-            yield Case(model=model, parallel=ParallelSettings(strategy=strategy, micro_batches=micro))  # type: ignore[arg-type]
+            yield Case(model=model, parallel=ParallelSettings(strategy=strategy, micro_batches=micro))
         for mesh in meshes:
             micro = 4 if "pp" in mesh else None
             yield Case(model=model, parallel=ParallelSettings(mesh=mesh, micro_batches=micro))
@@ -113,7 +113,7 @@ def _variations() -> Iterator[Case]:
     """Schedules, recomputation, offload, compilation, clipping and optimisers, each once; and low precision."""
     for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         for model in ("gpt-tiny", "vit-tiny"):
-            pipeline = ParallelSettings(strategy="pipeline", pipeline_schedule=schedule, micro_batches=8)  # type: ignore[arg-type]
+            pipeline = ParallelSettings(strategy="pipeline", pipeline_schedule=schedule, micro_batches=8)
             yield Case(model=model, parallel=pipeline)
     for options in (
         {"strategy": "fsdp2", "recompute": "full"},

@@ -88,7 +88,9 @@ def data_parallel(
     elif settings.compression == "fp16":
 
         def reduce(bucket: GradBucket) -> Reduced:
-            return fp16_compress_hook(dist.group.WORLD, bucket)
+            world = dist.group.WORLD
+            assert world is not None, "DDP has a process group"
+            return fp16_compress_hook(world, bucket)
 
     wrapped = DistributedDataParallel(
         model,

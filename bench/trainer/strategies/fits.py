@@ -27,7 +27,7 @@ def state_bytes(model: ModelSettings, settings: ParallelSettings, degrees: Degre
     """
     with torch.device("meta"):
         made = build_model(model)
-    numbers = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
+    numbers: list[int] = [sum(p.numel() for p in part.parameters()) for part in (made, *made.blocks)]
     number, block = numbers[0] / degrees.tp / degrees.pp, max(numbers[1:], default=0) / degrees.tp
     moments = _MOMENTS[settings.optimiser] * number
     if settings.strategy == "zero1" and settings.mesh is None:

@@ -102,12 +102,11 @@ class Parallel:
         assert isinstance(self.model, nn.Module), "a list of stages has a pipeline"
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
-        skips = isinstance(self.model, DistributedDataParallel) and not last
-        with self.model.no_sync() if skips else nullcontext():
+        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not last else nullcontext():
             with nullcontext() if accelerator is None else accelerator.forward(*rows), precise:
                 loss: Tensor = self.model(*inputs) / accumulation
             with nullcontext() if accelerator is None else accelerator.backward():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def update(self) -> None:

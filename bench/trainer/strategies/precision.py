@@ -86,7 +86,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     found = []
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor):
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             if gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             found.append(gradient.to_local())
