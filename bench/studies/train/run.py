@@ -280,13 +280,6 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
     if outcome.exit_code == 0:
         return None
     log_hint = f"their output is in records/{_LOG_FILE} beside the report"
-    # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
-    for exit_ in outcome.failed:
-        if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:
-            name = signal.Signals(-exit_.exit_code).name
-            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
-            num_steps = len(logs[exit_.rank].steps)
-            return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
     if any(log.failure is not None and log.failure.kind == "timed out" for log in logs):
         silent = [rank for rank, log in enumerate(logs) if log.failure is None and log.end is None]
         if silent:
@@ -295,6 +288,13 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
                 f"rank {', '.join(map(str, silent))} did not answer within the time limit (timeout_s), after "
                 f"{done} steps; {log_hint}"
             )
+    # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
+    for exit_ in outcome.failed:
+        if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:
+            name = signal.Signals(-exit_.exit_code).name
+            hint = "; the system may be out of memory" if name == "SIGKILL" else ""
+            num_steps = len(logs[exit_.rank].steps)
+            return f"rank {exit_.rank} was ended by {name} after {num_steps} steps{hint}"
     failures = [(log.failure, rank) for rank, log in enumerate(logs) if log.failure is not None]
     if failures:
         failure, rank = min(failures, key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns))

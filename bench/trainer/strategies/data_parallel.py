@@ -27,6 +27,8 @@ _DDP_BUCKET_MIB = 25.0
 # PowerSGD queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
 _ONE_BUCKET_MIB = 1e6
 _POWERSGD_RANK = 4
+# torch.compile refuses buckets below the size of DDP's first one.
+_COMPILED_BUCKET_MIB = 1.0
 # What the argument is called depends on torch's version.
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
@@ -78,6 +80,8 @@ def data_parallel(
     """Wrap a model that already lies on the accelerator's device; needs an initialised process group."""
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     bucket_mib = settings.bucket_mib or min(_DDP_BUCKET_MIB, num_bytes / _NUM_BUCKETS / 2**20)
+    if settings.compile != "none":
+        bucket_mib = max(bucket_mib, _COMPILED_BUCKET_MIB)
     reduce: Callable[[GradBucket], Reduced] = _average
     if settings.compression == "powersgd":
         bucket_mib = _ONE_BUCKET_MIB
