@@ -142,8 +142,13 @@ class Parallel:
         return loss
 
 
-def make_mesh(degrees: Degrees, device_type: str) -> DeviceMesh | None:
-    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied."""
+def make_mesh(degrees: Degrees, device_type: str, *, sharded: bool = False) -> DeviceMesh | None:
+    """The mesh of a composed strategy, without axes of one rank; None where whole models are copied.
+
+    ``sharded`` shards over one rank too, which is how a single GPU offloads.
+    """
+    if sharded and not degrees.composed:
+        return init_device_mesh(device_type, (1,), mesh_dim_names=("dp_shard",))
     if not degrees.composed:
         return None
     # Copies of divided models are groups of FSDP, which wants both of its axes.
