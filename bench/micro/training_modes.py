@@ -68,7 +68,7 @@ def measure_modes(device: str, models: dict[str, int] | None = None) -> list[Mod
     chosen = models or ({"vit-large": 4, "gpt2": 16} if on_gpu else {"vit-tiny": 1, "gpt-tiny": 4})
     alone = not dist.is_initialized()
     if alone:
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         return [
             _measure(name, mode, settings, precision, device, rows)
