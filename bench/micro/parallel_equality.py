@@ -198,7 +198,7 @@ class Comparison:
         from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 
         kept = {name: getattr(case.parallel, name) for name in ("clip_norm", "optimiser", "rate_warmup")}
-        key = msgspec.json.encode([case.model, case.steps, kept, num_parts])
+        key = msgspec.json.encode([case.model, case.rate, case.steps, kept, num_parts])
         if key not in self._alone:
             model = build(MODELS[case.model], "cpu", 0)
             alone = parallelise(
