@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.train.report import Report
 
-HELP = "train a small multi-camera model on all ranks and measure how busy the accelerators were"
+HELP = "train a model on all ranks and measure how busy the accelerators were"
 DESCRIPTION = (
-    "Trains a small multi-camera model with DDP and writes report.json, report.md and report.html: occupancy, the time "
-    "of each phase of the step, the loader's stages, throughput."
+    "Trains a model, divided over the ranks as --strategy or --mesh says, and writes report.json, report.md and "
+    "report.html: occupancy, the time of each phase of the step, the loader's stages, throughput."
 )
 
 

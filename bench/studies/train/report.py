@@ -27,6 +27,7 @@ from fuelrail.bench.measure.occupancy import (
 from fuelrail.bench.measure.records import PHASES, RankLog, Stage, StageSnapshot, StepRecord
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
 from fuelrail.bench.studies.train.data_source import DataSource, data_source, warnings_of_source
+from fuelrail.bench.trainer.strategies.settings import not_promised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -363,6 +364,8 @@ def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[st
         yield "The ranks ended with different weights: their gradients differed. Do not trust this run."
     if any(step.loss is None for log in logs for step in log.steps):
         yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
+    if settings.parallel.deterministic:
+        yield f"The run is deterministic, with limits: {'; '.join(not_promised(settings.parallel))}."
 
 
 def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:

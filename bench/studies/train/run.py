@@ -19,7 +19,9 @@ from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import make_options
@@ -191,6 +193,8 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         transform=options.transform,
         inject=options.inject,
         trace=str((records.parent / _TRACES).absolute()) if options.trace else None,
+        parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
+        timeout_s=options.timeout_s,
     )
 
 
@@ -225,12 +229,16 @@ def check_decoder(settings: TrainSettings) -> None:
 
 
 def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
-    global_batch = num_ranks * settings.batch_size * settings.accumulation
+    degrees = degrees_of(settings.parallel, num_ranks)
+    check_fits(settings.parallel, degrees, MODELS[settings.model_name], settings.batch_size)
+    if degrees.composed and "all-reduce" in settings.leave_out:
+        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
     if dataset.num_samples < global_batch:
         raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = {num_ranks} "
-            f"ranks x {settings.batch_size} samples x {settings.accumulation} batches: use fewer ranks or smaller "
-            "batches"
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
+            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
+            "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
     if settings.profile is None and num_ranks > num_gpus:
@@ -277,6 +285,14 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
     if outcome.exit_code == 0:
         return None
     log_hint = f"their output is in records/{_LOG_FILE} beside the report"
+    if any(log.failure is not None and log.failure.kind == "timed out" for log in logs):
+        silent = [rank for rank, log in enumerate(logs) if log.failure is None and log.end is None]
+        if silent:
+            done = ", ".join(str(len(logs[rank].steps)) for rank in silent)
+            return (
+                f"rank {', '.join(map(str, silent))} did not answer within the time limit (timeout_s), after "
+                f"{done} steps; {log_hint}"
+            )
     # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
     for exit_ in outcome.failed:
         if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
-from fuelrail.bench.trainer.model import BevOccupancy
-from fuelrail.bench.trainer.settings import MODELS
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.parallel import Parallel, build
 from fuelrail.bench.trainer.worker import batches, from_memory, parameters_digest, run_rank
 from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
@@ -68,5 +68,5 @@ def test_the_seed_decides_the_weights():
 
 
 def _fresh_model(settings):
-    torch.manual_seed(settings.seed)
-    return BevOccupancy(MODELS[settings.model_name])
+    model = build(MODELS[settings.model_name], "cpu", settings.seed)
+    return Parallel(model, torch.optim.SGD(model.parameters()), model.inputs)
