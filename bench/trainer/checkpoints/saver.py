@@ -156,20 +156,19 @@ class Checkpoints:
         step = step_of(folder)
         try:
             written.result()
+            parts: list[Any] = [None] * self._world_size
+            dist.all_gather_object(parts, digests(writer), group=self._group)
+            files = {name: entry for part in parts for name, entry in part.items()}
+            manifest = Manifest(
+                step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
+            )
+            self._on_first(partial(self._store.publish, folder, manifest))
+            self._on_first(partial(self._store.prune, self._keep))
         except Exception as error:
-            raise FuelrailError(f"the checkpoint of step {step} could not be written: {error}") from error
-        parts: list[Any] = [None] * self._world_size
-        dist.all_gather_object(parts, digests(writer), group=self._group)
-        files = {name: entry for part in parts for name, entry in part.items()}
-        manifest = Manifest(
-            step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
-        )
-
-        def publish() -> None:
-            self._store.publish(folder, manifest)
-            self._store.prune(self._keep)
-
-        self._on_first(publish)
+            raise FuelrailError(
+                f"the checkpoint of step {step} could not be written to '{self._store.shown}': {error}; checkpoints "
+                "of earlier steps are whole"
+            ) from error
         start_ns, stall_ns = times_ns
         return Save(
             step=step,
