@@ -24,13 +24,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.trainer.checkpoints.saver import Checkpoints, Save
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import Store
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableSequence
 
+    from fuelrail.bench.measure.records import CheckpointSave
     from fuelrail.bench.trainer.checkpoints.state import Manifest
 
 GLOBAL_BATCH = 8
@@ -198,11 +199,11 @@ class _Watched(Checkpoints):
         self._store = _WatchedStore(place)
         self._store.enter = self._enter = enter
 
-    def save(self, step: int, parallel: Trained, loader_state: Mapping[str, Any]) -> Save | None:
+    def save(self, step: int, parallel: Trained, loader_state: Mapping[str, Any]) -> CheckpointSave | None:
         self._enter("copy")
         return super().save(step, parallel, loader_state)
 
-    def _finish(self, *arguments: Any) -> Save:  # noqa: ANN401 - passed on
+    def _finish(self, *arguments: Any) -> CheckpointSave:  # noqa: ANN401 - passed on
         done = super()._finish(*arguments)
         self._enter("train")
         return done
@@ -256,7 +257,7 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def _note(out: Any, done: Save | None) -> None:  # noqa: ANN401 - a text file
+def _note(out: Any, done: CheckpointSave | None) -> None:  # noqa: ANN401 - a text file
     if done is not None:
         out.write(json.dumps({"visible": done.step}) + "\n")
 

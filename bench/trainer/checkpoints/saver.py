@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
 from fuelrail.bench.trainer.checkpoints.state import (
     Manifest,
     model_tensors,
@@ -40,24 +41,6 @@ _T = TypeVar("_T")
 _TIMEOUT = timedelta(minutes=10)
 
 
-class Save(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that is visible: what it took from the training, how long it took in all, and its size."""
-
-    step: int
-    stall_ns: int
-    total_ns: int
-    num_bytes: int
-
-
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run continues: after ``step`` steps. ``skipped`` names newer checkpoints that were damaged, and how."""
-
-    step: int
-    folder: str
-    world_size: int
-    skipped: list[str]
-
-
 class Checkpoints:
     """The checkpoints of a run at a folder or URL; made by all ranks together, after the process group.
 
@@ -75,9 +58,9 @@ class Checkpoints:
         # On a GPU the copy goes to pinned memory, which is kept from save to save.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_initialized())
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[Save] | None = None
+        self._pending: Future[CheckpointSave] | None = None
 
-    def save(self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]) -> Save | None:
+    def save(self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]) -> CheckpointSave | None:
         """Start to save the state after ``step`` steps, and return the save before, if it was not returned yet.
 
         The state is copied before this returns; the training may change it. Waits for the save before. Raises
@@ -97,25 +80,25 @@ class Checkpoints:
         assert isinstance(written, Future), "a blocking stager has finished"
         stall_ns = time.monotonic_ns() - start_ns
 
-        def finish() -> Save:
+        def finish() -> CheckpointSave:
             return self._finish(written, writer, folder, progress, (start_ns, stall_ns))
 
         self._pending = self._thread.submit(finish)
         return done
 
-    def wait(self) -> Save | None:
+    def wait(self) -> CheckpointSave | None:
         """Wait until no save is under way, and return the last one; None if it was returned already."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
-    def close(self) -> Save | None:
+    def close(self) -> CheckpointSave | None:
         """Wait for the last save, and leave the ranks' group."""
         done = self.wait()
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
         return done
 
-    def restore(self, parallel: Parallel, loader: DataLoader) -> Restored | None:
+    def restore(self, parallel: Parallel, loader: DataLoader) -> CheckpointRestore | None:
         """Continue from the newest complete checkpoint; None where there is none, also of a killed first save.
 
         One whose bytes changed is set aside, and the one before is taken. Raises StateMismatchError, with both sides,
@@ -136,7 +119,7 @@ class Checkpoints:
                 skipped.append(f"{folder}: {error}")
                 continue
             self._load(folder, manifest, parallel, loader)
-            return Restored(step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped)
+            return CheckpointRestore(step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped)
         if found:
             raise FuelrailError(
                 f"no checkpoint in '{self._store.shown}' is whole ({'; '.join(skipped)}): restore the files, or use "
@@ -151,7 +134,7 @@ class Checkpoints:
         folder: str,
         progress: dict[str, Any],
         times_ns: tuple[int, int],
-    ) -> Save:
+    ) -> CheckpointSave:
         """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
         step = step_of(folder)
         try:
@@ -170,7 +153,7 @@ class Checkpoints:
                 "of earlier steps are whole"
             ) from error
         start_ns, stall_ns = times_ns
-        return Save(
+        return CheckpointSave(
             step=step,
             stall_ns=stall_ns,
             total_ns=time.monotonic_ns() - start_ns,
