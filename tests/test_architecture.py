@@ -36,7 +36,6 @@ MANY_METHODS = {
 MANY_PARAMETERS = {
     "bench/studies/loader/report.py build_loader_report": 10,
     "bench/studies/scale/report.py build_scale_report": 10,
-    "bench/trainer/loop.py train": 9,
     "loaders/loader.py DataLoader.__init__": 22,
     "sharding/api.py reshard": 9,
 }

@@ -21,8 +21,8 @@ from fuelrail.bench.gpu.rates import CheckFailed, train
 from fuelrail.bench.micro.decode import SOURCE_WH
 from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.studies.loader.stages import LoaderChoice, measure_stages, record_stages
-from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
-from fuelrail.bench.trainer.settings import MODELS
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.decode.protocol import BatchDecoder
@@ -54,8 +54,7 @@ def no_wait_in_a_step(bench: Bench) -> dict[str, Any]:
 
     On a GPU torch raises at the first operation that would; on the CPU the steps merely run.
     """
-    settings = MODELS["base" if bench.on_gpu else "light"]
-    model = BevOccupancy(settings).to(bench.device)
+    model = build_model(MODELS["base" if bench.on_gpu else "light"]).to(bench.device)
     optimiser = torch.optim.AdamW(model.parameters())
     device = bench.device if bench.on_gpu else None
     # Torch watches all threads, and the loader's own must wait for their copies: no loader runs beside the steps.
@@ -67,7 +66,7 @@ def no_wait_in_a_step(bench: Bench) -> dict[str, Any]:
         if strict:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            inputs = tuple(tensor.to(bench.device, non_blocking=True) for tensor in model_inputs(batch, settings))
+            inputs = tuple(tensor.to(bench.device, non_blocking=True) for tensor in model.inputs(batch))
             with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
                 loss = model(*inputs)
             loss.backward()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from fuelrail.bench.measure.records import RankWriter, StepRecord
+
 KINDS: Final = (
     "parameters", "buffers", "optimiser", "gradients", "activations", "temporary", "communication", "other"
 )  # fmt: skip
@@ -37,6 +39,21 @@ _MAX_EVENTS: Final = 1_000_000
 
 Point = tuple[int, dict[str, int]]
 """Nanoseconds, and the bytes of each kind from then on."""
+
+
+def following_memory(
+    steps: Iterator[StepRecord], modules: Sequence[nn.Module], optimiser: torch.optim.Optimizer, writer: RankWriter
+) -> Iterator[StepRecord]:
+    """Follow the memory of the second of a run's steps: the optimiser has its state from the first one on."""
+    first = next(steps, None)
+    if first is None:
+        return
+    yield first
+    with memory_line(first.step + 1, modules, optimiser, writer.write):
+        second = next(steps, None)
+    if second is not None:
+        yield second
+    yield from steps
 
 
 @contextmanager

@@ -122,12 +122,11 @@ class Kills:
         for process in ranks:
             process.start()
         try:
-            if kill is not None:
-                self._kill(ranks, phases, kill, mesh)
+            killed = kill is not None and self._kill(ranks, phases, kill, mesh)
             deadline = time.monotonic() + _PATIENCE_S
             for process in ranks:
                 process.join(max(0.0, deadline - time.monotonic()))
-            if kill is None:
+            if not killed:
                 codes = [process.exitcode for process in ranks]
                 assert codes == [0] * num_ranks, f"{mesh}: ranks ended with {codes}"
         finally:
@@ -136,8 +135,11 @@ class Kills:
                 process.join()
         return files
 
-    def _kill(self, ranks: Sequence[Any], phases: Sequence[int], kill: str, mesh: str) -> None:
-        """Wait for the phase on rank 0, which alone publishes, or on any other; then a random while; then kill."""
+    def _kill(self, ranks: Sequence[Any], phases: Sequence[int], kill: str, mesh: str) -> bool:
+        """Wait for the phase on rank 0, which alone publishes, or on any other; then a random while; then kill.
+
+        Returns whether it killed: the run may end before.
+        """
         watched = 0 if kill in ("publish", "remove") else self._draw.randrange(len(ranks))
         code, times = PHASES.index(kill), self._draw.randint(1, 1 if kill in ("start", "load") else 4)
         delay_s = self._draw.uniform(0, _LONGEST_S[kill])
@@ -151,7 +153,7 @@ class Kills:
         time.sleep(delay_s)
         at = PHASES[phases[watched]]
         if times or not all(process.is_alive() for process in ranks):
-            return
+            return False
         for process in [ranks[watched]] if alone else ranks:
             os.kill(process.pid, signal.SIGKILL)
         self.by_phase[at] += 1
@@ -164,6 +166,7 @@ class Kills:
                 time.sleep(0.01)
             for process in ranks:
                 process.kill()
+        return True
 
     def _compare(self, files: Sequence[Path], place: Path, newest: int, mesh: str) -> None:
         """Compare what the ranks did with the reference, and the visible checkpoints with their manifests."""

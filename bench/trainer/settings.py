@@ -7,42 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+from fuelrail.bench.trainer.models.settings import ModelName  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.strategies.settings import NotNegative, ParallelSettings, Positive, Precision
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types
 
-Positive = Annotated[int, msgspec.Meta(gt=0)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-Precision = Literal["fp32", "bf16"]
-ModelName = Literal["light", "stand-in", "resnet50", "base"]
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[
     "loading", "storage", "decompression", "decode", "transform", "copy", "launches", "all-reduce", "training"
 ]
-
-
-class ModelSettings(Settings, frozen=True):
-    """Size of the reference model.
-
-    ``subsample`` takes every n-th pixel in both directions before the first layer: the emulated accelerator's stand-in
-    looks at little of the image, so that the host's time is left to the loader.
-    """
-
-    width: Positive
-    num_stages: Positive
-    blocks_per_stage: NotNegative
-    subsample: Positive
-    grid: Positive = 16
-    range_m: float = 51.2
-
-
-# `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample;
-# `base` is a ResNet-like backbone at full resolution. `resnet50` is another network, of which only the grid is read.
-MODELS = {
-    "light": ModelSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
-    "stand-in": ModelSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
-    "resnet50": ModelSettings(width=64, num_stages=4, blocks_per_stage=3, subsample=1),
-    "base": ModelSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
-}
 
 
 class Injection(Settings, frozen=True):
@@ -72,7 +45,7 @@ class Injection(Settings, frozen=True):
 _LARGE = 1e9
 
 
-class TrainOptions(Settings, frozen=True, kw_only=True):
+class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
 
     ``leave_out`` switches parts off, to measure their cost. ``trace`` writes a trace of the run beside the report.
@@ -81,8 +54,8 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
     """
 
     split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
-    ranks: Annotated[Positive, msgspec.Meta(description="number of data-parallel ranks on this host")] = 1
-    batch_size: Annotated[Positive, msgspec.Meta(description="samples per rank in a batch")] = 4
+    ranks: Annotated[Positive, msgspec.Meta(description="number of ranks on this host")] = 1
+    batch_size: Annotated[Positive, msgspec.Meta(description="samples per data-parallel rank in a batch")] = 4
     steps: (
         Annotated[Positive, msgspec.Meta(description="optimiser steps (default: 60, unless --epochs is given)")] | None
     ) = None
@@ -101,12 +74,15 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
     ) = None
     precision: (
         Annotated[
-            Precision, msgspec.Meta(description="fp32, or bf16 autocast (default: fp32 if emulated, bf16 on cuda)")
+            Precision,
+            msgspec.Meta(
+                description="fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"
+            ),
         ]
         | None
     ) = None
     accumulation: Annotated[Positive, msgspec.Meta(description="batches accumulated into one optimiser step")] = 1
-    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="learning rate of AdamW")] = 2e-3
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="learning rate")] = 2e-3
     workers: (
         Annotated[
             Positive, msgspec.Meta(description="decoding threads per rank (default: the rank's share of the CPUs)")
@@ -185,6 +161,9 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    timeout_s: Annotated[
+        Positive, msgspec.Meta(description="seconds after which a rank that does not answer the others is given up")
+    ] = 300
     trace: bool = False
     leave_out: tuple[LeaveOut, ...] = ()
     profile: AcceleratorProfile | None = None
@@ -239,3 +218,5 @@ class TrainSettings(Settings, frozen=True):
     every: Positive = 100
     keep: Positive = 3
     memory: bool = False
+    parallel: ParallelSettings = ParallelSettings()
+    timeout_s: Positive = 300

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -161,6 +163,12 @@ class _Curve(msgspec.Struct, frozen=True):
             means.append(inside.mean() if len(inside) else np.nan)
             errors.append(np.sqrt(variance / max(1, len(inside))))
         return np.array(means), np.array(errors)
+
+
+def global_batch(options: Mapping[str, Any], num_ranks: int) -> int:
+    """Samples of one optimiser step over all ranks, of a report's options."""
+    parallel = msgspec.convert(options["parallel"], ParallelSettings)
+    return int(degrees_of(parallel, num_ranks).data * options["batch_size"] * options["accumulation"])
 
 
 def _curve(series: Sequence[Series], batch: int) -> _Curve:

@@ -202,11 +202,6 @@ def build_report(
     )
 
 
-def global_batch(report: Report) -> int:
-    """Samples of one optimiser step, over all ranks."""
-    return int(report.num_ranks * report.options["batch_size"] * report.options["accumulation"])
-
-
 def learning_sentences(report: Report) -> list[str]:
     """What the report says on loss and checkpoints, as text."""
     parts = [part.sentence() for part in (report.against, report.target) if part is not None]

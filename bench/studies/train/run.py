@@ -17,10 +17,12 @@ from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder, write_report
 from fuelrail.bench.report.options import make_options, output_folder
-from fuelrail.bench.studies.train.convergence import compare_losses, time_to
-from fuelrail.bench.studies.train.report import Report, build_report, global_batch, load_report
+from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
+from fuelrail.bench.studies.train.report import Report, build_report, load_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url
@@ -101,11 +103,12 @@ def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
     report, name = made.reports[-1], options.against
     if len(made.reports) > 1:
         other, name = made.reports[0], f"the run with batch size {options.batch_size}"
+    batch = global_batch(report.options, report.num_ranks)
     if other is not None:
-        sides = (report.series, global_batch(report), other.series, global_batch(other))
+        sides = (report.series, batch, other.series, global_batch(other.options, other.num_ranks))
         report = msgspec.structs.replace(report, against=compare_losses(*sides, str(name)))
     if options.target_loss is not None:
-        target = time_to(options.target_loss, report.series, global_batch(report))
+        target = time_to(options.target_loss, report.series, batch)
         report = msgspec.structs.replace(report, target=target)
     return made._replace(reports=[report])
 
@@ -228,6 +231,8 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         every=options.every,
         keep=options.keep,
         memory=options.memory,
+        parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
+        timeout_s=options.timeout_s,
     )
 
 
@@ -285,12 +290,16 @@ def check_decoder(settings: TrainSettings) -> None:
 
 
 def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
-    global_batch = num_ranks * settings.batch_size * settings.accumulation
+    degrees = degrees_of(settings.parallel, num_ranks)
+    check_fits(settings.parallel, degrees, MODELS[settings.model_name], settings.batch_size)
+    if degrees.composed and "all-reduce" in settings.leave_out:
+        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
     if dataset.num_samples < global_batch:
         raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = {num_ranks} "
-            f"ranks x {settings.batch_size} samples x {settings.accumulation} batches: use fewer ranks or smaller "
-            "batches"
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
+            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
+            "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
     if settings.profile is None and num_ranks > num_gpus:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from fuelrail.bench.trainer.checkpoints.state import Parallel
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
 
 _T = TypeVar("_T")

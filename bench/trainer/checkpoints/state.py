@@ -6,40 +6,29 @@ restores on any other; each rank asks for the tensors, or the parts of DTensors,
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.nn.parallel import DistributedDataParallel
+
+from fuelrail.bench.trainer.strategies.parallel import parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch.distributed.checkpoint.metadata import Metadata
 
-
-class Parallel(Protocol):
-    """A model as it is trained on this rank: what a strategy makes."""
-
-    model: nn.Module | list[nn.Module]
-    optimiser: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler | None
-
-
-# What torch.compile and the wrapper of activation checkpointing put into names.
-_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The file ``checkpoint.json``: what is not a tensor, and the bytes and digest (xxh3) of each file by name.
 
     ``step`` steps were done. ``identity`` says what was trained. ``progress`` holds the states of loader, schedule and
-    scaler as plain JSON, and the learning rate of each group of parameters.
+    scaler as plain JSON, and the learning rate.
     """
 
     step: int
@@ -49,28 +38,21 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, tuple[int, str]]
 
 
-def modules_of(parallel: Parallel) -> list[nn.Module]:
-    """This rank's model, or its stages of the model."""
-    return list(parallel.model) if isinstance(parallel.model, (list, tuple)) else [parallel.model]
-
-
 def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
     """The tensors of this rank by name, as they are: model, optimiser, and this rank's random generators."""
     tensors = model_tensors(parallel)
     state = _inner(parallel.optimiser).state
-    for name, parameter in _parameters(parallel):
+    for name, parameter in parameters_of(parallel.models):
         for key, value in state.get(parameter, {}).items():
-            assert isinstance(value, Tensor), f"{name}: {key} is {type(value).__name__}"
-            tensors[f"optimiser.{name}.{key}"] = value
+            if value is not None:  # the momentum of a parameter that has had no gradient
+                tensors[f"optimiser.{name}.{key}"] = value
     return tensors | {f"rng.{rank}.{device}": state for device, state in _generators().items()}
 
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
     """Parameters and buffers of this rank's part of the model."""
     return {
-        f"model.{name}": value
-        for module in modules_of(parallel)
-        for name, value in get_model_state_dict(module).items()
+        f"model.{name}": value for module in parallel.models for name, value in get_model_state_dict(module).items()
     }
 
 
@@ -88,7 +70,7 @@ def targets_of(parallel: Parallel, saved: Metadata, rank: int, world_size: int) 
     optimiser = _inner(parallel.optimiser)
     mine = {parameter for group in optimiser.param_groups for parameter in group["params"]}
     on_device = any(group.get("fused") or group.get("capturable") for group in optimiser.param_groups)
-    for name, parameter in _parameters(parallel):
+    for name, parameter in parameters_of(parallel.models):
         for moment in moments.get(name, []) if parameter in mine else []:
             item = known[moment]
             if item.size == parameter.shape:
@@ -110,34 +92,37 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: Mappin
             parameter_name, _, key = name.removeprefix("optimiser.").rpartition(".")
             moments.setdefault(parameter_name, {})[key] = value
     optimiser = _inner(parallel.optimiser)
-    for name, parameter in _parameters(parallel):
+    for name, parameter in parameters_of(parallel.models):
         if name in moments:
             optimiser.state[parameter] = moments[name]
     for name, value in tensors.items():
         if name.startswith("rng."):
             torch.set_rng_state(value) if name.endswith(".cpu") else torch.cuda.set_rng_state(value)
-    for group, rate in zip(parallel.optimiser.param_groups, progress["learning_rates"], strict=True):
-        group["lr"] = rate
-    parallel.schedule.load_state_dict(dict(progress["schedule"]))
+    groups = parallel.optimiser.param_groups
+    for group in groups:
+        group["lr"] = progress["learning_rate"]
+    if parallel.schedule is not None:
+        own = parallel.schedule.state_dict()
+        # Of a list there was one entry for each group of parameters, all alike.
+        state = {k: [v] * len(groups) if isinstance(own.get(k), list) else v for k, v in progress["schedule"].items()}
+        parallel.schedule.load_state_dict(state)
     if parallel.scaler is not None and progress["scaler"] is not None:
         parallel.scaler.load_state_dict(dict(progress["scaler"]))
 
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not a tensor, as plain JSON types."""
+    """What is not a tensor, as plain JSON types.
+
+    The number of the optimiser's groups depends on the mesh; all of them have the same learning rate.
+    """
+    (rate,) = {float(group["lr"]) for group in parallel.optimiser.param_groups}
+    schedule = {} if parallel.schedule is None else parallel.schedule.state_dict()
     return {
         "loader": dict(loader_state),
-        "schedule": parallel.schedule.state_dict(),
+        "learning_rate": rate,
+        "schedule": {key: value[0] if isinstance(value, list) else value for key, value in schedule.items()},
         "scaler": None if parallel.scaler is None else parallel.scaler.state_dict(),
-        "learning_rates": [float(group["lr"]) for group in parallel.optimiser.param_groups],
     }
-
-
-def _parameters(parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
-    for module in modules_of(parallel):
-        bare = module.module if isinstance(module, DistributedDataParallel) else module
-        for name, parameter in bare.named_parameters():
-            yield _WRAPPERS.sub("", name), parameter
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:

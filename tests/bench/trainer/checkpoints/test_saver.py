@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,6 +13,7 @@ from torch import nn
 
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.checkpoints.store import VERSION, Store
+from fuelrail.bench.trainer.strategies.parallel import Parallel
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from support.datasets import build_dataset
@@ -41,9 +41,8 @@ def trained(width=8):
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
     optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 7))
-    return SimpleNamespace(
-        model=model, optimiser=optimiser, schedule=schedule, scaler=torch.amp.GradScaler("cpu", growth_interval=4)
-    )
+    scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+    return Parallel(model, optimiser, lambda _: (), schedule=schedule, scaler=scaler)
 
 
 def run(dataset, place, num_steps=STEPS, *, width=8, keep=3, every=2, identity="small"):
