@@ -217,6 +217,7 @@ class TrainSettings(Settings, frozen=True):
     checkpoint: str | None = None
     every: Positive = 100
     keep: Positive = 3
+    failures_per_day: float | None = None
     memory: bool = False
     parallel: ParallelSettings = ParallelSettings()
     timeout_s: Positive = 300

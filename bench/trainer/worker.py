@@ -47,6 +47,7 @@ from fuelrail.pipeline.errors import FuelrailError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -80,11 +81,8 @@ def run_rank(
         accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         accelerator = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
-    distributed = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-
     inject = settings.inject
-    if inject.rank in (None, rank):
+    if inject.rank in (None, dist.get_rank() if dist.is_initialized() else 0):
         accelerator = StallingAccelerator(accelerator, inject, clock)
         if inject.data_wait:
             batches = late_batches(batches, inject.data_wait, clock)
@@ -93,18 +91,7 @@ def run_rank(
 
     # The seed makes every rank start from the same weights, and runs repeatable.
     model = build(MODELS[settings.model_name], accelerator.torch_device, settings.seed)
-    device_name = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
-    writer.write(
-        RankHeader(
-            rank=rank,
-            world_size=world_size,
-            device=device_name,
-            backend=dist.get_backend() if distributed else None,
-            model=settings.model_name,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            peak_tflops=None if settings.profile is not None else peak_tflops(device_name, settings.precision),
-        )
-    )
+    writer.write(_header(settings, model))
     parallel = _divide(model, settings, mesh, accelerator)
     checkpoints = RunCheckpoints(settings, parallel, loader, writer)
     num_steps = 0
@@ -144,6 +131,20 @@ def run_rank(
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
         )
+    )
+
+
+def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
+    distributed = dist.is_initialized()
+    device = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
+    return RankHeader(
+        rank=dist.get_rank() if distributed else 0,
+        world_size=dist.get_world_size() if distributed else 1,
+        device=device,
+        backend=dist.get_backend() if distributed else None,
+        model=settings.model_name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
     )
 
 

@@ -58,11 +58,12 @@ class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checkpoint_figures(
-    settings: TrainSettings, logs: Sequence[RankLog], step_ms: float | None, failures_per_day: float | None
+    settings: TrainSettings, logs: Sequence[RankLog], step_ms: float | None
 ) -> CheckpointFigures | None:
     """Return the figures of a run's checkpoints; None for a run without. ``step_ms``: mean time of a step."""
     if settings.checkpoint is None:
         return None
+    failures_per_day = settings.failures_per_day
     # Ranks that were killed may lack the last ones.
     saves = list(zip(*(log.saves for log in logs), strict=False))
     stall = summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves]) if saves else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NUM_WINDOWS = 20
 _MIN_WINDOW_STEPS = 3
-# A window that differs by more than this many standard errors is outside the noise; so many in a row are no accident.
+# A window that differs by more than this many standard errors is outside the noise; several in a row are no accident.
 _NUM_ERRORS = 3.0
 _IN_A_ROW = 2
 _TARGET_STEPS = 5

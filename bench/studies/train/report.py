@@ -163,7 +163,6 @@ def build_report(
     cpu: CpuUse | None = None,
     price_per_gpu_hour: float | None = None,
     gpus: list[GpuUse] | None = None,
-    failures_per_day: float | None = None,
 ) -> Report:
     """Make the report of a run of ``len(logs)`` ranks, complete or cut off."""
     steps = [log.steps for log in logs]
@@ -190,9 +189,7 @@ def build_report(
         figures=figures,
         warnings=find_warnings(settings, logs, window, figures, cpu, source),
         source=source,
-        checkpoints=checkpoint_figures(
-            settings, logs, None if figures is None else figures.step_time.mean_ms, failures_per_day
-        ),
+        checkpoints=checkpoint_figures(settings, logs, None if figures is None else figures.step_time.mean_ms),
         memory=[log.memory for log in logs if log.memory is not None] or None,
         cpu=cpu,
         gpus=gpus,

@@ -123,7 +123,7 @@ class TrainRun:
         self._dataset = dataset_facts(open_dataset(dataset), options.split)
         self.settings = _settings(os.fspath(dataset), options, records)
         self.num_ranks = options.ranks
-        self._price, self._failures_per_day = options.price_per_gpu_hour, options.failures_per_day
+        self._price = options.price_per_gpu_hour
         self.records = records
         _check_world(self.num_ranks, self.settings, self._dataset)
         check_decoder(self.settings)
@@ -147,7 +147,6 @@ class TrainRun:
             cpu=cpu,
             price_per_gpu_hour=self._price,
             gpus=gpus,
-            failures_per_day=self._failures_per_day,
         )
 
 
@@ -230,6 +229,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         checkpoint=_checkpoint_place(options),
         every=options.every,
         keep=options.keep,
+        failures_per_day=options.failures_per_day,
         memory=options.memory,
         parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
         timeout_s=options.timeout_s,

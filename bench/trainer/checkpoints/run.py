@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RunCheckpoints:
-    """Restores the newest checkpoint when made, then saves one every so many steps and one at the end.
+    """Restores the newest checkpoint when made, then saves one every N steps and one at the end.
 
     Without a place for checkpoints, or a loader, it does nothing. ``first_step`` is the number of steps that were done
     before. Raises what :meth:`Checkpoints.restore` raises, and ConfigError where no step is left to do.

@@ -55,8 +55,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._token = self._on_first(lambda: secrets.token_hex(4))
-        # On a GPU the copy goes to pinned memory, which is kept from save to save.
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_initialized())
+        self._stager = _KeptStager(cache_staged_state_dict=True)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[CheckpointSave] | None = None
 
@@ -210,6 +209,21 @@ class Checkpoints:
         outcomes: list[Any] = [None] * self._world_size
         dist.all_gather_object(outcomes, _outcome(function), group=self._group)
         _unwrap(outcomes)
+
+
+class _KeptStager(BlockingAsyncStager):
+    """Copies the state into memory that stays from save to save: new memory takes longer to get than to fill."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state to the CPU; the result is valid until the next call."""
+        kept = self.state_dict_cache
+        if kept is not None and kept.keys() != state_dict.keys():
+            kept = self.state_dict_cache = None
+        if kept is None and not torch.cuda.is_initialized():
+            # Torch would pin the memory, which is for copies from a GPU.
+            self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
+            return self.state_dict_cache
+        return super().stage(state_dict)
 
 
 def _outcome(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - the result, or the error
