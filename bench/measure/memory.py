@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from fuelrail.bench.measure.records import MemoryLine
 
@@ -44,42 +47,74 @@ Point = tuple[int, dict[str, int]]
 def following_memory(
     steps: Iterator[StepRecord], modules: Sequence[nn.Module], optimiser: torch.optim.Optimizer, writer: RankWriter
 ) -> Iterator[StepRecord]:
-    """Follow the memory of the second of a run's steps: the optimiser has its state from the first one on."""
-    first = next(steps, None)
-    if first is None:
+    """Follow the memory of the third of a run's steps: by then the optimiser has its state, and DDP its buckets."""
+    buckets: list[Tensor] = []
+
+    def note_buckets(*_: object) -> None:
+        """Note the gradients that exist all the time: under DDP they are parts of its buckets."""
+        copies = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        buckets[:] = [p.grad for module in copies for p in module.parameters() if p.grad is not None]
+
+    handle = optimiser.register_step_pre_hook(note_buckets)
+    before = list(islice(steps, 1))
+    yield from before
+    before = list(islice(steps, 1))
+    yield from before
+    handle.remove()
+    if not before:
         return
-    yield first
-    with memory_line(first.step + 1, modules, optimiser, writer.write):
-        second = next(steps, None)
-    if second is not None:
-        yield second
+    with memory_line(before[0].step + 1, modules, optimiser, writer.write, buckets):
+        third = list(islice(steps, 1))
+    yield from third
     yield from steps
 
 
 @contextmanager
 def memory_line(
-    step: int, modules: Sequence[nn.Module], optimiser: torch.optim.Optimizer, write: Callable[[MemoryLine], None]
+    step: int,
+    modules: Sequence[nn.Module],
+    optimiser: torch.optim.Optimizer,
+    write: Callable[[MemoryLine], None],
+    buckets: Sequence[Tensor] = (),
 ) -> Iterator[None]:
     """Follow the memory while the block runs one step, then write the line. The step takes several times longer.
 
-    ``modules`` are the model, or this rank's stages of it. On the CPU temporary tensors of the optimiser's step count
-    as its state; on a GPU the allocator knows addresses only, so activations include what is temporary.
+    ``modules`` are the model, or this rank's stages of it, ``buckets`` gradients that exist all the time. On the CPU
+    temporary tensors of the optimiser's step count as its state; on a GPU the allocator knows addresses only, so
+    activations include what is temporary.
     """
     if next(modules[0].parameters()).is_cuda:
         with _allocator_line(step, modules, optimiser, write):
             yield
     else:
-        with _tracker_line(step, modules, optimiser, write):
+        with _tracker_line(step, modules, optimiser, write, buckets):
             yield
 
 
 @contextmanager
 def _tracker_line(
-    step: int, modules: Sequence[nn.Module], optimiser: torch.optim.Optimizer, write: Callable[[MemoryLine], None]
+    step: int,
+    modules: Sequence[nn.Module],
+    optimiser: torch.optim.Optimizer,
+    write: Callable[[MemoryLine], None],
+    buckets: Sequence[Tensor],
 ) -> Iterator[None]:
     points: list[Point] = []
+    fsdp = isinstance(modules[0], FSDPModule)
+    tracker = _following(FSDPMemTracker if fsdp else MemTracker, points, (modules[0], optimiser) if fsdp else ())
+    tracker.track_external(*(() if fsdp else modules), optimiser)
+    for gradient in buckets:
+        tracker._update_and_maybe_create_winfos(gradient, _MemRefType.GRAD)  # noqa: SLF001
+    start_ns = time.monotonic_ns()
+    with tracker:
+        yield
+    write(_line(step, "tracker", points, start_ns, reserved=None))
 
-    class Following(FSDPMemTracker if isinstance(modules[0], FSDPModule) else MemTracker):  # type: ignore[misc]
+
+def _following(kind: type[MemTracker], points: list[Point], arguments: Sequence[Any]) -> MemTracker:
+    """Make a tracker that notes the bytes of each kind after each operator."""
+
+    class Following(kind):  # type: ignore[misc, valid-type]
         def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any operator's
             result = super().__torch_dispatch__(*args, **kwargs)
             if result is not NotImplemented:
@@ -90,13 +125,18 @@ def _tracker_line(
                             points[-1][1][TRACKED[getattr(name, "value", name)]] += num_bytes
             return result
 
-    fsdp = isinstance(modules[0], FSDPModule)
-    tracker = Following(modules[0], optimiser) if fsdp else Following()
-    tracker.track_external(*(() if fsdp else modules), optimiser)
-    start_ns = time.monotonic_ns()
-    with tracker:
-        yield
-    write(_line(step, "tracker", points, start_ns, reserved=None))
+        def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as in torch
+            # What comes from outside is the batch, and no activation.
+            if kind is MemTracker:
+                self.track_external(*(t for t in tree_leaves(inputs) if _unknown(self, t)))
+            return super()._pre_fw_hook(module, inputs)
+
+    following: MemTracker = Following(*arguments)
+    return following
+
+
+def _unknown(tracker: MemTracker, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage() not in tracker._WINFO  # noqa: SLF001
 
 
 @contextmanager

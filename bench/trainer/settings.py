@@ -127,7 +127,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    memory: Annotated[bool, msgspec.Meta(description="follow the memory of the second warm-up step, by kind")] = False
+    memory: Annotated[bool, msgspec.Meta(description="follow the memory of the third warm-up step, by kind")] = False
     against: (
         Annotated[
             str,
@@ -186,7 +186,7 @@ class TrainSettings(Settings, frozen=True):
 
     ``transform`` names the function of each sample as ``MODULE:FUNCTION``; ``trace``: folder for the ranks' traces.
     ``checkpoint`` is the folder or URL of checkpoints; one is saved ``every`` steps and at the end. ``memory`` follows
-    the memory of the second step.
+    the memory of the third step.
     """
 
     dataset: str

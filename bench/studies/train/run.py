@@ -238,8 +238,8 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
 
 def _checkpoint_place(options: TrainOptions) -> str | None:
     """The place of checkpoints as all ranks see it. Raises ConfigError where it cannot be one."""
-    if options.memory and options.warmup < 2:
-        raise ConfigError(f"memory=True follows the second warm-up step: warmup={options.warmup} must be 2 or more")
+    if options.memory and options.warmup < 3:
+        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
     place = options.checkpoint
     if place is None:
         return None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from fuelrail.bench.measure.memory import KINDS, TRACKED, memory_line, points_of_snapshot
+from fuelrail.bench.measure.memory import KINDS, TRACKED, following_memory, memory_line, points_of_snapshot
 
 MOVED = (
     "torch {version} has moved or renamed `{name}`, a private part that bench/measure/memory.py uses for the memory "
@@ -22,6 +25,8 @@ MOVED = (
     [
         ("torch.distributed._tools.mem_tracker", "MemTracker.get_tracker_snapshot"),
         ("torch.distributed._tools.mem_tracker", "MemTracker.track_external"),
+        ("torch.distributed._tools.mem_tracker", "MemTracker._update_and_maybe_create_winfos"),
+        ("torch.distributed._tools.mem_tracker", "MemTracker._pre_fw_hook"),
         ("torch.distributed._tools.mem_tracker", "_MemRefType"),
         ("torch.distributed._tools.fsdp2_mem_tracker", "FSDPMemTracker"),
         ("torch.distributed._tools.fsdp2_mem_tracker", "_FSDPRefType"),
@@ -77,6 +82,33 @@ def test_kinds_have_the_bytes_that_they_must_have():
             held += event.nbytes()
             peak = max(peak, held)
     assert line.peak_bytes == pytest.approx(before + peak, rel=0.01)
+
+
+def test_ddps_buckets_and_the_batch_count_from_start_to_end():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimiser = torch.optim.SGD(wrapped.parameters())
+        batch = torch.randn(64, 256)
+
+        def steps():
+            for number in range(4):
+                wrapped(batch).square().mean().backward()
+                optimiser.step()
+                optimiser.zero_grad()
+                yield SimpleNamespace(step=number)
+
+        lines = []
+        list(following_memory(steps(), [wrapped], optimiser, SimpleNamespace(write=lines.append)))
+    finally:
+        dist.destroy_process_group()
+    (line,) = lines
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert line.step == 2
+    assert min(line.allocated["gradients"]) == num_bytes
+    assert line.allocated["other"][-1] == batch.nbytes
+    assert line.allocated["activations"][-1] == 0
 
 
 def test_an_allocators_snapshot_is_read_forwards_from_what_was_there_before():
