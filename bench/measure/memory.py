@@ -126,6 +126,9 @@ def _following(kind: type[MemTracker], points: list[Point], arguments: Sequence[
             return result
 
         def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as in torch
+            # Parts of a batch call a module several times a step, which the tracker takes for another step.
+            if not self._mod_tracker.is_bw:
+                self.memory_tracking.pop(module, None)
             # What comes from outside is the batch, and no activation.
             if kind is MemTracker:
                 self.track_external(*(t for t in tree_leaves(inputs) if _unknown(self, t)))

@@ -1,6 +1,6 @@
 """Kill runs that save checkpoints, at random moments, and resume them on other meshes.
 
-``python -m fuelrail.bench.micro.checkpoint_kills WORK [--kills N] [--seed S] [--out FILE]``.
+``python -m fuelrail.bench.micro.checkpoint_kills WORK DATASET [--kills N] [--minutes M] [--seed S] [--out FILE]``.
 
 A run of 1, 2 or 4 processes is killed (SIGKILL) in a phase that is drawn at random: start, load, train, copy, write,
 publish or remove; one rank of it, or all. The next run continues on a mesh drawn from the others. After every kill each
@@ -51,7 +51,7 @@ class KillsReport(msgspec.Struct, frozen=True, kw_only=True):
     benchmark: str
     machine: MachineFacts
     kills: int
-    seed: int
+    seeds: list[int]
     by_phase: dict[str, int]
     by_mesh: dict[str, int]
     one_rank: int
@@ -86,11 +86,11 @@ class Kills:
         }
         assert sorted(self._reference) == list(range(NUM_STEPS))
 
-    def run(self, num_kills: int) -> None:
-        """Kill and resume until there were this many kills; then let the last run end."""
+    def run(self, num_kills: int, end_s: float) -> None:
+        """Kill and resume until there were this many kills, or until ``end_s``; then let the last run end."""
         place, mesh = self._new_place(), self._draw.choice(list(MESHES))
         while True:
-            last = self.by_phase.total() >= num_kills
+            last = self.by_phase.total() >= num_kills or time.monotonic() > end_s
             newest = max(_visible(place), default=0)
             lines = self._launch(mesh, place, kill=None if last else self._draw.choice(PHASES))
             self._compare(lines, place, newest, mesh)
@@ -234,28 +234,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("work", type=Path, metavar="WORK", help="new folder for runs and their checkpoints")
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="split 'train' of 8 x N samples, 3 x N below 100")
     parser.add_argument("--kills", type=int, default=200, help="number of kills (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="stop earlier than that (default: %(default)s)")
+    parser.add_argument(
+        "--add", type=Path, metavar="REPORT", help="add the counts of an earlier report, of another seed"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and meshes (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
     started_s = time.monotonic()
     kills = Kills(options.work, options.dataset, options.seed)
-    kills.run(options.kills)
+    kills.run(options.kills, started_s + 60 * options.minutes)
     report = KillsReport(
         benchmark="checkpoint-kills",
         machine=machine_facts(),
         kills=kills.by_phase.total(),
-        seed=options.seed,
+        seeds=[options.seed],
         by_phase={phase: kills.by_phase[phase] for phase in PHASES},
         by_mesh=dict(sorted(kills.by_mesh.items())),
         **{name: kills.found[name] for name in KillsReport.__struct_fields__ if name in _COUNTED},
         largest_loss_difference=kills.largest,
         elapsed_s=time.monotonic() - started_s,
     )
+    if options.add is not None:
+        report = _added(report, msgspec.json.decode(options.add.read_bytes(), type=KillsReport))
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
     if options.out is not None:
         publish_json(options.out, report)
     wrong = report.wrong_samples + report.damaged_checkpoints + report.older_than_newest
     return int(wrong > 0 or report.largest_loss_difference > MAX_LOSS_DIFFERENCE)
+
+
+def _added(report: KillsReport, earlier: KillsReport) -> KillsReport:
+    """The counts of both; of the loss difference the larger one."""
+    values: dict[str, Any] = {}
+    for name in KillsReport.__struct_fields__:
+        new, old = getattr(report, name), getattr(earlier, name)
+        if name.startswith("by_"):
+            values[name] = {key: new.get(key, 0) + old.get(key, 0) for key in {**old, **new}}
+        elif name not in ("benchmark", "machine"):
+            values[name] = max(new, old) if name == "largest_loss_difference" else new + old
+    return msgspec.structs.replace(report, **values)
 
 
 _COUNTED = {

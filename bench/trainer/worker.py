@@ -177,7 +177,7 @@ def parameters_digest(parallel: Parallel) -> str:
         group = parallel.mesh["pp"].get_group()
         digests *= dist.get_world_size(group)
         dist.all_gather_object(digests, digest.hexdigest(), group=group)
-    return digests[0] if len(digests) == 1 else xxhash.xxh3_64_hexdigest("".join(digests))
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
 def _flop_a_sample(settings: ModelSettings, batch: Mapping[str, Any]) -> int:

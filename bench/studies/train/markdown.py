@@ -20,6 +20,7 @@ def render_markdown(report: Report) -> str:
     what = f"{ranks}, each one {device}, {report.options['batch_size']} samples a rank and batch"
     figures = report.figures
     body = [f"No figures: {report.window.too_short}."] if figures is None else _figures(report, figures)
+    body += _memory(report)
     learned = [f"- {sentence}" for sentence in learning_sentences(report)]
     body += ["", *learned] if learned else []
     return document(report, "Training", f"{report.dataset.name}: {what}", body)
@@ -74,6 +75,10 @@ def _figures(report: Report, figures: Figures) -> list[str]:
     ]  # fmt: skip
     if gpus:
         lines += ["", *table(("GPU", "kernels ran", "JPEG decoder", "memory GiB", "SM clock MHz"), gpus)]
+    return lines
+
+
+def _memory(report: Report) -> list[str]:
     memory = [
         [str(rank), f"{line.peak_bytes / 2**20:,.1f}", "none" if line.reserved is None else
          f"{max(line.reserved) / 2**20:,.1f}",
@@ -81,5 +86,5 @@ def _figures(report: Report, figures: Figures) -> list[str]:
         for rank, line in enumerate(report.memory or [])
     ]  # fmt: skip
     if memory:
-        lines += ["", *table(("rank", "peak memory MiB", "reserved MiB", "most of each kind MiB"), memory)]
-    return lines
+        return ["", *table(("rank", "peak memory MiB", "reserved MiB", "most of each kind MiB"), memory)]
+    return []
