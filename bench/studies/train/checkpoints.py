@@ -45,7 +45,7 @@ class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.stall is not None and self.save is not None and self.num_bytes is not None:
             lines.append(
-                f"{self.num_saves} checkpoints of {self.num_bytes / 1e6:,.1f} MB: each stalled the training for "
+                f"{self.num_saves} checkpoint{'s' if self.num_saves != 1 else ''} of {self.num_bytes / 1e6:,.1f} MB: each stalled the training for "
                 f"{self.stall.mean_ms:.1f} ms and was visible after {self.save.mean_ms:,.0f} ms."
             )
         if self.interval_s is not None:
