@@ -44,8 +44,9 @@ class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.restored.world_size} rank{'s' if self.restored.world_size != 1 else ''} saved."
             )
         if self.stall is not None and self.save is not None and self.num_bytes is not None:
+            plural = "s" if self.num_saves != 1 else ""
             lines.append(
-                f"{self.num_saves} checkpoint{'s' if self.num_saves != 1 else ''} of {self.num_bytes / 1e6:,.1f} MB: each stalled the training for "
+                f"{self.num_saves} checkpoint{plural} of {self.num_bytes / 1e6:,.1f} MB: each stalled the training for "
                 f"{self.stall.mean_ms:.1f} ms and was visible after {self.save.mean_ms:,.0f} ms."
             )
         if self.interval_s is not None:
