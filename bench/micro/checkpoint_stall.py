@@ -22,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     stalls, size = [], 0.0
     for steps in ("sleep", "compute"):
         stall, size = measure(options.work, options.megabytes, options.rounds, steps)

@@ -182,7 +182,8 @@ def _length(series: Sequence[Series]) -> int:
 
 def _mean_loss(series: Sequence[Series]) -> NDArray[np.float64]:
     losses = np.array([one.loss[: _length(series)] for one in series], dtype=np.float64)  # None becomes NaN
-    return losses.mean(axis=0)
+    mean: NDArray[np.float64] = losses.mean(axis=0)
+    return mean
 
 
 def _largest(ours: _Curve, theirs: _Curve, start: int, end: int) -> float | None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
 from fuelrail.bench.trainer.checkpoints.state import (
@@ -30,7 +32,7 @@ from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
     from fuelrail.bench.trainer.strategies.parallel import Parallel
@@ -70,7 +72,7 @@ class Checkpoints:
         folder = self._store.folder(step, self._token)
         writer = self._store.writer(folder)
         progress = msgspec.to_builtins(progress_of(parallel, loader_state))
-        written = dcp.async_save(
+        written = async_save(
             tensors_of(parallel, self._rank),
             storage_writer=writer,
             process_group=self._group,
@@ -178,7 +180,7 @@ class Checkpoints:
         saved = reader.read_metadata()
         self._compare_shapes(where, saved, parallel)
         tensors = targets_of(parallel, saved, self._rank, manifest.world_size)
-        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        load(tensors, storage_reader=reader, process_group=self._group)
         put_back(parallel, tensors, manifest.progress)
 
     def _compare_shapes(self, where: str, saved: Metadata, parallel: Parallel) -> None:
@@ -188,7 +190,9 @@ class Checkpoints:
         dist.all_gather_object(shares, own, group=self._group)
         ours = {name: shape for share in shares for name, shape in share.items()}
         theirs = {
-            name: list(item.size) for name, item in saved.state_dict_metadata.items() if name.startswith("model.")
+            name: list(item.size)
+            for name, item in saved.state_dict_metadata.items()
+            if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
         }
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
@@ -202,7 +206,8 @@ class Checkpoints:
         """Call a function on rank 0 and return its result, or raise its error, on all ranks."""
         outcome: list[Any] = [_outcome(function) if self._rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
-        return _unwrap(outcome)
+        result: _T = _unwrap(outcome)
+        return result
 
     def _everywhere(self, function: Callable[[], None]) -> None:
         """Call a function on all ranks; where one raises, all raise the first one's error."""
@@ -219,7 +224,7 @@ class _KeptStager(BlockingAsyncStager):
         kept = self.state_dict_cache
         if kept is not None and kept.keys() != state_dict.keys():
             kept = self.state_dict_cache = None
-        if kept is None and not torch.cuda.is_initialized():
+        if kept is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # Torch would pin the memory, which is for copies from a GPU.
             self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
             return self.state_dict_cache

@@ -6,7 +6,7 @@ restores on any other; each rank asks for the tensors, or the parts of DTensors,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
@@ -51,9 +51,8 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
 
 def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
     """Parameters and buffers of this rank's part of the model."""
-    return {
-        f"model.{name}": value for module in parallel.models for name, value in get_model_state_dict(module).items()
-    }
+    states = (cast("dict[str, Tensor]", get_model_state_dict(module)) for module in parallel.models)
+    return {f"model.{name}": value for state in states for name, value in state.items()}
 
 
 def targets_of(parallel: Parallel, saved: Metadata, rank: int, world_size: int) -> dict[str, Tensor]:
@@ -134,4 +133,4 @@ def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _generators() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})  # type: ignore[no-untyped-call]

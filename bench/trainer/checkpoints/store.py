@@ -13,11 +13,11 @@ import os
 import re
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import xxhash
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from fuelrail.bench.trainer.checkpoints.state import Manifest
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
@@ -67,7 +67,7 @@ class Store:
 
             # An object has no file number to synchronise: torch would synchronise every file system instead.
             writer = FsspecWriter(f"{self._root}/{folder}", sync_files=False)
-        writer.fs = _HashedFiles(writer.fs)
+        writer.fs = cast("Any", _HashedFiles(writer.fs))
         return writer
 
     def reader(self, folder: str) -> FileSystemReader:
@@ -164,8 +164,7 @@ def step_of(folder: str) -> int:
 
 def digests(writer: FileSystemWriter) -> dict[str, tuple[int, str]]:
     """Bytes and digest of each file that a writer of :meth:`Store.writer` wrote on this rank, by name."""
-    files: _HashedFiles = writer.fs
-    return files.digests
+    return cast("_HashedFiles", writer.fs).digests
 
 
 def _digest(version: int, body: bytes) -> str:
