@@ -31,7 +31,7 @@ def kill(dataset, tmp_path, monkeypatch, capsys, meshes, num_kills):
 
 @pytest.mark.process
 def test_runs_on_two_ranks_survive_a_few_kills(dataset, tmp_path, monkeypatch, capsys):
-    kill(dataset, tmp_path, monkeypatch, capsys, ["one", "fsdp2", "pipeline2"], 4)
+    kill(dataset, tmp_path, monkeypatch, capsys, ["one", "fsdp2", "pipeline2"], 3)
 
 
 @pytest.mark.slow
