@@ -48,7 +48,7 @@ class CudaAccelerator:
             yield
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
         """Time the kernels queued inside."""
         with self._span("forward"), self._launching():
             yield
@@ -76,7 +76,7 @@ class CudaAccelerator:
         if share >= 1.0:
             self._gradients_at = self._mark()
 
-    def all_reduce_started(self) -> None:
+    def all_reduce_started(self, num_bytes: int = 0) -> None:  # noqa: ARG002 (the device knows by itself)
         """Mark the compute stream, after whose work so far NCCL may start."""
         self._launches.append(self._mark())
 

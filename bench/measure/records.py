@@ -176,10 +176,11 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
     ``refused``: an error of Fuelrail's own, which says itself what to do; ``crashed``: any other exception. The ranks
-    that a dead one leaves behind crash too, a moment later, in their all-reduce.
+    that a dead one leaves behind crash too, a moment later, in their all-reduce. ``timed out``: a collective waited for
+    a rank that did not answer.
     """
 
-    kind: Literal["refused", "crashed"]
+    kind: Literal["refused", "crashed", "timed out"]
     message: str
     at_ns: int
 

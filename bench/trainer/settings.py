@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
-from fuelrail.bench.trainer.models.settings import ModelName  # noqa: TC001 (msgspec resolves the fields' types)
-from fuelrail.bench.trainer.strategies.settings import NotNegative, ParallelSettings, Positive, Precision
+from fuelrail.bench.trainer.models.settings import ModelName, NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types
 

@@ -14,10 +14,11 @@ import resource
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, peak_tflops
+from fuelrail.bench.measure.link import link_of
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
@@ -38,14 +40,18 @@ from fuelrail.bench.trainer.loop import take, train
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainSettings
+from fuelrail.bench.trainer.strategies.fits import check_memory
 from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
-from fuelrail.bench.trainer.strategies.settings import Degrees, degrees_of
+from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.bench.trainer.tracing import RankTrace
+from fuelrail.loaders import Transforms
+from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,6 +63,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.stages import StageClock
 
 
+# Between the first rank that gives up waiting and the last one.
+_SAY_SO_S = 3.0
 # Enough that the model doesn't see one batch alone, few enough to lie in memory.
 _NUM_BATCHES_KEPT = 4
 
@@ -77,10 +85,12 @@ def run_rank(
     """
     clock = MonotonicClock()
     accelerator: Accelerator
+    link: AbstractContextManager[Any] = nullcontext()
     if settings.profile is None:
         accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        accelerator = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+        emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+        accelerator, link = emulated, link_of(emulated)
     inject = settings.inject
     if inject.rank in (None, dist.get_rank() if dist.is_initialized() else 0):
         accelerator = StallingAccelerator(accelerator, inject, clock)
@@ -114,12 +124,13 @@ def run_rank(
             from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
 
             steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
-    for record in steps if trace is None else trace.of_steps(steps):
-        writer.write(record)
-        num_steps += 1
-        checkpoints.after(checkpoints.first_step + num_steps)
-        if num_steps == settings.num_warmup_steps:
-            writer.write(snapshot(num_steps, stage_clocks()))
+    with link:
+        for record in steps if trace is None else trace.of_steps(steps):
+            writer.write(record)
+            num_steps += 1
+            checkpoints.after(checkpoints.first_step + num_steps)
+            if num_steps == settings.num_warmup_steps:
+                writer.write(snapshot(num_steps, stage_clocks()))
     writer.write(snapshot(num_steps, stage_clocks()))
     checkpoints.close(checkpoints.first_step + num_steps)
     read_after = storage_bytes_read()
@@ -248,7 +259,13 @@ def main(arguments: Sequence[str]) -> int:
             except Exception as error:
                 first_line = str(error).partition("\n")[0]
                 message = f"{type(error).__name__}: {first_line}"
-                writer.write(RankFailure(kind="crashed", message=message, at_ns=time.monotonic_ns()))
+                waited = "timed out" in str(error).lower()
+                kind: Literal["crashed", "timed out"] = "timed out" if waited else "crashed"
+                writer.write(RankFailure(kind=kind, message=message, at_ns=time.monotonic_ns()))
+                if waited:
+                    # The others that wait must leave their record too, before the first end ends them all: who leaves
+                    # none is the one that did not answer.
+                    time.sleep(_SAY_SO_S)
                 raise
     # Not after a failure: leaving the group waits for ranks that may be gone.
     dist.destroy_process_group()
@@ -285,13 +302,22 @@ def _act_as_device(policy: int) -> None:
         os.sched_setscheduler(0, policy, os.sched_param(1))
 
 
+def _mesh(settings: TrainSettings) -> DeviceMesh | None:
+    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
+    name, size = settings.model_name, MODELS[settings.model_name]
+    degrees, image = degrees_of(settings.parallel, dist.get_world_size()), Transforms().image
+    check_fits(settings.parallel, degrees, size, settings.batch_size, (image.height, image.width))
+    on_gpu = settings.profile is None
+    free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
+    check_memory(name, settings.parallel, degrees, free, alone=on_gpu)
+    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
+
+
 def _run(settings: TrainSettings, writer: RankWriter) -> None:
     dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
     trace = None if settings.trace is None else RankTrace(Path(settings.trace), dist.get_rank())
     recorder = None if trace is None else trace.recorder
-    mesh = make_mesh(
-        degrees_of(settings.parallel, dist.get_world_size()), "cuda" if settings.profile is None else "cpu"
-    )
+    mesh = _mesh(settings)
     if settings.parallel.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     with slow_reads(settings.inject), make_loader(settings, _device(settings), recorder, mesh) as loader:

@@ -39,6 +39,7 @@ from fuelrail.bench.studies.train.convergence import (
 )
 from fuelrail.bench.studies.train.data_source import DataSource, data_source, warnings_of_source
 from fuelrail.bench.studies.train.series import Series, series_of
+from fuelrail.bench.trainer.strategies.settings import not_promised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -366,6 +367,8 @@ def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[st
         yield f"A newer checkpoint was damaged and is set aside; the run continued from the one before. {name}."
     if any(step.loss is None for log in logs for step in log.steps):
         yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
+    if settings.parallel.deterministic:
+        yield f"The run is deterministic, with limits: {'; '.join(not_promised(settings.parallel))}."
 
 
 def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:

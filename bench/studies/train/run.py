@@ -346,6 +346,14 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
     if outcome.exit_code == 0:
         return None
     log_hint = f"their output is in records/{_LOG_FILE} beside the report"
+    if any(log.failure is not None and log.failure.kind == "timed out" for log in logs):
+        silent = [rank for rank, log in enumerate(logs) if log.failure is None and log.end is None]
+        if silent:
+            done = ", ".join(str(len(logs[rank].steps)) for rank in silent)
+            return (
+                f"rank {', '.join(map(str, silent))} did not answer within the time limit (timeout_s), after "
+                f"{done} steps; {log_hint}"
+            )
     # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
     for exit_ in outcome.failed:
         if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:

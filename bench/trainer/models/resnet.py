@@ -18,7 +18,7 @@ from fuelrail.bench.trainer.models.occupancy import Pixels, camera_inputs
 from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from fuelrail.bench.trainer.models.settings import ResNetSettings
 
@@ -84,10 +84,12 @@ class _Bottleneck(nn.Module):
         super().__init__()
         outputs = width * _EXPANSION
         relu = nn.ReLU(inplace=True)
+        last, norm = _convolution(width, outputs, 1, 1)
         self.body = nn.Sequential(
-            *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu,
-            *_convolution(width, outputs, 1, 1),
+            *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu, last, norm
         )  # fmt: skip
+        # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
+        nn.init.zeros_(norm.weight)
         same = inputs == outputs and stride == 1
         self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 
@@ -96,5 +98,5 @@ class _Bottleneck(nn.Module):
         return F.relu(body + self.shortcut(features))
 
 
-def _convolution(inputs: int, outputs: int, size: int, stride: int) -> Sequence[nn.Module]:
+def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
     return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)

@@ -67,19 +67,20 @@ class GptSettings(Settings, frozen=True):
 
 ModelSettings = BevSettings | ResNetSettings | VitSettings | GptSettings
 ModelName = Literal[
-    *(
-        "light",
-        "stand-in",
-        "base",
-        "bev-tiny",
-        "resnet50",
-        "resnet-tiny",
-        "vit-tiny",
-        "vit-base",
-        "vit-large",
-        "vit-2b",
-    ),
-    *("gpt-tiny", "gpt2", "gpt-1.3b", "gpt-100b"),
+    "light",
+    "stand-in",
+    "base",
+    "bev-tiny",
+    "resnet50",
+    "resnet-tiny",
+    "vit-tiny",
+    "vit-base",
+    "vit-large",
+    "vit-2b",
+    "gpt-tiny",
+    "gpt2",
+    "gpt-1.3b",
+    "gpt-100b",
 ]
 
 # `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a

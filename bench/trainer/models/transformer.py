@@ -56,17 +56,20 @@ class _Attention(nn.Module):
 
 def block_plan() -> dict[str, ParallelStyle]:
     """Tensor parallel with sequence parallel (arXiv 2205.05198): tokens are divided wherever channels are not."""
-    gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+
+    def gather() -> PrepareModuleInput:
+        return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
     return {
         "attention_norm": SequenceParallel(),
         # Once for query, key and value: three separate inputs would reduce their gradient three times.
-        "attention": PrepareModuleInput(**gathered),
+        "attention": gather(),
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
         "attention.output": RowwiseParallel(output_layouts=Shard(1)),
         "mlp_norm": SequenceParallel(),
-        "mlp": PrepareModuleInput(**gathered),
+        "mlp": gather(),
         "mlp.0": ColwiseParallel(),
         "mlp.2": RowwiseParallel(output_layouts=Shard(1)),
     }

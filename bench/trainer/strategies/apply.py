@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,9 @@ def recompute(part: nn.Module, choice: str) -> None:
 
     blocks = part.get_submodule("blocks")
     for name, block in list(blocks.named_children()):
-        options = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)} if choice == "selective" else {}
+        options: dict[str, Any] = {}
+        if choice == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         blocks.register_module(name, checkpoint_wrapper(block, preserve_rng_state=False, **options))
 
 

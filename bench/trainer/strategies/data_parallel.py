@@ -27,6 +27,8 @@ _DDP_BUCKET_MIB = 25.0
 # PowerSGD queues several collectives a bucket, and gloo mixes up those of two buckets: it gets one bucket.
 _ONE_BUCKET_MIB = 1e6
 _POWERSGD_RANK = 4
+# torch.compile refuses buckets below the size of DDP's first one.
+_COMPILED_BUCKET_MIB = 1.0
 # What the argument is called depends on torch's version.
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
@@ -53,7 +55,7 @@ class TimedGradientSync:
         accelerator.gradients_ready(1.0 if bucket.is_last() else self._num_ready_bytes / self._num_gradient_bytes)
         if bucket.is_last():
             self._num_ready_bytes = 0
-        accelerator.all_reduce_started()
+        accelerator.all_reduce_started(gradients.numel() * gradients.element_size())
 
         def reduced(future: Reduced) -> torch.Tensor:
             accelerator.all_reduce_finished()
@@ -78,6 +80,8 @@ def data_parallel(
     """Wrap a model that already lies on the accelerator's device; needs an initialised process group."""
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     bucket_mib = settings.bucket_mib or min(_DDP_BUCKET_MIB, num_bytes / _NUM_BUCKETS / 2**20)
+    if settings.compile != "none":
+        bucket_mib = max(bucket_mib, _COMPILED_BUCKET_MIB)
     reduce: Callable[[GradBucket], Reduced] = _average
     if settings.compression == "powersgd":
         bucket_mib = _ONE_BUCKET_MIB
@@ -88,7 +92,9 @@ def data_parallel(
     elif settings.compression == "fp16":
 
         def reduce(bucket: GradBucket) -> Reduced:
-            return fp16_compress_hook(dist.group.WORLD, bucket)
+            world = dist.group.WORLD
+            assert world is not None, "DDP has a process group"
+            return fp16_compress_hook(world, bucket)
 
     wrapped = DistributedDataParallel(
         model,

@@ -51,7 +51,7 @@ class Parallel:
         inputs: Callable[[Mapping[str, Any]], tuple[Tensor, ...]],
         *,
         schedule: LRScheduler | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: SharedGradScaler | None = None,
         mesh: DeviceMesh | None = None,
         pipeline: Pipeline | None = None,
         precision: Precision = "fp32",
@@ -102,12 +102,11 @@ class Parallel:
         assert isinstance(self.model, nn.Module), "a list of stages has a pipeline"
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
-        skips = isinstance(self.model, DistributedDataParallel) and not last
-        with self.model.no_sync() if skips else nullcontext():
+        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not last else nullcontext():
             with nullcontext() if accelerator is None else accelerator.forward(*rows), precise:
                 loss: Tensor = self.model(*inputs) / accumulation
             with nullcontext() if accelerator is None else accelerator.backward():
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def update(self) -> None:
@@ -122,7 +121,7 @@ class Parallel:
             self.scaler.step(self.optimiser)
             self.scaler.update()
         self.optimiser.zero_grad()
-        if self.schedule is not None:
+        if self.schedule is not None and (self.scaler is None or not self.scaler.skipped):
             self.schedule.step()
 
     def step(self, batch: Mapping[str, Any]) -> float:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.trainer.strategies.settings import Precision
 
+# A sixteenth of torch's: most models then skip none of their first steps, and it grows.
+_FIRST_SCALE = 2.0**12
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,10 +41,15 @@ class SharedGradScaler(torch.amp.GradScaler):
     """
 
     def __init__(self, device: str, max_skipped: int) -> None:
-        super().__init__(device)
+        super().__init__(device, init_scale=_FIRST_SCALE)
         self._max_skipped = max_skipped
         self._num_skipped = 0
         self._found: Tensor | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._num_skipped > 0
 
     def _unscale_grads_(
         self,
@@ -79,7 +86,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     found = []
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor):
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             if gradient.placements != parameter.placements:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             found.append(gradient.to_local())

@@ -7,12 +7,18 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from fuelrail.bench.trainer.models.settings import GptSettings, ModelSettings, VitSettings, num_blocks, tensor_sizes
+from fuelrail.bench.trainer.models.settings import (
+    GptSettings,
+    ModelSettings,
+    NotNegative,
+    Positive,
+    VitSettings,
+    num_blocks,
+    tensor_sizes,
+)
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
-Positive = Annotated[int, msgspec.Meta(gt=0)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

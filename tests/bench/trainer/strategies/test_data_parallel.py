@@ -22,7 +22,7 @@ class Listener:
     def gradients_ready(self, share):
         self.heard.append(share)
 
-    def all_reduce_started(self):
+    def all_reduce_started(self, num_bytes):
         self.heard.append("start")
 
     def all_reduce_finished(self):
