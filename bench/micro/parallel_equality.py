@@ -126,8 +126,11 @@ def _variations() -> Iterator[Case]:
         *({"strategy": name, "optimiser": "sgd", "rate_warmup": 10} for name in ("ddp", "fsdp2", "tensor")),
     ):
         yield Case(model="gpt-tiny", parallel=ParallelSettings(**options))  # type: ignore[arg-type]
-    low = [*((model, "ddp") for model in TINY), ("gpt-tiny", "fsdp2"), ("vit-tiny", "tensor")]
-    for precision, (model, strategy) in itertools.product(("bf16", "fp16"), low):
+    low = (("bev-tiny", "ddp"), ("vit-tiny", "ddp"), ("gpt-tiny", "fsdp2"), ("gpt-tiny", "tensor"))
+    for precision, (model, strategy) in (
+        *itertools.product(("bf16", "fp16"), low),
+        ("bf16", ("resnet-tiny", "ddp")),
+    ):
         yield Case(model=model, parallel=ParallelSettings(strategy=strategy), precision=precision, steps=200)  # type: ignore[arg-type]
 
 
@@ -249,7 +252,7 @@ def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared
         if outcome.interrupted:
             raise KeyboardInterrupt
         if outcome.exit_code:
-            raise FuelrailError(f"{world} ranks ended early: {log.read_text()[-6000:]}")
+            raise FuelrailError(f"{world} ranks ended early: see the end of its log:\n{log.read_text()[-900:]}")
         found += [msgspec.json.decode(line, type=Compared) for line in out.read_text().splitlines()]
     return found
 

@@ -92,8 +92,8 @@ MODELS: dict[str, ModelSettings] = {
     "base": BevSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
     "bev-tiny": BevSettings(width=8, num_stages=3, blocks_per_stage=2, subsample=8, grid=8),
     "resnet50": ResNetSettings(),
-    "resnet-tiny": ResNetSettings(width=8, blocks=(2, 2, 2, 2), subsample=2),
-    "vit-tiny": VitSettings(width=32, depth=8, heads=8, patch=8, subsample=8, grid=8),
+    "resnet-tiny": ResNetSettings(width=8, blocks=(2, 2, 2, 2), classes=16, subsample=2),
+    "vit-tiny": VitSettings(width=32, depth=8, heads=8, patch=4, subsample=4, grid=8),
     "vit-base": VitSettings(width=768, depth=12, heads=12, grid=48),
     "vit-large": VitSettings(width=1024, depth=24, heads=16, grid=48),
     "vit-2b": VitSettings(width=1664, depth=48, heads=16, patch=16, grid=48),
@@ -118,4 +118,6 @@ def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, i
     if isinstance(settings, VitSettings):
         height, width = (settings.patches_along(side) for side in image)
         return {"heads": settings.heads, "patches of an image": height * width}
+    if isinstance(settings, ResNetSettings):
+        return {"classes": settings.classes}
     return {"width": settings.width}
