@@ -44,6 +44,7 @@ MANY_PARAMETERS = {
 # Private names of other libraries that are used because there is no public way: ruff's SLF001, switched off there.
 PRIVATE_REACH = {
     "bench/gpu/base.py",
+    "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
     "loaders/integrations/mmengine.py",
     "loaders/storage/clients.py",

@@ -143,9 +143,9 @@ def contention(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
     Median and 99th percentile, by events. At the demand of a trainer the median may rise by 5 %.
     """
     resnet = ResNet(ResNetSettings())
-    model = nn.Sequential(resnet.stem.body, *resnet.blocks).to(bench.device).eval()
-    images = torch.zeros(bench.pick(64, 1), 3, bench.pick(224, 64), bench.pick(224, 64), device=bench.device)
-    images = images.contiguous(memory_format=torch.channels_last)
+    model = nn.Sequential(resnet.stem, *resnet.blocks).to(bench.device).eval()
+    side = bench.pick(224, 64)
+    images = torch.zeros(bench.pick(64, 1), 1, 3, side, side, dtype=torch.uint8, device=bench.device)
 
     def step() -> tuple[Mark, Mark]:
         start = Mark(bench)

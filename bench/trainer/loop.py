@@ -63,17 +63,18 @@ def train(
     *,
     num_steps: int | None = None,
     accumulation: int = 1,
+    first_step: int = 0,
 ) -> Iterator[StepRecord]:
     """Train on ``batches`` and yield a record after each optimiser step.
 
     ``parallel`` is a model on the accelerator's device, divided over the ranks. ``batches`` is any iterable of the
     loader's batches, over as many epochs as there shall be; the run ends with it, or after ``num_steps`` optimiser
-    steps. Micro-batches that no longer fill a step are left out. Images that count are those of real rows (``valid``)
-    and present cameras (``cam_valid``), on one rank of those that share them. Raises FuelrailError when fp16 keeps
-    overflowing.
+    steps, of which ``first_step`` were done before. Micro-batches that no longer fill a step are left out. Images that
+    count are those of real rows (``valid``) and present cameras (``cam_valid``), on one rank of those that share them.
+    Raises FuelrailError when fp16 keeps overflowing.
     """
     source = iter(batches)
-    step = 0
+    step = first_step
     step_start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
         data_wait_ns = epoch = 0

@@ -105,6 +105,49 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         | None
     ) = None
     seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, augmentation and weights")] = 0
+    checkpoint: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="save checkpoints there, and continue from the newest one",
+                extra={"metavar": "FOLDER_OR_URL"},
+            ),
+        ]
+        | None
+    ) = None
+    every: Annotated[Positive, msgspec.Meta(description="steps between two checkpoints")] = 100
+    keep: Annotated[Positive, msgspec.Meta(description="number of checkpoints to keep")] = 3
+    failures_per_day: (
+        Annotated[
+            float,
+            msgspec.Meta(
+                gt=0, le=_LARGE, description="failures of the whole job a day; adds the best interval of checkpoints"
+            ),
+        ]
+        | None
+    ) = None
+    memory: Annotated[bool, msgspec.Meta(description="follow the memory of the third warm-up step, by kind")] = False
+    against: (
+        Annotated[
+            str,
+            msgspec.Meta(description="compare the loss with that of this report.json", extra={"metavar": "REPORT"}),
+        ]
+        | None
+    ) = None
+    check_batch: (
+        Annotated[
+            Positive,
+            msgspec.Meta(
+                description="train as many samples again with N in a batch and the learning rate scaled with it, and "
+                "compare the loss: a check before a larger batch"
+            ),
+        ]
+        | None
+    ) = None
+    target_loss: (
+        Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE, description="report when the loss was as low as this")]
+        | None
+    ) = None
     price_per_gpu_hour: (
         Annotated[
             float,
@@ -154,6 +197,8 @@ class TrainSettings(Settings, frozen=True):
     without ``training`` batches are taken as fast as they come, and dropped.
 
     ``transform`` names the function of each sample as ``MODULE:FUNCTION``; ``trace``: folder for the ranks' traces.
+    ``checkpoint`` is the folder or URL of checkpoints; one is saved ``every`` steps and at the end. ``memory`` follows
+    the memory of the third step.
     """
 
     dataset: str
@@ -181,5 +226,10 @@ class TrainSettings(Settings, frozen=True):
     transform: str | None = None
     inject: Injection = Injection()
     trace: str | None = None
+    checkpoint: str | None = None
+    every: Positive = 100
+    keep: Positive = 3
+    failures_per_day: float | None = None
+    memory: bool = False
     parallel: ParallelSettings = ParallelSettings()
     timeout_s: Positive = 300

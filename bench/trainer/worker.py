@@ -32,6 +32,7 @@ from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, pe
 from fuelrail.bench.measure.link import link_of
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
 from fuelrail.bench.trainer.elastic import end_with
 from fuelrail.bench.trainer.experiment import make_loader
 from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.trainer.models.settings import ModelSettings
@@ -74,10 +76,12 @@ def run_rank(
     stage_clocks: Callable[[], Sequence[StageClock]],
     trace: RankTrace | None = None,
     mesh: DeviceMesh | None = None,
+    loader: DataLoader | None = None,
 ) -> None:
     """Train this rank on ``batches`` and write its records; with several ranks the process group is initialised.
 
-    ``mesh`` is that of a composed strategy, None otherwise.
+    ``mesh`` is that of a composed strategy, None otherwise. ``loader`` gives the batches; with checkpoints its position
+    is saved and restored.
     """
     clock = MonotonicClock()
     accelerator: Accelerator
@@ -87,11 +91,8 @@ def run_rank(
     else:
         emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
         accelerator, link = emulated, link_of(emulated)
-    distributed = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-
     inject = settings.inject
-    if inject.rank in (None, rank):
+    if inject.rank in (None, dist.get_rank() if dist.is_initialized() else 0):
         accelerator = StallingAccelerator(accelerator, inject, clock)
         if inject.data_wait:
             batches = late_batches(batches, inject.data_wait, clock)
@@ -100,19 +101,9 @@ def run_rank(
 
     # The seed makes every rank start from the same weights, and runs repeatable.
     model = build(MODELS[settings.model_name], accelerator.torch_device, settings.seed)
-    device_name = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
-    writer.write(
-        RankHeader(
-            rank=rank,
-            world_size=world_size,
-            device=device_name,
-            backend=dist.get_backend() if distributed else None,
-            model=settings.model_name,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            peak_tflops=None if settings.profile is not None else peak_tflops(device_name, settings.precision),
-        )
-    )
+    writer.write(_header(settings, model))
     parallel = _divide(model, settings, mesh, accelerator)
+    checkpoints = RunCheckpoints(settings, parallel, loader, writer)
     num_steps = 0
     read_before = storage_bytes_read()
     count = None if settings.profile is not None else partial(_flop_a_sample, MODELS[settings.model_name])
@@ -127,14 +118,21 @@ def run_rank(
             clock,
             num_steps=settings.num_steps,
             accumulation=settings.accumulation,
+            first_step=checkpoints.first_step,
         )
+        if settings.memory:
+            from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
+
+            steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
     with link:
         for record in steps if trace is None else trace.of_steps(steps):
             writer.write(record)
             num_steps += 1
+            checkpoints.after(checkpoints.first_step + num_steps)
             if num_steps == settings.num_warmup_steps:
                 writer.write(snapshot(num_steps, stage_clocks()))
     writer.write(snapshot(num_steps, stage_clocks()))
+    checkpoints.close(checkpoints.first_step + num_steps)
     read_after = storage_bytes_read()
     writer.write(
         RankEnd(
@@ -144,6 +142,20 @@ def run_rank(
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
         )
+    )
+
+
+def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
+    distributed = dist.is_initialized()
+    device = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
+    return RankHeader(
+        rank=dist.get_rank() if distributed else 0,
+        world_size=dist.get_world_size() if distributed else 1,
+        device=device,
+        backend=dist.get_backend() if distributed else None,
+        model=settings.model_name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
     )
 
 
@@ -214,8 +226,9 @@ def _peak_rss_bytes() -> int:
 
 
 def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
-    """A loader's batches over epoch after epoch, without end if ``num_epochs`` is None."""
-    for epoch in range(num_epochs) if num_epochs is not None else itertools.count():
+    """A loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
+    first = int(loader.state_dict()["epoch"])
+    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
         loader.set_epoch(epoch)
         yield from loader
 
@@ -312,7 +325,7 @@ def _run(settings: TrainSettings, writer: RankWriter) -> None:
         if "loading" in settings.leave_out:
             source = from_memory(source, None if settings.num_epochs is None else settings.num_epochs * len(loader))
             loader.close()
-        run_rank(settings, source, writer, lambda: loader.stats().stages, trace, mesh)
+        run_rank(settings, source, writer, lambda: loader.stats().stages, trace, mesh, loader)
     if trace is not None:
         trace.write()
 

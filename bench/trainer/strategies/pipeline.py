@@ -61,7 +61,12 @@ class TimedStage(PipelineStage):
         super().__init__(stage, number, num_stages, device, group=mesh.get_group())
         self.accelerator: Accelerator | None = None
         self.share = (0.0, 0.0)  # samples and images of a part of the batch, times this stage's share of the model
-        self._at_start = [buffer.clone() for buffer in stage.buffers()]
+        self._at_start: list[Tensor] | None = None
+
+    def note_buffers(self) -> None:
+        """Note the statistics before the first step; a checkpoint may be loaded after the stage is made."""
+        if self._at_start is None:
+            self._at_start = [buffer.clone() for buffer in self.submod.buffers()]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
         """Compute the stage's forward pass of one part of the batch."""
@@ -112,6 +117,7 @@ class Pipeline:
         """Forward and backward pass of a batch; return its loss, 0 on ranks without the last stage."""
         share = 1 / self.micro_batches / self.stages[0].num_stages
         for stage in self.stages:
+            stage.note_buffers()
             stage.accelerator, stage.share = accelerator, (rows[0] * share, rows[1] * share)
         losses: list[Tensor] = []
         named = {f"input_{number}": tensor for number, tensor in enumerate(inputs)}

@@ -35,7 +35,7 @@ def test_epochs_follow_each_other(dataset):
         steps = [(batch["epoch"], batch["step"]) for batch in batches(loader, 2)]
         assert steps == [(epoch, step) for epoch in (0, 1) for step in range(4)]
         endless = [batch["epoch"] for batch in islice(batches(loader, None), 10)]
-        assert endless == [0] * 4 + [1] * 4 + [2] * 2
+        assert endless == [2] * 4 + [3] * 4 + [4] * 2  # from where the loader is
 
 
 def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
