@@ -312,7 +312,8 @@ def _resnet(case: Case) -> float:
         reduced = sent_bytes("all_reduce", ranks, 4 * 25.6e6) / cluster.bytes_per_s(ranks)
         exposed = max(0.0, reduced - seconds * 2 / 3)
         rates.append(ranks / (seconds + exposed))
-    return rates[1] / rates[0]
+    ratio: float = rates[1] / rates[0]
+    return ratio
 
 
 def compare(cases: Sequence[Case]) -> Figures:
