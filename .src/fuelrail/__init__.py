@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fuelrail.bench.planner.plan import PlanOptions as PlanOptions
+    from fuelrail.bench.planner.plan import Scenario as Scenario
+    from fuelrail.bench.planner.plan import plan as plan
     from fuelrail.bench.studies.compare.options import CompareOptions as CompareOptions
     from fuelrail.bench.studies.compare.session import compare as compare
     from fuelrail.bench.studies.diagnose.run import DiagnoseOptions as DiagnoseOptions
@@ -114,6 +117,9 @@ _PUBLIC: Final = {
     "bench_loader": "fuelrail.bench.studies.loader.measure",
     "compare": "fuelrail.bench.studies.compare.session",
     "CompareOptions": "fuelrail.bench.studies.compare.options",
+    "plan": "fuelrail.bench.planner.plan",
+    "PlanOptions": "fuelrail.bench.planner.plan",
+    "Scenario": "fuelrail.bench.planner.plan",
     "describe_order": "fuelrail.bench.studies.order.describe",
     "DescribeOptions": "fuelrail.bench.studies.order.describe",
     "diagnose": "fuelrail.bench.studies.diagnose.run",

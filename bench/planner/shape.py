@@ -8,13 +8,14 @@ Two parts are arithmetic, as torch cannot run them so: DDP's buckets (their byte
 they take no memory besides), and the order of a pipeline's micro-batches, of which a stage runs one. The optimiser's
 moments are added by their number, for torch counts DTensors in full in a step under fake tensors.
 
-The fake group, the trackers and the fake store are private parts of torch: :func:`private_parts` finds them or says so.
+The fake store, the trackers and DTensor's caches are private parts of torch: :func:`private_parts` finds them or says
+so.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -34,7 +35,7 @@ from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -93,18 +94,31 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 704
 
 
-def private_parts() -> tuple[Any, Any, Any]:
-    """Return torch's fake store and its two memory trackers. Raises FuelrailError where this torch has none."""
+class PrivateParts(NamedTuple):
+    """What of torch is private: the fake store, two memory trackers, and what forgets DTensor's caches."""
+
+    fake_store: Any
+    tracker: Any
+    sharded_tracker: Any
+    forget: tuple[Callable[[], None], ...]
+
+
+def private_parts() -> PrivateParts:
+    """Return what is private. Raises FuelrailError where this torch has it elsewhere."""
     try:
+        from torch._C import _clear_DTensor_sharding_propagator_cache as forget_native
         from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
         from torch.distributed._tools.mem_tracker import MemTracker
+        from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+        from torch.distributed.tensor.debug import _clear_python_sharding_prop_cache as forget_python
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
         raise FuelrailError(
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
             "2.13; the formulas of fuelrail.bench.planner.formulas need none of it"
         ) from error
-    return FakeStore, MemTracker, FSDPMemTracker
+    forget = (forget_native, forget_python, clear_redistribute_planner_cache, _gen_transform_infos.cache_clear)
+    return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, forget)
 
 
 def shape_of(
@@ -143,12 +157,15 @@ def shape_of(
 def _fake_group(rank: int, world: int) -> Iterator[None]:
     if dist.is_initialized():
         raise FuelrailError("the planner needs a process without a process group; call it in one of its own")
-    store, _, _ = private_parts()
-    dist.init_process_group("fake", rank=rank, world_size=world, store=store())
+    parts = private_parts()
+    dist.init_process_group("fake", rank=rank, world_size=world, store=parts.fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
+        # They know meshes by their ranks, and would bring this one's groups to the next of the same ranks.
+        for forget in parts.forget:
+            forget()
 
 
 def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -188,7 +205,7 @@ def _run(
     place: tuple[int, int],
 ) -> Shape:
     model, settings, degrees, precision = how
-    _, plain_tracker, sharded_tracker = private_parts()
+    parts = private_parts()
     with FakeTensorMode(allow_non_fake_inputs=True):
         part = parallel.models[0]
         part.to_empty(device="cpu")
@@ -201,7 +218,7 @@ def _run(
             # DTensors find their placements in the first pass by running operators at global sizes: not this rank's.
             _pass(parallel, part, given, received, precision)
             parallel.optimiser.zero_grad()
-        tracker = sharded_tracker(part) if degrees.dp_shard > 1 else plain_tracker()
+        tracker = parts.sharded_tracker(part) if degrees.dp_shard > 1 else parts.tracker()
         if degrees.dp_shard == 1:
             tracker.track_external(part)
         counter = _Counter(parallel.mesh)
@@ -287,7 +304,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         groups = {} if mesh is None else {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-        self._axes = {group.group_name: (axis, group.size()) for axis, group in groups.items()}
+        self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items()}
         self._found: dict[tuple[str, str, int], list[int]] = {}
         self.flop = 0
 
@@ -308,9 +325,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if kind is not None:
                 self._note(kind, args, result)
         elif name.startswith(f"{_ATTENTION}_backward"):
-            self.flop += sdpa_backward_flop_count(*(one.shape for one in args[:4]))
+            self.flop += sdpa_backward_flop_count(*(one.shape for one in args[:4]))  # type: ignore[no-untyped-call]
         elif name.startswith(_ATTENTION):
-            self.flop += sdpa_flop_count(*(one.shape for one in args[:3]))
+            self.flop += sdpa_flop_count(*(one.shape for one in args[:3]))  # type: ignore[no-untyped-call]
         elif func.overloadpacket in flop_registry:
             self.flop += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         return result
