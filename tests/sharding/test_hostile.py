@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import io
 import os
@@ -260,11 +261,15 @@ def test_l4_l5_reports_print_no_escapes(case):
 
 def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
-    sizes = {"index.arrow": 1 << 30, "blocks.sha256": 32 * (1 + (1 << 10) + 1)}  # a digest for every MiB of a table
-    for name, size in sizes.items():
-        os.truncate(tmp_path / "DS" / name, size)
+    os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
+    blocks = bytes(32 * (1 + (1 << 10) + 1))  # a digest for every MiB of a table
+    (tmp_path / "DS" / "blocks.sha256").write_bytes(blocks)
     manifest = load_manifest(tmp_path / "DS")
-    files = tuple(msgspec.structs.replace(one, bytes=sizes.get(one.name, one.bytes)) for one in manifest.files)
+    changed = {
+        "index.arrow": {"bytes": 1 << 30},
+        "blocks.sha256": {"bytes": len(blocks), "sha256": hashlib.sha256(blocks).hexdigest()},
+    }
+    files = tuple(msgspec.structs.replace(one, **changed.get(one.name, {})) for one in manifest.files)
     (tmp_path / "DS" / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
     program = """
 import resource, sys
