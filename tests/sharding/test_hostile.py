@@ -262,7 +262,8 @@ def test_l4_l5_reports_print_no_escapes(case):
 def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
-    blocks = bytes(32 * (1 + (1 << 10) + 1))  # a digest for every MiB of a table
+    whole = (tmp_path / "DS" / "blocks.sha256").read_bytes()  # a digest for every MiB: of shards, index and keys
+    blocks = whole[:32] + bytes(32 << 10) + whole[64:]
     (tmp_path / "DS" / "blocks.sha256").write_bytes(blocks)
     manifest = load_manifest(tmp_path / "DS")
     changed = {
