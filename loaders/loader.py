@@ -12,17 +12,17 @@ import msgspec
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.channels import choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
-from fuelrail.loaders.batch.samples import Augments
-from fuelrail.loaders.batch.stages import LoaderStats, Production, Runner, check_pixels
+from fuelrail.loaders.batch.stages import LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refuse_unknown
-from fuelrail.loaders.decode import BatchDecoder, make_decoder
+from fuelrail.loaders.decode import BatchDecoder
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import add_stats, image_facts, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import add_stats, open_all, require_lidar
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Autotuner
     from fuelrail.loaders.batch.counterfactual import LoaderPart
     from fuelrail.loaders.batch.points import Points
-    from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Budget
-    from fuelrail.loaders.records import Source
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
@@ -102,6 +100,8 @@ class DataLoader:
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
             axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
+        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
+            out are not decoded.
         transforms: image size, augmentation, decoder, normalization, frame of the boxes.
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: restrict it to numpy and torch
@@ -141,6 +141,7 @@ class DataLoader:
         mix: Mapping[str, int] | None = None,
         window: FrameWindow | Fields | None = None,
         points: bool | PointSweeps | Fields = False,
+        channels: Sequence[str] | None = None,
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         storage: StorageOptions | Fields = DEFAULT_STORAGE,
@@ -156,8 +157,8 @@ class DataLoader:
             "dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
             "num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory,
             "collate_fn": collate_fn, "order": order, "split": split, "mix": mix, "window": window, "points": points,
-            "transforms": transforms, "transform": transform, "storage": storage, "bad_samples": bad_samples,
-            "device": device, "world": world, "trace": trace, "check_ranks": check_ranks,
+            "channels": channels, "transforms": transforms, "transform": transform, "storage": storage,
+            "bad_samples": bad_samples, "device": device, "world": world, "trace": trace, "check_ranks": check_ranks,
         }  # fmt: skip
         self._arguments = options = Arguments(**given)
         self.batch_size, self.seed, self.transforms = options.batch_size, options.seed, options.transforms
@@ -176,11 +177,12 @@ class DataLoader:
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
         )
-        content = sample_settings(options.seed, **options.transforms.content(), points=options.points)
-        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
         self._transfer = make_transfer(device, options.transforms.normalize)
-        self._make = _make_production(options, points_of, sources, self._bad, self._transfer)
+        self._make = make_batch_pipeline(options, points_of, sources, self._bad, self._transfer)
+        chosen = [channel.name for channel in self._make.channels.channels] or None
+        content = sample_settings(options.seed, **options.transforms.content(), points=options.points, channels=chosen)
+        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         image, num_cameras = options.transforms.image, len(self._make.cameras)
         self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
@@ -387,6 +389,7 @@ def _choose_samples(
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
+        channels={name: choose_channels(one, options.channels) for name, one in datasets.items()},
     )  # fmt: skip
     supply = make_schedule(
         choice,
@@ -405,23 +408,6 @@ def _choose_samples(
     if options.transforms.box_frame == "lidar":
         require_lidar(supply.sources)
     return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
-
-
-def _make_production(
-    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
-) -> Production:
-    """Choose the decoder, and put together what the stages need."""
-    transforms = options.transforms
-    decoder = make_decoder(transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads)
-    check_pixels(decoder, transforms.pixels)
-    augments = Augments(
-        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
-    )
-    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
-    return Production(
-        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
-        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-    )  # fmt: skip
 
 
 def _choose_tuner(options: Arguments, batch_bytes: int) -> Autotuner | None:

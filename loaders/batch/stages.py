@@ -12,9 +12,11 @@ import torch
 from fuelrail.loaders.autotune import decode_ahead
 from fuelrail.loaders.batch import samples, user
 from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.samples import fetch
-from fuelrail.loaders.decode import BatchDecoder
+from fuelrail.loaders.decode import BatchDecoder, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
+from fuelrail.loaders.schedule.datasets import image_facts
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
 
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.loaders.autotune import Autotuner, Tuning
+    from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import BoxFrame, Normalize
+    from fuelrail.loaders.config import Arguments, BoxFrame, Normalize
     from fuelrail.loaders.decode import ImageDecoder
-    from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
+    from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.loaders.schedule.prefetch import RequestStream
     from fuelrail.loaders.storage import StorageStats
@@ -51,16 +54,19 @@ class Production(NamedTuple):
     normalize: Normalize | None
     transfer: CudaTransfer | None
     box_frame: BoxFrame
+    channels: SelectedChannels
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
+        is_work = bool(self.augments.accumulation or self.channels.channels)
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, 2 * num_workers),
-            # Putting sweeps together is real work, most of it without the interpreter's lock.
-            Stage("parse", parse, num_workers if self.augments.accumulation else 1, 2 * num_workers),
+            # Putting sweeps together, decoding and moving channels is real work, most of it without the interpreter's
+            # lock.
+            Stage("parse", parse, num_workers if is_work else 1, 2 * num_workers),
         ]
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):
@@ -75,12 +81,13 @@ class Production(NamedTuple):
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame)
+            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels)
             collate = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
-                user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame
-            )
+                user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame,
+                channels=self.channels,
+            )  # fmt: skip
             each = partial(_transformed, self.bad, transform)
             each = each if group else partial(samples.for_each, each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
@@ -92,6 +99,24 @@ class Production(NamedTuple):
             stages.append(Stage("transfer", self.transfer, 1, tuning.ready))
             return [with_ranges(stage) for stage in stages]
         return stages
+
+
+def make_batch_pipeline(
+    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
+) -> Production:
+    """Choose the decoder, and put together what the stages need."""
+    transforms = options.transforms
+    decoder = make_decoder(transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads)
+    check_pixels(decoder, transforms.pixels)
+    augments = samples.Augments(
+        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
+    )
+    cameras, channels = tuple(sources[0].reader.cameras), sources[0].reader.channels
+    return Production(
+        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
+        SelectedChannels(channels, cameras),
+    )  # fmt: skip
 
 
 def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decoded: Sequence[Any]) -> Any:  # noqa: ANN401

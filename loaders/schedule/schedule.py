@@ -18,11 +18,12 @@ from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.windows import WindowLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -43,6 +44,8 @@ class ScheduleRequest(NamedTuple):
     points: bool
     sweeps: bool
     """Earlier sweeps of the lidar too."""
+    channels: Mapping[str, Sequence[Channel]]
+    """The selected entries of each dataset's table, by the dataset's name."""
 
 
 class Schedule(NamedTuple):
@@ -75,8 +78,8 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps = request
-    check_compatible(datasets, points=points)
+    datasets, mix, split, spec, window, points, sweeps, channels = request
+    check_compatible(datasets, points=points, channels=channels)
     for dataset in datasets.values():
         dataset.split(split)  # an unknown split is an error before anything is computed
     clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}
@@ -88,7 +91,9 @@ def make_schedule(
     else:
         order = compile_mix(mix, spec, datasets, split, window=window, clips=list(clips.values()))
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
-    sources = make_sources(datasets, split, open_storage, points=points, sweeps=sweeps, named=mix is not None)
+    sources = make_sources(
+        datasets, split, open_storage, points=points, sweeps=sweeps, channels=channels, named=mix is not None
+    )
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))
         for source, table in zip(sources, clips.values(), strict=True)

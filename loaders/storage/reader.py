@@ -13,7 +13,10 @@ from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fuelrail.loaders.storage import Storage
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index_row import IndexRow
 
@@ -30,7 +33,8 @@ class SampleReader:
 
     ``storage`` None: the one that fits the place of the dataset, which checks every span against its xxh3 digest.
     Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
-    that nor ``extra`` are user members.
+    that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table, are
+    read; they stay raw, in ``Sample.extra``.
     """
 
     def __init__(
@@ -41,21 +45,24 @@ class SampleReader:
         points: bool = True,
         sweeps: bool = True,
         extra: bool = True,
+        channels: Sequence[Channel] = (),
     ) -> None:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
+        self.lidars = [lidar.channel for lidar in dataset.manifest.lidars]
+        self.channels = tuple(channels)
+        self._fields = frozenset(channel.field for channel in channels)
         self._rig = Rig.of(dataset.manifest)
         self.needs_lidar = False
         """Whether a sample is bad where the first lidar has no pose."""
-        lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
             for name in dataset.index.names
-            if (points or lidar_channel(name) not in lidars)
+            if (points or lidar_channel(name) not in self.lidars)
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
-            and name not in self._rig.fields
+            and (name not in self._rig.fields or name in self._fields)
         )
 
     def fetch(self, index: int) -> FetchedSpan:
@@ -73,7 +80,7 @@ class SampleReader:
         members = read_members(
             row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
         )
-        sample = decode_sample(row.key, members)
+        sample = decode_sample(row.key, members, self._fields)
         check_arrays(sample, self._rig)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(
