@@ -1,4 +1,4 @@
-"""`fuelrail view` and `fuelrail doctor`."""
+"""`fuelrail view`, `fuelrail doctor`, and the metrics of a loader for `fuelrail top`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib.metadata
 import importlib.util
 import shutil
 import weakref
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from fuelrail.loaders.config import Transforms, default_num_workers
+import msgspec
+
+from fuelrail.loaders.config import default_num_workers
 from fuelrail.loaders.decode import dali_install
 from fuelrail.loaders.decode.native import load as load_native
-from fuelrail.pipeline.cli import Command
-from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer, loader_metrics
 
 if TYPE_CHECKING:
@@ -23,63 +23,26 @@ if TYPE_CHECKING:
 
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="OUT", help="folder of a Fuelrail dataset")
-    parser.add_argument("key", nargs="?", help="sample key; left out: the first sample of the dataset")
-    parser.add_argument("--image", metavar="YAML", help="image settings; default 704x256 from the bottom")
-    parser.add_argument("--train", action="store_true", help="augment as a loader does, for this seed and epoch")
-    parser.add_argument("--seed", type=int, default=0, help="of the augmentation (default 0)")
-    parser.add_argument("--epoch", type=int, default=0, help="of the augmentation (default 0)")
-    parser.add_argument("--output", "-o", default="contact_sheet.png", metavar="PNG", help="default contact_sheet.png")
+    from fuelrail.loaders.contact_sheet import ViewOptions
+
+    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
+    parser.add_argument("key", nargs="?", help="sample key (default: the first sample of the dataset)")
+    add_flags(parser, ViewOptions)
 
 
 def _run_view(args: argparse.Namespace) -> int:
-    import cv2
-    import msgspec
+    from fuelrail.loaders.contact_sheet import ViewOptions, view
 
-    from fuelrail.loaders.contact_sheet import contact_sheet, decode_single
-    from fuelrail.loaders.storage.reader import SampleReader
-    from fuelrail.pipeline.format.dataset import open_dataset
-    from fuelrail.pipeline.settings import as_settings
-    from fuelrail.pipeline.text import shown
-    from fuelrail.pipeline.transforms.image import ImageAugment
-
-    for name in ("seed", "epoch"):
-        if getattr(args, name) < 0:
-            raise ConfigError(f"--{name} {getattr(args, name)} must be 0 or more")
-    output = Path(args.output)
-    if output.suffix.lower() != ".png":
-        raise ConfigError(f"--output {args.output!r} must end with .png")
-    dataset = open_dataset(args.dataset)
-    reader = SampleReader(dataset)
-    row = 0 if args.key is None else reader.find(args.key)
-    sample = reader.sample(row)
-    image = as_settings(args.image, ImageAugment, "--image") if args.image else Transforms().image
-    image = msgspec.structs.replace(image, train=args.train)
-    cameras = [camera.channel for camera in dataset.manifest.cameras]
-    try:
-        batch = decode_single(sample, cameras, image, seed=args.seed, epoch=args.epoch, row=row)
-        sheet = contact_sheet(
-            batch["img"][0].numpy(), batch["ego2img"][0].numpy(), cameras, sample.boxes, dataset.manifest.classes
-        )
-        encoded = cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
-    except MemoryError as error:
-        num_bytes = len(cameras) * 3 * image.height * image.width
-        raise ConfigError(
-            f"no memory to draw {len(cameras)} cameras of {image.width}x{image.height} pixels, {num_bytes} bytes and "
-            "the same for the sheet: give a smaller height and width with --image"
-        ) from error
-    try:
-        output.write_bytes(encoded)
-    except OSError as error:
-        raise ConfigError(f"--output '{output}' cannot be written: {error.strerror}") from error
-    num_boxes = 0 if sample.boxes is None else len(sample.boxes.boxes3d)
-    print(f"{shown(sample.key)}: {len(sample.images)} cameras, {num_boxes} boxes -> {output}")  # noqa: T201
+    options = from_flags(args, ViewOptions)
+    output = options.output or "contact_sheet.png"
+    report = view(args.dataset, args.key, options, output=output)
+    print(f"{report.as_text()} -> {output}")  # noqa: T201
     return 0
 
 
-def _run_doctor(args: argparse.Namespace) -> int:  # noqa: ARG001
-
-    print(render(examine()))  # noqa: T201
+def _run_doctor(args: argparse.Namespace) -> int:
+    report = doctor()
+    print_json(report) if from_flags(args, PrintOptions).json else print(report.as_text())  # noqa: T201
     return 0
 
 
@@ -87,22 +50,42 @@ COMMANDS = {
     "view": Command(
         "draw a sample's cameras and boxes, through the augmentation, as a PNG", _configure_view, _run_view
     ),
-    "doctor": Command("say what is installed to decode with, and what would be better", lambda _: None, _run_doctor),
+    "doctor": Command(
+        "check which decoders are installed and suggest faster ones",
+        lambda parser: add_flags(parser, PrintOptions),
+        _run_doctor,
+    ),
 }
 
 
-class Finding(NamedTuple):
-    """One line of the report. ``advice`` is what to do for more, empty where nothing is to be done."""
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report; ``advice`` says how to get a faster decoder, empty where there is nothing to do."""
 
     subject: str
     state: str
     advice: str = ""
 
 
-def examine() -> list[Finding]:
+class DoctorReport(msgspec.Struct, frozen=True):
+    """What is installed to decode with, and what would be faster."""
+
+    findings: list[Finding]
+
+    def as_text(self) -> str:
+        """Return the findings as text, an advice below the finding that it is about."""
+        width = max(len(finding.subject) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            lines.append(f"{finding.subject:<{width}}  {finding.state}")
+            if finding.advice:
+                lines.append(f"{'':<{width}}    -> {finding.advice}")
+        return "\n".join(lines)
+
+
+def doctor() -> DoctorReport:
     """Look at the decode backends and what they depend on; nothing is decoded, and DALI is not loaded."""
-    return [
-        Finding("decoder=auto", "takes turbo: the fastest on the CPU, and always installed"),
+    findings = [
+        Finding("decoder=auto", "uses turbo, the fastest CPU decoder"),
         _turbo(),
         _native(),
         _pillow(),
@@ -111,10 +94,11 @@ def examine() -> list[Finding]:
         _jpegtran(),
         Finding("decoding threads", f"{default_num_workers()} by default: the CPUs that this process may use"),
     ]
+    return DoctorReport(findings)
 
 
 def _version(*packages: str) -> str | None:
-    """The first of these packages that is installed, with its version."""
+    """Return the first of these packages that is installed, with its version."""
     for package in packages:
         try:
             return f"{package} {importlib.metadata.version(package)}"
@@ -131,7 +115,9 @@ def _turbo() -> Finding:
 def _native() -> Finding:
     loaded = load_native()
     if isinstance(loaded, str):
-        return Finding("native JPEG", "not used by turbo: camera JPEGs take about 1.5 times as long", loaded)
+        return Finding(
+            "native JPEG", "the native decoder was not built, so decoding takes about 1.5 times as long", loaded
+        )
     return Finding("native JPEG", "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it")
 
 
@@ -200,17 +186,6 @@ def _jpegtran() -> Finding:
             "it writes restart markers, with which crops decode faster: Debian package libjpeg-turbo-progs",
         )
     return Finding("jpegtran", "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster")
-
-
-def render(findings: list[Finding]) -> str:
-    """The findings as text, an advice below what it is about."""
-    width = max(len(finding.subject) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.subject:<{width}}  {finding.state}")
-        if finding.advice:
-            lines.append(f"{'':<{width}}    -> {finding.advice}")
-    return "\n".join(lines)
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:

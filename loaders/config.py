@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from msgspec import Meta
 
 from fuelrail.loaders.decode.lens import Undistort  # noqa: TC001 - msgspec resolves it
+from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
@@ -24,6 +26,7 @@ from fuelrail.pipeline.settings import (
     Settings,
     check_types,
     did_you_mean,
+    must_be,
     resolve_fields,
 )
 from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
@@ -33,7 +36,9 @@ from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
 
 
-def _column(levels: Sequence[float], device: torch.device) -> torch.Tensor:
+@functools.lru_cache(maxsize=64)
+def _column(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers as float32 (n, 1, 1) on a device, the same tensor each time: making it is a blocking copy."""
     return torch.tensor(levels, dtype=torch.float32, device=device)[:, None, None]
 
 
@@ -72,7 +77,7 @@ class Normalize(Settings, frozen=True):
         return values.to(getattr(torch, self.dtype), memory_format=layout).view(img.shape)
 
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
-        """The batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
+        """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
         img = batch.get("img") if isinstance(batch, dict) else None
         if not isinstance(img, torch.Tensor) or img.dtype != torch.uint8 or img.ndim < 3 or img.shape[-3] != 3:
             kind = f"{img.dtype} {list(img.shape)}" if isinstance(img, torch.Tensor) else type(img).__name__
@@ -104,10 +109,32 @@ class Budget(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    cpus: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")] = None
-    memory_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="a number of bytes of 1 or more, or None")
-    ] = None
+    cpus: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    memory_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("a number of bytes of 1 or more, or None")] = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_types(self, ConfigError)
+
+
+class StaticBatches(Settings, frozen=True):
+    """Batches of fixed shapes at fixed addresses, for CUDA graphs and torch.compile; see docs/loader.md.
+
+    Attributes:
+        max_boxes: rows of each sample's ``gt_boxes_3d`` and of the entries that go with it; ``gt_mask`` says which
+            are real. A sample with more is an error.
+        max_points: rows of each sample's ``points``; ``points_mask`` says which are real. Needed with ``points``.
+        buffers: sets of buffers that batches are copied into in turn. A batch is overwritten when this many more have
+            been handed out.
+
+    Raises ConfigError for values out of range.
+    """
+
+    max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
+    max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    buffers: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 2
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -130,6 +157,8 @@ class Transforms(Settings, frozen=True):
             ``device`` if that is a GPU) or "auto".
         box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
             its own time, which pairs with ``lidar2img`` and ``points``.
+        dali: how "dali" decodes on a GPU.
+        static: True, or a `StaticBatches`: batches of fixed shapes, at fixed addresses.
 
     Raises ConfigError for values that are not allowed.
     """
@@ -139,13 +168,25 @@ class Transforms(Settings, frozen=True):
     ego: BevAugment = BevAugment()
     undistort: Undistort | None = None
     normalize: Normalize | None = None
-    decoder: Annotated[str, Meta(description="a decoder's name, such as 'auto'")] = "auto"
-    box_frame: Annotated[BoxFrame, Meta(description="one of ego, lidar")] = "ego"
+    decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
+    box_frame: Annotated[BoxFrame, must_be("one of ego, lidar")] = "ego"
+    dali: DaliOptions = DaliOptions()
+    static: Annotated[
+        bool | StaticBatches,
+        must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
+    ] = False
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
+
+    @property
+    def static_batches(self) -> StaticBatches | None:
+        """How batches are made static; None: they are not."""
+        if isinstance(self.static, bool):
+            return StaticBatches() if self.static else None
+        return self.static
 
     def content(self) -> dict[str, Any]:
         """Return what decides the content of a sample, by name; an augmentation that draws nothing is None."""
@@ -177,17 +218,15 @@ class StorageOptions(Settings, frozen=True):
     Raises ConfigError for values that are not allowed.
     """
 
-    backend: Annotated[Backend, Meta(description=f"one of {', '.join(BACKENDS)}")] = "auto"
-    options: Annotated[dict[str, Any] | None, Meta(description="a dict or None")] = None
-    cache_dir: Annotated[PathText | None, Meta(description="a path or None")] = None
+    backend: Annotated[Backend, must_be(f"one of {', '.join(BACKENDS)}")] = "auto"
+    options: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
+    cache_dir: Annotated[PathText | None, must_be("a path or None")] = None
     cache_size: Annotated[
-        Annotated[int, Meta(ge=1)] | str | None, Meta(description="a number of bytes, a text such as '500GB', or None")
+        Annotated[int, Meta(ge=1)] | str | None, must_be("a number of bytes, a text such as '500GB', or None")
     ] = None
-    look_ahead_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="a whole number of 1 or more, or None")
-    ] = None
+    look_ahead_bytes: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
     retry: RetryPolicy | None = None
-    verify: Annotated[bool, Meta(description="True or False")] = True
+    verify: Annotated[bool, must_be("True or False")] = True
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
@@ -195,20 +234,19 @@ class StorageOptions(Settings, frozen=True):
         check_types(self, ConfigError)
 
     def __repr__(self) -> str:
-        """All fields, without the values in ``options``, which may be credentials."""
+        """Return all fields, without the values in ``options``, which may be credentials."""
         hidden = None if self.options is None else dict.fromkeys(self.options, "...")
         return msgspec.Struct.__repr__(msgspec.structs.replace(self, options=hidden))
 
 
-_BOOL: Final = Meta(description="True or False")
-_COUNT: Final = Meta(ge=1, description="a whole number of 1 or more")
-_WORKERS: Final = Meta(
-    description="a whole number of 1 or more, 'auto', a Budget or None: it is the number of threads that decode in "
+_BOOL: Final = must_be("True or False")
+_COUNT: Final = must_be("an integer >= 1")
+_WORKERS: Final = must_be(
+    "an integer >= 1, 'auto', a Budget or None: it is the number of threads that decode in "
     "this process, not of worker processes, so 0 is not possible; leave it out for one thread for each CPU of this rank"
 )
-_RATIOS: Final = Meta(
-    description="a dict with a whole number of 1 or more for each dataset, by its name, or None; such as "
-    '{"city": 3, "highway": 1}'
+_RATIOS: Final = must_be(
+    'a dict with an integer >= 1 for each dataset, by its name, or None; such as {"city": 3, "highway": 1}'
 )
 
 
@@ -219,20 +257,20 @@ class Arguments(Settings, frozen=True, kw_only=True):
     """
 
     dataset: Any
-    batch_size: Annotated[int, _COUNT]
+    batch_size: Annotated[int, Meta(ge=1), _COUNT]
     shuffle: Annotated[bool, _BOOL]
-    seed: Annotated[int, Meta(ge=0, description="a whole number of 0 or more")]
+    seed: Annotated[int, Meta(ge=0), must_be("an integer >= 0")]
     drop_last: Annotated[bool, _BOOL]
     num_workers: Annotated[Annotated[int, Meta(ge=1)] | Literal["auto"] | Budget | None, _WORKERS]
-    prefetch_factor: Annotated[int, _COUNT]
-    pin_memory: Annotated[bool | None, Meta(description="True, False or None")]
+    prefetch_factor: Annotated[int, Meta(ge=1), _COUNT]
+    pin_memory: Annotated[bool | None, must_be("True, False or None")]
     collate_fn: Any
     order: OrderSpec | None
-    split: Annotated[str, Meta(min_length=1, description="a split's name, such as 'train'")]
+    split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
     mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | None, _RATIOS]
     window: FrameWindow | None
     points: Annotated[
-        bool | PointSweeps, Meta(description="True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
+        bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
     ]
     channels: Annotated[tuple[str, ...] | None, Meta(description="a list of names of channels, or None")]
     transforms: Transforms
@@ -345,7 +383,7 @@ def default_num_workers() -> int:
 
 
 def default_memory_bytes() -> int:
-    """Memory for batch buffers of this rank, if nothing else is said."""
+    """Default memory for batch buffers of this rank."""
     return int(available_memory_bytes() * _MEMORY_SHARE) // ranks_on_host()
 
 

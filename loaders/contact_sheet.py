@@ -1,24 +1,34 @@
-"""A sample's cameras side by side, with its boxes drawn where the batch's matrices put them."""
+"""`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import cv2
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.records import BatchSlot, DecodedSample
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import Settings, check_types, make_options, resolve_fields
+from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 - msgspec resolves it
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.schema import Boxes, Sample
-    from fuelrail.pipeline.transforms.image import ImageAugment
 
 NEAR_M: Final = 0.2
 """Edges are cut where they come nearer to the camera than this."""
@@ -35,6 +45,77 @@ _PALETTE: Final = (
 )  # fmt: skip
 # Seen from above, the rig unrolled: left to right in front, left to right behind.
 _PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_left", "cam_back", "cam_back_right")
+
+
+class ViewOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
+
+    image: Annotated[ImageAugment, Meta(description="image settings (default: 704x256 from the bottom)")] | None = None
+    train: Annotated[bool, Meta(description="augment as a loader does, for this seed and epoch")] = False
+    seed: Annotated[int, Meta(ge=0, description="seed of the augmentation")] = 0
+    epoch: Annotated[int, Meta(ge=0, description="epoch of the augmentation")] = 0
+    output: (
+        Annotated[str, Meta(description="picture to write (default: contact_sheet.png)", extra={"metavar": "PNG"})]
+        | None
+    ) = None
+
+    def __post_init__(self) -> None:
+        resolve_fields(self)
+        check_types(self, ConfigError)
+
+
+class ViewReport(NamedTuple):
+    """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB."""
+
+    key: str
+    num_cameras: int
+    num_boxes: int
+    sheet: NDArray[np.uint8]
+
+    def as_text(self) -> str:
+        """Return a line on what was drawn."""
+        return f"{shown(self.key)}: {self.num_cameras} cameras, {self.num_boxes} boxes"
+
+
+def view(
+    dataset: str | os.PathLike[str],
+    key: str | None = None,
+    options: ViewOptions | None = None,
+    **changes: Any,  # noqa: ANN401 - fields of ViewOptions
+) -> ViewReport:
+    """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample of the dataset.
+
+    ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as keywords; without
+    ``output`` nothing is written. Raises ConfigError, and DatasetErrors for a sample that cannot be read.
+    """
+    options = make_options(ViewOptions, options, changes)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and output.suffix.lower() != ".png":
+        raise ConfigError(f"output {options.output!r} must end with .png")
+    opened = open_dataset(dataset)
+    reader = SampleReader(opened)
+    row = 0 if key is None else reader.find(key)
+    sample = reader.sample(row)
+    image = msgspec.structs.replace(options.image or Transforms().image, train=options.train)
+    cameras = [camera.channel for camera in opened.manifest.cameras]
+    try:
+        batch = decode_single(sample, cameras, image, seed=options.seed, epoch=options.epoch, row=row)
+        sheet = contact_sheet(
+            batch["img"][0].numpy(), batch["ego2img"][0].numpy(), cameras, sample.boxes, opened.manifest.classes
+        )
+        encoded = b"" if output is None else cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
+    except MemoryError as error:
+        num_bytes = len(cameras) * 3 * image.height * image.width
+        raise ConfigError(
+            f"no memory to draw {len(cameras)} cameras of {image.width}x{image.height} pixels, {num_bytes} bytes and "
+            "the same for the sheet: give image settings with a smaller height and width"
+        ) from error
+    if output is not None:
+        try:
+            output.write_bytes(encoded)
+        except OSError as error:
+            raise ConfigError(f"output '{output}' cannot be written: {error.strerror}") from error
+    return ViewReport(sample.key, len(sample.images), 0 if sample.boxes is None else len(sample.boxes.boxes3d), sheet)
 
 
 def decode_single(

@@ -1,9 +1,9 @@
-"""Who am I: this process's data-parallel rank and the number of ranks, under any kind of parallelism.
+"""Detect this process's data-parallel rank and the number of ranks, under any kind of parallelism.
 
 Ranks that work on one copy of the model's input (tensor, pipeline and context parallel) form one data-parallel rank:
 each of them runs a loader, and all get the same batches. Where the answer comes from, first that applies:
 
-1. what the caller says: a `World`, or a `DeviceMesh` whose axis names tell data from model parallelism;
+1. the argument: a `World`, or a `DeviceMesh` whose axis names distinguish data from model parallelism;
 2. Megatron-Core's parallel state, once initialised;
 3. torch.distributed, once initialised: every rank a data-parallel one;
 4. the launcher's RANK and WORLD_SIZE;
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.pipeline.order.batching import Share
+    from fuelrail.pipeline.order.batching import WorkerShard
 
 DATA_AXES: Final = frozenset(
     {
@@ -54,7 +54,7 @@ MODEL_AXES: Final = frozenset(
 
 
 def resolve_world(world: World | DeviceMesh | None) -> World:
-    """The data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
+    """Return the data-parallel world from what a loader was given; None looks around (:func:`detect_world`)."""
     if isinstance(world, World):
         return world
     if world is not None and not hasattr(world, "mesh_dim_names"):
@@ -63,7 +63,7 @@ def resolve_world(world: World | DeviceMesh | None) -> World:
 
 
 def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> World:
-    """The data-parallel world of a device mesh.
+    """Return the data-parallel world of a device mesh.
 
     ``data_axes`` names the axes along which ranks get different samples; None: those in ``DATA_AXES``, where every
     other axis must be in ``MODEL_AXES``. The rank counts row by row in the mesh's order of axes, so that HSDP's
@@ -76,8 +76,8 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
     if not names:
         if len(sizes) != 1:
             raise WorldError(
-                f"a device mesh of shape {sizes} without mesh_dim_names does not tell data from model parallelism: "
-                'name its axes, e.g. init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))'
+                f"a device mesh of shape {sizes} without mesh_dim_names does not distinguish data from model "
+                'parallelism: name its axes, e.g. init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))'
             )
         names = ("dp",)
     if data_axes is not None:
@@ -104,7 +104,7 @@ def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> Wo
 
 
 def detect_world() -> World:
-    """The data-parallel world of this process, from what is initialised here; see the module's list.
+    """Return the data-parallel world of this process, from what is initialised here; see the module's list.
 
     Raises WorldError when RANK and WORLD_SIZE are not numbers that fit.
     """
@@ -123,7 +123,7 @@ def detect_world() -> World:
 
 
 def _megatron_world() -> World | None:
-    # A parallel state that is initialised has been imported by whoever did that; never import it here.
+    # An initialised parallel state has been imported already; never import it here.
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.is_initialized():
         return None
@@ -168,12 +168,12 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
     if missing:
         raise WorldError(
             f"no process is data-parallel rank {missing[0]} of {world.size}: {len(claims)} processes claim the ranks "
-            f"{sorted(first)}; hand every one its World, or the device mesh that tells it"
+            f"{sorted(first)}; pass each one its World, or the device mesh"
         )
 
 
 def batch_digest(batch: object) -> int:
-    """A signed 64-bit digest of a batch's content: of tensors, arrays, numbers, strings, in dicts, lists and tuples."""
+    """Return a signed 64-bit digest of a batch: tensors, arrays, numbers, strings, in dicts, lists and tuples."""
     digest = xxhash.xxh3_64()
     _feed(digest, batch)
     return _signed(digest.intdigest())
@@ -233,7 +233,7 @@ def _signed(digest: int) -> int:
     return digest - (1 << 63)
 
 
-def warn_of_workers(share: Share) -> None:
+def warn_of_workers(share: WorkerShard) -> None:
     """Warn where this process is one of several workers of torch's DataLoader, and the steps are not shared out."""
     worker = get_worker_info()
     if worker is not None and share.of < worker.num_workers:

@@ -1,4 +1,4 @@
-"""The DataLoader: chooses the parts, strings them together, keeps the position. Everything else is elsewhere."""
+"""The public DataLoader: it builds the pipeline and tracks the resume position."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
-from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.buffer_pool import BufferPool, ShapesOnly
 from fuelrail.loaders.batch.channels import choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
-from fuelrail.loaders.batch.stages import LoaderStats, Runner, make_batch_pipeline
+from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refuse_unknown
-from fuelrail.loaders.decode import BatchDecoder
+from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
+from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
-from fuelrail.loaders.schedule import tasks
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import add_stats, open_all, require_lidar
 from fuelrail.loaders.schedule.prefetch import prefetch
@@ -29,7 +29,7 @@ from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_s
 from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class DataLoader:
         bad_samples: what to do with bad samples; by default they are errors.
         device: where batches go: None or "cpu" leaves them in host memory; to a CUDA device they are copied from
             pinned memory, on a separate stream.
-        world: data-parallel rank and size, or a device mesh, whose axis names tell data parallelism (dp, dp_shard, ...)
-            from model parallelism (tp, pp, cp); None: from Megatron-Core, torch.distributed or the launcher's
-            environment. Ranks of one model-parallel group get the same batches.
+        world: data-parallel rank and size, or a device mesh, whose axis names distinguish data parallelism (dp,
+            dp_shard, ...) from model parallelism (tp, pp, cp); None: from Megatron-Core, torch.distributed or the
+            launcher's environment. Ranks of one model-parallel group get the same batches.
         trace: receives timing events, for example a `fuelrail.pipeline.runtime.trace.TraceRecorder`.
         check_ranks: at the start of each iteration compare settings and first batch over all processes, in one small
             collective operation that every process must take part in; for debugging.
@@ -178,8 +178,8 @@ class DataLoader:
             source.storage.look_ahead_bytes for source in sources
         )
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
-        self._transfer = make_transfer(device, options.transforms.normalize)
-        self._make = make_batch_pipeline(options, points_of, sources, self._bad, self._transfer)
+        transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
+        self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         chosen = [channel.name for channel in self._make.channels.channels] or None
         content = sample_settings(options.seed, **options.transforms.content(), points=options.points, channels=chosen)
         self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
@@ -187,16 +187,17 @@ class DataLoader:
         self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
         shape = (self.batch_size, *axes, num_cameras, 3, image.height, image.width)
-        tuner = _choose_tuner(options, math.prod(shape))
+        tuner = _choose_tuner(options, math.prod(shape), self._make)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
-        pinned = self._transfer is not None if pin_memory is None else pin_memory
+        pinned = transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
+        on_device = decodes_on_device(self._make.decoder)
+        self._buffers = ShapesOnly(shape) if on_device else BufferPool(shape, pinned=pinned, keep=keep)
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
-        self._share = Share()
+        self._share = WorkerShard()
         self._start = self._position = Cursor()
         self._epoch_is_set = False
         self._batches, self._left_out = 0, LeftOut()
@@ -210,13 +211,13 @@ class DataLoader:
         )
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, the same on every rank."""
+        """Return batches in a whole epoch, the same on every rank."""
         return self._batching.num_steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Start the epoch, from its beginning or from where a restored state stands; ends an iteration under way.
+        """Start the epoch, from its beginning or from a restored position; ends a running iteration.
 
-        That one raises FuelrailError if it is continued: never is an epoch short in silence.
+        That one raises FuelrailError if it is continued, so that no epoch is short without an error.
 
         Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
         continue over the epoch's end, until :meth:`close` or garbage collection.
@@ -235,8 +236,7 @@ class DataLoader:
         if not (self._runner.is_running and self._runner.idle_at(self._start)):
             self.close()
             streams = self._supply.streams(walk)
-            coming = tasks.coming(self._supply.where, walk)
-            requested = prefetch(coming, streams, self._look_ahead_bytes)
+            requested = prefetch(self._supply.where.scheduled(walk), streams, self._look_ahead_bytes)
             made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window)
             self._runner.start(made, self._left_out.stages(self.stages()), streams)
         return self._drain(self._runner.take(), walk)
@@ -251,7 +251,7 @@ class DataLoader:
         self._epoch_is_set = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sequence stands after the last batch handed out; plain JSON types, equal on all ranks."""
+        """Return the position after the last delivered batch; plain JSON types, equal on all ranks."""
         return encode_state(
             LoaderState(
                 version=STATE_VERSION,
@@ -277,7 +277,7 @@ class DataLoader:
         self._epoch_is_set = False
 
     def stats(self) -> LoaderStats:
-        """The stages' clocks and what was handed out, since the loader was made; empty before the first iteration."""
+        """Return the stages' clocks and the counts since the loader was made; empty before the first iteration."""
         runner, samples = self._runner, self._batches * self.batch_size
         storage = add_stats([source.storage.stats() for source in self._supply.sources])
         return LoaderStats(
@@ -289,6 +289,7 @@ class DataLoader:
             elapsed_s=runner.elapsed_s,
             storage=storage,
             bad_samples=self._bad.count,
+            refused_images=getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
@@ -300,7 +301,7 @@ class DataLoader:
         assert 0 <= index < count, "a share is one of count"
         if self._share.of == 1 < count:
             self.num_workers = max(1, self.num_workers // count)
-        self._share = Share(index, count)
+        self._share = WorkerShard(index, count)
 
     def close(self) -> None:
         """Stop the threads, ending an iteration under way. The loader can be iterated again."""
@@ -325,12 +326,19 @@ class DataLoader:
     def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, keeping the position; leaving it early stops the threads."""
         num_batches, handed_out = walk.num_steps, 0
+
+        def end_epoch() -> None:
+            """Make the following epoch the next iteration's; the pipeline is at its start already."""
+            self._start = walk.following
+            self._runner.park_at(walk.following)
+            self._epoch_is_set = False
+
         try:
-            for batch in islice(pipeline, num_batches):
-                if self._transfer is not None:
-                    self._transfer.hand_over(batch)
+            for made in islice(pipeline, num_batches):
+                batch = self._make.hand_over(made)
+                del made
                 if self._check_ranks and not handed_out:
-                    check_ranks_agree(self._settings(), self.world, batch)
+                    check_ranks_agree(_rank_settings(self.state_dict(), self.batch_size), self.world, batch)
                 handed_out += 1
                 self._batches += 1
                 self._position = walk.after(handed_out)
@@ -338,14 +346,14 @@ class DataLoader:
                     self.num_workers, self.prefetch_factor = tuning
                     self._runner.adapt(self._left_out.stages(self.stages()))
                 if handed_out == num_batches and self._runner.runs(pipeline):
-                    # Here, not behind the loop: who counts batches by len() never asks for one more.
-                    self._go_on(walk.following)
+                    # Before the last batch, not after the loop: a user who counts by len() never asks for one more.
+                    end_epoch()
                 yield batch
                 del batch  # while the consumer asks for the next one, its buffer is free for another
             if self._runner.runs(pipeline):
                 if not num_batches:
-                    self._go_on(walk.following)
-                if self._runner.idle_at(walk.following):  # and no other iteration has begun
+                    end_epoch()
+                if self._runner.idle_at(walk.following):  # and no other iteration has started
                     self._position = walk.following
             elif handed_out < num_batches and self._runner.is_started:
                 raise FuelrailError(
@@ -357,19 +365,8 @@ class DataLoader:
             if self._runner.runs(pipeline) and handed_out < num_batches:
                 self.close()
 
-    def _go_on(self, following: Cursor) -> None:
-        """The epoch is over: the next iteration is the following one, where the pipeline stands already."""
-        self._start = following
-        self._runner.park_at(following)
-        self._epoch_is_set = False
-
-    def _settings(self) -> dict[str, Any]:
-        """What must be equal on all ranks, as plain JSON types."""
-        identity = msgspec.json.decode((state := self.state_dict()).pop("identity"))
-        return {**identity.pop("settings"), **identity, "batch_size": self.batch_size, **state}
-
     def stages(self) -> list[Stage]:
-        """The stages that samples go through to become batches, unstarted.
+        """Return the stages that samples go through to become batches, unstarted.
 
         A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
         """
@@ -378,6 +375,12 @@ class DataLoader:
     def leave_out(self, parts: Collection[LoaderPart]) -> None:
         """Leave out the work of parts to measure its cost, from the first iteration on; batches keep their shape."""
         self._left_out, self._supply, self._make = leave_out(parts, self._supply, self._make)
+
+
+def _rank_settings(state: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return what must be equal on all ranks, as plain JSON types."""
+    identity = msgspec.json.decode(state.pop("identity"))
+    return {**identity.pop("settings"), **identity, "batch_size": batch_size, **state}
 
 
 def _choose_samples(
@@ -410,10 +413,13 @@ def _choose_samples(
     return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
 
 
-def _choose_tuner(options: Arguments, batch_bytes: int) -> Autotuner | None:
+def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> Autotuner | None:
     if options.budget is None:
         return None
-    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor)
+    # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+    on_device = decodes_on_device(make.decoder) and not make.parses_hard
+    lanes = (MIN_LANES, MAX_LANES) if on_device else None
+    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 
 
 def _unpickle(

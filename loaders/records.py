@@ -57,7 +57,7 @@ class Source(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """One sample in the order of loading. Made by `fuelrail.loaders.schedule.tasks`."""
+    """One sample in the order of loading. Made by `fuelrail.loaders.schedule.positions`."""
 
     epoch: int
     step: int
@@ -99,11 +99,11 @@ class BatchSlot(NamedTuple):
     has_windows: bool = False
 
     def img(self) -> torch.Tensor:
-        """The images as a tensor on the same memory."""
+        """Return the images as a tensor on the same memory."""
         return self.images if isinstance(self.images, torch.Tensor) else torch.from_numpy(self.images)
 
     def frames(self, at: int) -> NDArray[np.uint8] | torch.Tensor:
-        """The images of one sample, frame by frame: [T, N, 3, H, W], T being 1 without windows."""
+        """Return the images of one sample, frame by frame: [T, N, 3, H, W], T being 1 without windows."""
         return self.images[at] if self.has_windows else self.images[at : at + 1]
 
 
@@ -187,7 +187,7 @@ class Parsed(NamedTuple):
         return self.samples[self.task.current]
 
     def is_shown_before(self, frame: int) -> int | None:
-        """The earlier frame that shows the same row, under the same maps, so that its images can be copied."""
+        """Return the earlier frame that shows the same row, under the same maps, so that its images can be copied."""
         frames = self.task.frames
         for earlier in range(frame):
             if frames[earlier].row == frames[frame].row and self.samples[earlier] is self.samples[frame]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.settings import Settings, convert, load_yaml
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,13 +49,16 @@ def add_flags(
     Type, default, choices and help come from the field: ``Annotated[int, msgspec.Meta(ge=1, description="...")] = 4``,
     or ``Annotated[...] | None = None`` for a flag without default. A field without a default is a required flag.
     Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A
-    bool that is True by default becomes ``--no-NAME``; a list takes one or more values. ``Meta(extra={"metavar":
-    "SIZE", "parse": parse_size})`` names the value in the help and converts its text; ``parse`` raises ConfigError.
+    bool that is True by default becomes ``--no-NAME``; a list takes one or more values, or with ``extra={"repeat":
+    True}`` one value each time that the flag is given; a field that holds settings takes the path of a YAML file.
+    ``"short": "-o"`` in ``extra`` adds a short name. ``Meta(extra={"metavar": "SIZE", "parse": parse_size})`` names
+    the value in the help and converts its text; ``parse`` raises ConfigError.
     """
     flags: dict[str, str] = {}
     for field in _described(kind):
         flags[field.name] = f"--{(names or {}).get(field.name, field.flag)}"
         parser.add_argument(
+            *field.short,
             flags[field.name],
             dest=f"{kind.__name__}.{field.name}",
             required=field.required,
@@ -99,6 +104,7 @@ class _Field(NamedTuple):
     required: bool
     parse: Callable[[str], object] | None
     arguments: dict[str, Any]
+    short: tuple[str, ...] = ()
 
 
 def _flags_of(kind: type[msgspec.Struct]) -> str:
@@ -120,11 +126,17 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             continue
         if not field.required and isinstance(default, int | float | str) and "default" not in help_text:
             help_text += f" (default: {default})"
-        parse = about.get("parse")
+        parse, metavar = about.get("parse"), "N" if isinstance(types[0], inspect.IntType) else field.name.upper()
+        if parse is None and isinstance(types[0], inspect.StructType):
+            parse, metavar = partial(load_yaml, to=types[0].cls), "YAML"
         arguments: dict[str, Any] = {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
-        if "choices" not in arguments:
-            arguments["metavar"] = about.get("metavar", "N" if arguments.get("type") is int else field.name.upper())
-        yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments)
+        if about.get("repeat"):
+            arguments.update(action="append")
+            del arguments["nargs"]
+        if "choices" not in arguments or about.get("metavar"):
+            arguments["metavar"] = about.get("metavar", metavar)
+        short = (about["short"],) if "short" in about else ()
+        yield _Field(field.name, name, help_text.replace("%", "%%"), field.required, parse, arguments, short)
 
 
 def _plain_types(kind: inspect.Type, about: dict[str, Any]) -> Iterator[inspect.Type]:
@@ -159,27 +171,30 @@ def _number_or_text(text: str) -> int | str:
     return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
 
 
-class _TopOptions(Settings, frozen=True):
-    """Options of `fuelrail top`."""
+class PrintOptions(Settings, frozen=True, kw_only=True):
+    """How a command prints its report."""
 
-    interval: Annotated[
-        float, msgspec.Meta(ge=0.05, le=3600, description="seconds between updates", extra={"metavar": "S"})
-    ] = 1.0
-    once: Annotated[bool, msgspec.Meta(description="show one interval and exit")] = False
+    json: Annotated[bool, msgspec.Meta(description="print JSON instead of text (shard, reshard: JSON lines)")] = False
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 def _configure_top(parser: argparse.ArgumentParser) -> None:
+    from fuelrail.pipeline.runtime.top import TopOptions
+
     parser.add_argument(
         "endpoints", nargs="+", metavar="URL", help="metrics endpoint of a loader, HOST:PORT or URL; one for each rank"
     )
-    add_flags(parser, _TopOptions)
+    add_flags(parser, TopOptions)
 
 
 def _run_top(args: argparse.Namespace) -> int:
-    from fuelrail.pipeline.runtime import top
+    from fuelrail.pipeline.runtime.top import TopOptions, show
 
-    options = from_flags(args, _TopOptions)
-    top.run(args.endpoints, options.interval, once=options.once)
+    show(args.endpoints, from_flags(args, TopOptions))
     return 0
 
 

@@ -31,7 +31,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fuelrail.pipeline.text import message as fit_to_print
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class FuelrailError(Exception):
@@ -58,7 +63,14 @@ class WorldError(FuelrailError, ValueError):
 
 
 class SourceError(FuelrailError):
-    """Source data that is missing, malformed or inconsistent."""
+    """Source data that is missing, malformed or inconsistent. ``faults``: several of them, which print a line each."""
+
+    def __init__(self, text: str = "", faults: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.faults = tuple(map(fit_to_print, faults))
+
+    def __str__(self) -> str:
+        return "\n  ".join((super().__str__(), *self.faults))
 
 
 class DatasetError(FuelrailError):

@@ -62,11 +62,16 @@ class Settings(
     """
 
 
+def must_be(words: str) -> msgspec.Meta:
+    """Describe in words what is allowed in a field: ``Annotated[int, Meta(ge=1), must_be("an integer >= 1")]``."""
+    return msgspec.Meta(extra={"must be": words})
+
+
 def check_types(settings: msgspec.Struct, error: type[Exception], where: str | None = None) -> None:
     """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for ``__post_init__``.
 
-    msgspec checks what it converts, not what a constructor is called with. What is allowed is the description in the
-    field's `msgspec.Meta`, if it has one. ``where`` comes first in the message; None: the name of the settings type.
+    msgspec checks what it converts, not what a constructor is called with. What is allowed is what the field's
+    `must_be` says, if it has one. ``where`` comes first in the message; None: the name of the settings type.
     """
     where = f"{type(settings).__name__}: " if where is None else where
     for field in _fields(type(settings)):
@@ -111,6 +116,20 @@ def as_settings(value: object, kind: type[S], name: str) -> S:
     raise ConfigError(f"{name}={_short(value)} must be {_forms(kind)}")
 
 
+def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]) -> S:
+    """Return options with ``changes`` (fields by name), all checked; ``options`` None: the defaults.
+
+    A field that holds settings may be given as a dict or the path of a YAML file too. Raises ConfigError naming the
+    field.
+    """
+    values = {} if options is None else msgspec.structs.asdict(options)
+    for name, value in changes.items():
+        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+        kinds = {field.name: field.type for field in _fields(kind)}
+        values[name] = _resolved(plain, kinds[name], f"{kind.__name__}.{name}") if name in kinds else plain
+    return convert(values, kind, kind.__name__)
+
+
 def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> None:  # noqa: ANN401
     try:
         msgspec.convert(value, type=annotation)
@@ -135,10 +154,11 @@ def _resolved(value: object, annotation: object, name: str) -> object:
 
 
 def _allowed(annotation: object) -> str | None:
-    """What a field may be, in words: its description, or the forms of its settings; None where neither says it."""
-    said = [one.description for one in getattr(annotation, "__metadata__", ()) if isinstance(one, msgspec.Meta)]
-    if said and said[0]:
-        return str(said[0])
+    """What a field may be, in words: what `must_be` says, or the forms of its settings; None: neither is known."""
+    for one in getattr(annotation, "__metadata__", ()):
+        words = (one.extra or {}).get("must be") if isinstance(one, msgspec.Meta) else None
+        if words is not None:
+            return str(words)
     kinds = list(_variants([inspect.type_info(annotation)]))
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
     others = {inspect.StructType, inspect.NoneType}

@@ -1,4 +1,4 @@
-"""The functions behind the commands: options in, report out. ``fuelrail.shard`` and ``fuelrail shard`` are one thing.
+"""The functions behind the commands: options in, report out. ``fuelrail shard`` calls ``fuelrail.shard``.
 
 Options are keywords, checked as the command line checks its flags; every error is a FuelrailError.
 """
@@ -14,18 +14,19 @@ from msgspec import Meta
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import json_text
 from fuelrail.sharding.engines import Engine, EngineOptions, make_engine
 from fuelrail.sharding.planning.recipe import Recipe, check_recipe, make_recipe
 from fuelrail.sharding.progress import Quiet
-from fuelrail.sharding.run import Outcome, Progress
+from fuelrail.sharding.run import Outcome, Progress, scan_source
 from fuelrail.sharding.run import repair as repair_dataset
 from fuelrail.sharding.run import shard as run_shard
 from fuelrail.sharding.sources.fuelrail import SEPARATOR
+from fuelrail.sharding.sources.registry import SourceKind, SourceSpec, parse_source, source_kinds
 from fuelrail.sharding.sources.scan_report import ScanReport  # noqa: TC001 - msgspec reads the annotation
-from fuelrail.sharding.sources.source import SourceSpec, parse_source
 from fuelrail.sharding.verify.dataset import Checked, VerifyReport, ignore
 from fuelrail.sharding.verify.dataset import verify as verify_dataset
 from fuelrail.sharding.verify.inspect import Description, describe_dataset, describe_sample
@@ -81,6 +82,56 @@ class ShardReport(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
 
 
+class SourceOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``shard`` for its source."""
+
+    option: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="option of the source, repeatable; `fuelrail sources KIND` lists them",
+            extra={"repeat": True, "short": "-o", "metavar": "KEY=VALUE"},
+        ),
+    ] = ()
+    check: Annotated[bool, Meta(description="scan the source, report, and write nothing")] = False
+
+
+class ReshardOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``reshard`` beside those of ``shard``."""
+
+    append: Annotated[
+        bool,
+        Meta(
+            description="make OUT the next version of the first dataset, with the clips of the others added; existing "
+            "shards are reused (linked in a folder, copied by the store at a URL), and the old version stays"
+        ),
+    ] = False
+
+
+class SourceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a source holds, by its scan: channels of the rig, classes of boxes, and the scan's own report."""
+
+    name: str
+    num_samples: int
+    num_clips: int
+    cameras: list[str]
+    lidars: list[str]
+    classes: list[str]
+    scan: ScanReport | None = None
+
+    def as_json(self) -> str:
+        """Return the report as one JSON document."""
+        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+
+    def as_text(self) -> str:
+        """Return the report for people."""
+        lines = [
+            f"{self.name}: {counted(self.num_samples, 'sample')} of {counted(self.num_clips, 'clip')}",
+            f"cameras: {', '.join(self.cameras) or 'none'}; lidars: {', '.join(self.lidars) or 'none'}",
+            f"classes: {', '.join(self.classes) or 'none'}",
+        ]
+        return "\n".join([*lines, *([] if self.scan is None else self.scan.lines())]) + "\n"
+
+
 class VerifyOptions(Settings, frozen=True, kw_only=True):
     """Options of ``verify``."""
 
@@ -100,29 +151,55 @@ def shard(
     out: Location,
     recipe: Recipe | None = None,
     *,
-    source_options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     workers: int = 0,
     engine: str | Engine | None = None,
     ray_address: str | None = None,
     progress: Progress | None = None,
-    **options: Any,  # noqa: ANN401 - checked by the recipe
+    **settings: Any,  # noqa: ANN401 - checked by the recipe
 ) -> ShardReport:
     """Convert a source, such as ``nuscenes:/data/nuscenes``, into a Fuelrail dataset; an interrupted run is resumed.
 
-    ``out`` is a folder or a URL that fsspec can write. Options are the fields of :class:`Recipe` as keywords (``seed=7,
-    splits={"train": 0.8, "val": 0.2}``) or as one struct. ``source_options`` are those of the kind of source, such as
-    ``{"version": "v1.0-mini"}``. ``workers=0`` is one per core; ``engine`` is "threads", "processes", "ray" or None for
-    the best local one. A script that starts processes needs an ``if __name__ == "__main__":`` guard: they import it.
+    ``out`` is a folder or a URL that fsspec can write. ``settings`` are the fields of :class:`Recipe` as keywords
+    (``seed=7, splits={"train": 0.8, "val": 0.2}``), or give one struct. ``options`` are those of the kind of source,
+    such as ``{"version": "v1.0-mini"}``; :func:`sources` lists kinds and options. ``workers=0`` is one per core;
+    ``engine`` is "threads", "processes", "ray" or None for the best local one. A script that starts processes needs an
+    ``if __name__ == "__main__":`` guard: they import it.
 
     Raises SourceError for faults of the source, DatasetExistsError where ``out`` holds another dataset, DatasetError
     where it cannot be written, ConfigError for options.
     """
-    spec = parse_source(source, dict(source_options or {}))
+    spec = parse_source(source, dict(options or {}))
     if spec.kind == "fuelrail":
         raise ConfigError(
             f"'{spec.location}' is already a Fuelrail dataset: use `fuelrail reshard {spec.location} {os.fspath(out)}`"
         )
-    return _run(spec, out, _recipe(recipe, options), engine, workers, ray_address, progress)
+    return _run(spec, out, _recipe(recipe, settings), engine, workers, ray_address, progress)
+
+
+def sources(kind: str | None = None) -> list[SourceKind]:
+    """Return the kinds of sources that are installed, or one: options, and what is to be installed for it.
+
+    Raises ConfigError for an unknown kind.
+    """
+    return source_kinds(kind)
+
+
+def check_source(source: str, *, options: Mapping[str, Any] | None = None) -> SourceReport:
+    """Scan a source and write nothing: what :func:`shard` would find wrong, and what it would keep and drop.
+
+    Raises SourceError with all faults of the source, ConfigError for options.
+    """
+    info = scan_source(parse_source(source, dict(options or {})))
+    return SourceReport(
+        name=info.name,
+        num_samples=info.num_samples,
+        num_clips=len(info.clips),
+        cameras=[camera.channel for camera in info.cameras],
+        lidars=[lidar.channel for lidar in info.lidars],
+        classes=info.classes,
+        scan=info.report,
+    )
 
 
 def reshard(
@@ -226,6 +303,7 @@ def _run(
     ray_address: str | None,
     progress: Progress | None,
 ) -> ShardReport:
+    check_main_guard()
     name = engine if isinstance(engine, str) else None
     options = convert({"workers": workers, "engine": name, "ray_address": ray_address}, EngineOptions, "options")
     start = time.monotonic()

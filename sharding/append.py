@@ -1,9 +1,9 @@
-"""A new version of a dataset: the shards of several datasets under one manifest, and no shard written again.
+"""A new version of a dataset: the shards of several datasets under one manifest, with the existing shards reused.
 
-The new version has an index, attributes and a manifest of its own, and so another fingerprint; the shards are those
-that are there. In a folder they are hard links (copies where the file systems differ), so that each version is whole by
-itself: the old one stays as it is, either may be removed, and what both have is stored once. At a URL, which knows no
-links, the store copies them by itself. What is linked or copied by the store is not read: `fuelrail verify` does that.
+The new version has its own index, attributes and manifest, and so another fingerprint; it reuses the existing shards.
+In a folder they are hard links (copies where the file systems differ), so that each version is complete: the old one
+does not change, either may be removed, and what both have is stored once. At a URL, which has no links, the store
+copies them. What is linked or copied by the store is not read: `fuelrail verify` does that.
 
 Samples keep their place relative to their split: those of the first dataset come first. An order over the new version
 covers all of them; state of a loader that ran over the old one is refused, because the fingerprint differs.
@@ -48,8 +48,8 @@ from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
+from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
 from fuelrail.sharding.sources.fuelrail import check_alike, check_disjoint, joined
-from fuelrail.sharding.sources.spilled_table import SpilledTable
 from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
 
@@ -147,7 +147,7 @@ def _dictionary(dataset: Dataset) -> str | None:
 
 
 def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
-    """All shards in their new places: split by split, dataset by dataset, numbered again within the split."""
+    """Return all shards in their new places: split by split, dataset by dataset, numbered again within the split."""
     pieces: list[Piece] = []
     first_sample = 0
     for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
@@ -206,7 +206,7 @@ def _same_store(url: str, out: UrlOutput) -> bool:
 
 
 def _link(old: Path, out: FolderOutput, new: str) -> bool:
-    """A hard link under the new name; False where the file system cannot."""
+    """Return a hard link under the new name; False where the file system cannot."""
     final, temporary = out.root / new, out.temporary / new
     if final.exists() and final.samefile(old):
         return True

@@ -1,4 +1,4 @@
-"""`fuelrail synth`, `shard`, `reshard`, `verify` and `inspect`: flags in, report out."""
+"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify` and `inspect`: flags in, report out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.cli import Command, add_flags, from_flags, given_flags
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import sigterm_is_ctrl_c
 
 if TYPE_CHECKING:
@@ -31,49 +32,62 @@ def _choose_arrow_pool() -> None:
 
 def _configure_shard(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
-    from fuelrail.sharding.sources.nuscenes.source import NuScenesOptions
+    from fuelrail.sharding.api import SourceOptions
 
-    parser.add_argument("source", metavar="KIND:PATH", help="source to read: nuscenes:DATAROOT, a folder or a URL")
-    parser.add_argument("out", metavar="OUT", help=_OUT)
+    parser.add_argument("source", metavar="KIND:PATH", help="source to read, such as nuscenes:DATAROOT: folder or URL")
+    parser.add_argument("out", metavar="OUT", nargs="?", help=_OUT)
+    add_flags(parser, SourceOptions)
     _add_options(parser)
-    add_flags(parser.add_argument_group("options of the source"), NuScenesOptions)
 
 
 def _run_shard(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import shard
-    from fuelrail.sharding.sources.nuscenes.source import NuScenesOptions
+    from fuelrail.sharding.api import SourceOptions, check_source, shard
+    from fuelrail.sharding.sources.registry import options_of_texts, parse_source
 
-    of_source = from_flags(args, NuScenesOptions)
-    given = {name: getattr(of_source, name) for name in given_flags(args, NuScenesOptions)}
+    source = from_flags(args, SourceOptions)
+    given = options_of_texts(parse_source(args.source, {}).kind, source.option)
+    if source.check:
+        report = check_source(args.source, options=given)
+        sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
+        return 0
+    if args.out is None:
+        raise ConfigError("`fuelrail shard` needs an output folder or URL, OUT; --check scans without one")
     options = _options(args)
-    return _show(
-        args, lambda progress: shard(args.source, args.out, source_options=given, progress=progress, **options)
-    )
+    return _show(args, lambda progress: shard(args.source, args.out, options=given, progress=progress, **options))
+
+
+def _configure_sources(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", metavar="KIND", nargs="?", help="one kind (default: all)")
+    add_flags(parser, PrintOptions)
+
+
+def _run_sources(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.api import sources
+
+    as_json = from_flags(args, PrintOptions).json
+    sys.stdout.write("\n".join(kind.as_json() if as_json else kind.as_text() for kind in sources(args.kind)))
+    return 0
 
 
 def _configure_reshard(parser: argparse.ArgumentParser) -> None:
     _choose_arrow_pool()
+    from fuelrail.sharding.api import ReshardOptions
     from fuelrail.sharding.sources.fuelrail import FuelrailOptions
 
     parser.add_argument("datasets", metavar="DATASET", nargs="+", help=f"{_DATASET}; several are merged")
     parser.add_argument("out", metavar="OUT", help=_OUT)
-    parser.add_argument(
-        "--append",
-        action="store_true",
-        help="make OUT the next version of the first dataset, with the clips of the others added; existing shards are "
-        "reused (linked in a folder, copied by the store at a URL), and the old version stays",
-    )
+    add_flags(parser, ReshardOptions)
     _add_options(parser)
     add_flags(parser, FuelrailOptions)
 
 
 def _run_reshard(args: argparse.Namespace) -> int:
-    from fuelrail.sharding.api import append_refuses, reshard
+    from fuelrail.sharding.api import ReshardOptions, append_refuses, reshard
     from fuelrail.sharding.engines import EngineOptions
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.fuelrail import FuelrailOptions
 
-    if args.append:
+    if from_flags(args, ReshardOptions).append:
         kinds = (Recipe, EngineOptions, FuelrailOptions)
         refused = [flag for kind in kinds for flag in given_flags(args, kind).values()]
         if refused:
@@ -89,7 +103,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
     add_flags(parser, Recipe, names=FLAGS)
     add_flags(parser, EngineOptions)
-    parser.add_argument("--json", action="store_true", help="report progress and result as JSON lines on stdout")
+    add_flags(parser, PrintOptions)
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def _show(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int
     """Run with a progress display and print the report."""
     from fuelrail.sharding.progress import JsonLines, make_progress
 
-    with sigterm_is_ctrl_c(), make_progress(as_json=args.json) as progress:
+    with sigterm_is_ctrl_c(), make_progress(as_json=from_flags(args, PrintOptions).json) as progress:
         try:
             report = work(progress)
         except KeyboardInterrupt:
@@ -137,7 +151,7 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
     add_flags(parser, VerifyOptions)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_flags(parser, PrintOptions)
 
 
 def _run_verify(args: argparse.Namespace) -> int:
@@ -154,21 +168,21 @@ def _run_verify(args: argparse.Namespace) -> int:
             progress=checked,
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
-    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
     return 1 if report.faults else 0
 
 
 def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
     parser.add_argument("key", nargs="?", help="sample key (default: describe the whole dataset)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, PrintOptions)
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
     from fuelrail.sharding.api import inspect
 
     description = inspect(args.dataset, args.key)
-    sys.stdout.write(description.as_json() if args.json else description.as_text())
+    sys.stdout.write(description.as_json() if from_flags(args, PrintOptions).json else description.as_text())
     return 0
 
 
@@ -197,6 +211,9 @@ def _run_synth(args: argparse.Namespace) -> int:
 COMMANDS = {
     "synth": Command("render a synthetic multi-camera world as nuScenes v1.0 tables", _configure_synth, _run_synth),
     "shard": Command("convert a source (such as nuScenes) into a Fuelrail dataset", _configure_shard, _run_shard),
+    "sources": Command(
+        "list the kinds of sources, their options, and what to install", _configure_sources, _run_sources
+    ),
     "reshard": Command(
         "merge, split, reshuffle or recompress datasets, or append to one", _configure_reshard, _run_reshard
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -34,12 +37,13 @@ from fuelrail.sharding.output.resume import (
 )
 from fuelrail.sharding.output.workspace import RunState, Workspace
 from fuelrail.sharding.planning.plan import assign_splits, make_plan, select_rows, selection
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter, uncompressed_share
-from fuelrail.sharding.sources.source import ScanInfo, Source, SourceSpec, make_source, parse_source
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import jpegtran_version, stored_share
 from fuelrail.sharding.write.shard_writer import ShardDone, WriteJob
+from fuelrail.sharding.write.staging import stage_clips
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.plan import Plan
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_report import ScanReport
+    from fuelrail.sharding.sources.source import ScanInfo, Source
 
 
 class Progress(Protocol):
@@ -137,6 +142,8 @@ def shard(
         job = _job(work, spec, scan, planned.plan, dictionary)
         num_shards = len(job.shards)
         numbers = range(num_shards) if manifest is None else _damaged_shards(output, manifest, num_workers)
+        if source.reads == "clip" and numbers:
+            job = _staged(work, scan, planned.plan, job, numbers, num_workers)
         num_written = _make_shards(work, engine, job, numbers, planned, progress)
         if manifest is None:
             manifest = finish(work, job, planned.plan, scan.info, scan.table, planned.clips_by_split)
@@ -154,17 +161,28 @@ def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress
     return shard(spec, root, msgspec.structs.replace(recipe, scan_sha256=""), num_workers, progress)
 
 
-def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
-    """Scan the source into the working folder."""
-    path = work.temporary / work.scan_table.name
+def scan_source(spec: SourceSpec) -> ScanInfo:
+    """Scan a source and keep nothing but the result; raises SourceError with what is wrong with it."""
+    with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
+        return _fill_table(make_source(spec), Path(folder) / "scan.arrow")[0]
+
+
+def _fill_table(source: Source, path: Path) -> tuple[ScanInfo, NDArray[np.uint64]]:
     with ScanWriter(path, source.attribute_types) as out:
         info = source.scan(out)
     if not info.num_samples:
         raise SourceError(f"the {source.kind} source has no samples")
+    return info, out.stamps
+
+
+def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
+    """Scan the source into the working folder."""
+    path = work.temporary / work.scan_table.name
+    info, stamps = _fill_table(source, path)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     path.replace(work.scan_table)
-    return _Scan(info, ScanTable(work.scan_table), msgspec.structs.replace(recipe, scan_sha256=digest), out.stamps)
+    return _Scan(info, ScanTable(work.scan_table), msgspec.structs.replace(recipe, scan_sha256=digest), stamps)
 
 
 def _plan(work: Workspace, scan: _Scan, started: RunState | None, finished: Manifest | None) -> _Planned:
@@ -244,6 +262,21 @@ def _job(work: Workspace, spec: SourceSpec, scan: _Scan, plan: Plan, dictionary:
         ),
         channels=info.channels,
     )
+
+
+def _staged(
+    work: Workspace, scan: _Scan, plan: Plan, job: WriteJob, numbers: Sequence[int], num_workers: int
+) -> WriteJob:
+    """Bring the clips of these shards into the work folder; returns the job that reads them there."""
+    shards = [job.shards[number] for number in numbers]
+    rows = np.concatenate([plan.rows[one.first_sample : one.first_sample + one.num_samples] for one in shards])
+    wanted = np.unique(scan.table.numbers("clip")[rows]).tolist()
+    folder = work.folder / "staging"
+    with work.out.writing():
+        table = stage_clips(
+            job.source, job.scan_table, scan.info.clips, scan.stamps, folder, wanted=wanted, num_workers=num_workers
+        )
+    return dataclasses.replace(job, scan_table=table, staging=folder)
 
 
 def _make_shards(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import Final
 
@@ -24,3 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not any(item.get_closest_marker(lane) for lane in LANES):
             item.add_marker(pytest.mark.unit)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported by now out of garbage collection: many tests call it, and walking torch takes 0.1 s."""
+    gc.collect()
+    gc.freeze()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +19,9 @@ from fuelrail import __main__ as cli
 from fuelrail.pipeline.cli import Command
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
 from support.datasets import build_dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SOURCE = Path(__file__).resolve().parents[1] / ".src"
 WORDS = sorted(cli._COMMANDS)
@@ -85,18 +89,32 @@ def test_every_word_has_a_command_with_help(invoke, word) -> None:
     # Who asks for help is told about every option: an argument without a text is an unfinished one.
     parser = argparse.ArgumentParser()
     command.configure(parser)
-    assert all(action.help for action in actions(parser))
+    found = [action for one in parsers(parser) for action in one._actions if action.metavar != "WORD"]
+    assert all(action.help for action in found)
 
 
-def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    found = []
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a command's parser and those of its subcommands."""
+    yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                found += actions(inner)
-        else:
-            found.append(action)
-    return found
+            for one in action.choices.values():
+                yield from parsers(one)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_flag_comes_from_a_struct(word) -> None:
+    """``--help`` is argparse's own; no other flag is written by hand."""
+    parser = argparse.ArgumentParser(prog=word)
+    cli._load(word).configure(parser)
+    for one in parsers(parser):
+        for action in one._actions:
+            if action.option_strings in ([], ["-h", "--help"]):
+                continue
+            struct, _, field = action.dest.partition(".")
+            made = one.get_default(f"flags of {struct}")
+            assert made is not None, f"`{one.prog}` has {action.option_strings}, which is not a field of a struct"
+            assert made[field] == action.option_strings[-1]
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -252,7 +270,7 @@ def test_what_is_not_there_is_one_sentence_from_the_real_commands(
 def test_a_closed_output_is_141_and_no_folder_that_cannot_be_written(tmp_path: Path, engine) -> None:
     """`fuelrail shard ... --json | head -1`; the same command again finishes the dataset."""
     assert cli.main(["synth", str(tmp_path / "source"), "--seed", "7"]) == 0
-    words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "--version", "v1.0-mini", *engine]
+    words = ["shard", f"nuscenes:{tmp_path / 'source'}", str(tmp_path / "out"), "-o", "version=v1.0-mini", *engine]
     process = start(*words, "--json")
     assert process.stdout is not None
     assert process.stderr is not None

@@ -18,7 +18,7 @@ from support.loaders import make_loader
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-SHARD = ["--version", "v1.0-mini", "--seed", "7", "--shard-size", "100KB"]
+SHARD = ["-o", "version=v1.0-mini", "--seed", "7", "--shard-size", "100KB"]
 
 
 @pytest.fixture(scope="module")

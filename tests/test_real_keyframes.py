@@ -49,7 +49,7 @@ def info(record):
 @pytest.fixture(scope="module")
 def dataset(dataroot, tmp_path_factory):
     out = tmp_path_factory.mktemp("real") / "keyframes"
-    options = ["--version", "v1.0-derived", "--seed", "7", "--splits", "train=1.0", "--workers", "1"]
+    options = ["-o", "version=v1.0-derived", "--seed", "7", "--splits", "train=1.0", "--workers", "1"]
     assert main(["shard", f"nuscenes:{dataroot}", str(out), *options]) == 0
     return open_dataset(out)
 

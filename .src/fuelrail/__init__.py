@@ -32,11 +32,18 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import train as train
     from fuelrail.bench.trainer.settings import TrainOptions as TrainOptions
+    from fuelrail.loaders.commands import DoctorReport as DoctorReport
+    from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
+    from fuelrail.loaders.config import StaticBatches as StaticBatches
     from fuelrail.loaders.config import StorageOptions as StorageOptions
     from fuelrail.loaders.config import Transforms as Transforms
+    from fuelrail.loaders.contact_sheet import ViewOptions as ViewOptions
+    from fuelrail.loaders.contact_sheet import ViewReport as ViewReport
+    from fuelrail.loaders.contact_sheet import view as view
     from fuelrail.loaders.decode.lens import Undistort as Undistort
+    from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
@@ -73,6 +80,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
     from fuelrail.pipeline.order.weights import FileWeights as FileWeights
     from fuelrail.pipeline.order.windows import FrameWindow as FrameWindow
+    from fuelrail.pipeline.runtime.top import TopOptions as TopOptions
+    from fuelrail.pipeline.runtime.top import top as top
     from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
     from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
     from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
@@ -80,13 +89,17 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
     from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
     from fuelrail.sharding.api import ShardReport as ShardReport
+    from fuelrail.sharding.api import SourceReport as SourceReport
+    from fuelrail.sharding.api import check_source as check_source
     from fuelrail.sharding.api import inspect as inspect
     from fuelrail.sharding.api import reshard as reshard
     from fuelrail.sharding.api import shard as shard
+    from fuelrail.sharding.api import sources as sources
     from fuelrail.sharding.api import verify as verify
     from fuelrail.sharding.demo.synth import SynthOptions as SynthOptions
     from fuelrail.sharding.demo.synth import synth as synth
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
+    from fuelrail.sharding.sources.registry import SourceKind as SourceKind
     from fuelrail.sharding.verify.dataset import VerifyReport as VerifyReport
 
     open = _open_dataset  # noqa: A001 - fr.open
@@ -110,11 +123,18 @@ _PUBLIC: Final = {
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "Budget": "fuelrail.loaders.config",
+    "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
+    "doctor": "fuelrail.loaders.commands",
+    "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
+    "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
+    "view": "fuelrail.loaders.contact_sheet",
+    "ViewOptions": "fuelrail.loaders.contact_sheet",
+    "ViewReport": "fuelrail.loaders.contact_sheet",
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
@@ -129,6 +149,8 @@ _PUBLIC: Final = {
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",
     "RetryPolicy": "fuelrail.pipeline.storage.retry",
+    "top": "fuelrail.pipeline.runtime.top",
+    "TopOptions": "fuelrail.pipeline.runtime.top",
     "TraceRecorder": "fuelrail.pipeline.runtime.trace",
     "World": "fuelrail.pipeline.order.batching",
     # pipeline: errors
@@ -158,11 +180,15 @@ _PUBLIC: Final = {
     "StageError": "fuelrail.pipeline.errors",
     "DecoderError": "fuelrail.pipeline.errors",
     # sharding
+    "check_source": "fuelrail.sharding.api",
     "inspect": "fuelrail.sharding.api",
     "Recipe": "fuelrail.sharding.planning.recipe",
     "reshard": "fuelrail.sharding.api",
     "shard": "fuelrail.sharding.api",
     "ShardReport": "fuelrail.sharding.api",
+    "SourceKind": "fuelrail.sharding.sources.registry",
+    "SourceReport": "fuelrail.sharding.api",
+    "sources": "fuelrail.sharding.api",
     "synth": "fuelrail.sharding.demo.synth",
     "SynthOptions": "fuelrail.sharding.demo.synth",
     "verify": "fuelrail.sharding.api",

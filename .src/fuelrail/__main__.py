@@ -27,6 +27,7 @@ class _Entry(NamedTuple):
 _COMMANDS: dict[str, _Entry] = {
     "synth": _Entry("fuelrail.sharding.commands", "render a synthetic multi-camera world as nuScenes v1.0 tables"),
     "shard": _Entry("fuelrail.sharding.commands", "convert a source (such as nuScenes) into a Fuelrail dataset"),
+    "sources": _Entry("fuelrail.sharding.commands", "list the kinds of sources, their options, and what to install"),
     "reshard": _Entry("fuelrail.sharding.commands", "merge, split, reshuffle or recompress datasets, or append to one"),
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
     "inspect": _Entry("fuelrail.sharding.commands", "show the contents of a dataset or of one sample"),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.clock import Clock
 
-# `configs/` lies beside `bench/` in a checkout (whose package is a link, hence resolve) and in an installed package.
+# `configs/` is beside `bench/` in a checkout (whose package is a link, hence resolve) and in an installed package.
 PROFILES = Path(__file__).resolve().parents[2] / "configs" / "accelerators"
 DEFAULT_PROFILE = "bevdet-r50-704x256-a100"
 
@@ -138,7 +138,7 @@ class Accelerator(Protocol):
         """One bucket's all-reduce is about to be queued."""
 
     def all_reduce_finished(self) -> None:
-        """The result of one bucket's all-reduce is there. Called from any thread."""
+        """Record that one bucket's all-reduce is complete; thread-safe."""
 
     def finish_step(self) -> DeviceTimes:
         """Wait for the device and return the step's times; the next step starts afresh."""
@@ -156,7 +156,7 @@ class EmulatedAccelerator:
         self._units = 0
         self._free_at_ns = 0  # when the emulated device has worked through all that was given to it
         self._backward_start_ns = 0
-        self._gradients_at_ns: int | None = None  # when the last local gradient was there; None before
+        self._gradients_at_ns: int | None = None  # time of the last local gradient; None before
         self._held_ns = 0  # waits inside backward, which are no work of the stand-in
         self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
         self._in_flight = 0
@@ -268,7 +268,7 @@ class EmulatedAccelerator:
 
 
 def without_costs(profile: AcceleratorProfile, leave_out: Collection[str]) -> AcceleratorProfile:
-    """The profile of a device that is spared the copy, the launches, or the decoding, where those are left out."""
+    """Return the profile of a device without the cost of copy, launches or decoding, where those are left out."""
     changes: dict[str, Any] = {}
     if not {"copy", "loading"}.isdisjoint(leave_out):
         changes["copy_gb_per_s"] = None

@@ -48,8 +48,8 @@ class MonotonicClock:
 def clock_jump_s() -> float:
     """Return how far the wall clock is ahead of the monotonic one [s].
 
-    The difference between two calls is what somebody set the wall clock by in between, or how long the machine slept:
-    the monotonic clock of Linux stands still then. What was measured across a sleep is no measurement.
+    The difference between two calls is by how much the wall clock was set in between, or how long the machine slept:
+    the monotonic clock of Linux stops then. What was measured across a sleep is no measurement.
     """
     return time.time() - time.monotonic()
 

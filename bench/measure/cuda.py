@@ -39,13 +39,13 @@ class CudaAccelerator:
         self._launch_ns = 0
 
     @contextmanager
-    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
+    def host_to_device(self, num_bytes: int) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
         """Time the copies queued inside on the compute stream, which then may use the batch."""
         with self._span("host_to_device"):
             yield
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device knows by itself)
+    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
         """Time the kernels queued inside."""
         with self._span("forward"), self._launching():
             yield
@@ -159,7 +159,7 @@ _TF32_SHARE = 0.5
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    """A device's peak by its name; None for one that isn't known."""
+    """Return a device's peak by its name; None for one that isn't known."""
     for name, peak in _PEAKS_BF16.items():
         if all(word in device for word in name.split()):
             return peak if precision == "bf16" else peak * _TF32_SHARE

@@ -1,4 +1,4 @@
-"""This machine's limits on this dataset's own bytes: what a loader that did nothing else could reach.
+"""This machine's limits, measured on the bytes of this dataset: upper bounds for any loader.
 
 Every limit is a rate in samples/s, so that they can be compared with the loader's. All bytes come from the page cache:
 they are read once before. How fast the storage itself is, cold, is another question.
@@ -49,7 +49,7 @@ class _Scratch(threading.local):
         self._memory = np.empty(0, np.uint8)
 
     def take(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """An array with undefined content, valid until the thread's next call."""
+        """Return an array with undefined content, valid until the thread's next call."""
         size = math.prod(shape)
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)
@@ -148,17 +148,17 @@ def measure_limits(
 
 
 def jpeg_limit(rates: Sequence[Rate]) -> Rate | None:
-    """The limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
+    """Return the limit that JPEG decoding at the size in use sets; None for datasets without JPEG."""
     return next((rate for rate in rates if rate.name.startswith("libjpeg-turbo")), None)
 
 
 def device_limit(rates: Sequence[Rate]) -> Rate | None:
-    """The limit that the bus to the device sets; None where there is no device."""
+    """Return the limit that the bus to the device sets; None where there is no device."""
     return next((rate for rate in rates if rate.name == HOST_TO_DEVICE), None)
 
 
 def _jpeg_factor(parsed: Sequence[Parsed]) -> int | None:
-    """The largest divisor that libjpeg-turbo may shrink by while it decodes, for every map of the samples."""
+    """Return the largest divisor that libjpeg-turbo may shrink by while it decodes, for every map of the samples."""
     scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
     formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
     if formats != {"jpeg"}:
@@ -199,7 +199,7 @@ def shard_scaling(location: str, split: str, *, storage: str = "auto", seconds: 
 
 
 def _rate(dataset: Dataset, storage: Storage, rows: list[int], seconds: float) -> float:
-    """Bytes a second."""
+    """Return bytes a second."""
     numbers, started_s = itertools.cycle(rows), time.perf_counter()
 
     def read() -> int:

@@ -1,4 +1,4 @@
-"""The facts that a figure must carry: hardware, limits, versions and commit. No host names, user names or paths."""
+"""The facts to report with each figure: hardware, limits, versions and commit. No host names, user names or paths."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _system() -> str:
 
 
 def installed_gpus() -> list[Gpu]:
-    """The GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
+    """Return the GPUs that the NVIDIA driver shows; without torch, which would take seconds to load."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -168,7 +168,7 @@ class DatasetFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dataset_facts(dataset: Dataset, split: str) -> DatasetFacts:
-    """The facts of one split; raises ConfigError where there is none of that name."""
+    """Return the facts of one split; raises ConfigError where there is none of that name."""
     entry = dataset.split(split)
     lengths = dataset.index.column("length", entry.first_sample, entry.first_sample + entry.num_samples)
     return DatasetFacts(
@@ -204,7 +204,7 @@ _STAT = Path("/proc/stat")
 
 
 class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean number of CPUs in use over a while: by this process and its ended children, and by everybody else.
+    """Mean number of CPUs in use over a while: by this process and its ended children, and by all others.
 
     ``others`` is None where it cannot be known: without ``/proc/stat``, or where we may use only some of the CPUs that
     it counts.
@@ -228,7 +228,7 @@ class CpuWatch:
         self._started_s, self._own_s, self._all_s = time.monotonic(), _own_s(), all_cpu_s()
 
     def use(self) -> CpuUse:
-        """The use of the CPUs since the watch was made."""
+        """Return the use of the CPUs since the watch was made."""
         seconds = max(time.monotonic() - self._started_s, 1e-9)
         own = (_own_s() - self._own_s) / seconds
         all_s = all_cpu_s()

@@ -61,7 +61,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> Window:
-    """The measured window of a run: the steps after warm-up that every rank has done."""
+    """Return the measured window of a run: the steps after warm-up that every rank has done."""
     num_steps = min((len(steps) for steps in ranks), default=0)
     measured = max(0, num_steps - num_warmup_steps)
     too_short = None
@@ -74,7 +74,7 @@ def window_of(ranks: Sequence[Sequence[StepRecord]], num_warmup_steps: int) -> W
 
 
 def measured_steps(steps: Sequence[StepRecord], window: Window) -> Sequence[StepRecord]:
-    """The records of one rank that lie in the window."""
+    """Return the records of one rank that lie in the window."""
     return steps[window.num_warmup_steps : window.num_warmup_steps + window.num_measured_steps]
 
 
@@ -141,7 +141,7 @@ class RankPace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_paces(ranks: Sequence[Sequence[StepRecord]], window: Window) -> list[RankPace]:
-    """The pace of each rank over the measured window; none for a single rank."""
+    """Return the pace of each rank over the measured window; none for a single rank."""
     if len(ranks) < 2:
         return []
     phases = np.array(

@@ -1,4 +1,4 @@
-"""A process in a group of its own, which is paused, resumed and ended with all that it started."""
+"""A process in its own group, which is paused, resumed and ended with all processes that it started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def process_group(
     If this process is killed while the group is stopped, the kernel ends it: it is left stopped and orphaned.
     """
     with contextlib.ExitStack() as ends, log.open("wb") as out:
-        with ctrl_c_waits():  # one that came in the middle of starting it would leave nobody to end it
+        with ctrl_c_waits():  # one that came during the start would leave the process running
             # In this session: only such a group is looked after when its parent ends.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, process_group=0
@@ -55,7 +55,7 @@ def signal_group(process: subprocess.Popen[bytes], signum: int) -> bool:
 def _end(process: subprocess.Popen[bytes]) -> None:
     signal_group(process, signal.SIGKILL)
     process.wait()
-    # Its workers are gone a moment later, or never where nobody waits for orphans (a container without an init).
+    # Its workers are gone a moment later, or never in a container without an init, which would reap orphans.
     deadline_s = time.monotonic() + _GONE_S
     while signal_group(process, 0) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
@@ -65,7 +65,7 @@ _PROC = Path("/proc")
 
 
 def tree_pids(root: int) -> list[int]:
-    """The process and all its descendants that live."""
+    """Return the process and all its descendants that live."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))):
@@ -94,7 +94,7 @@ def tree_memory_bytes(root: int) -> int:
     for pid in tree_pids(root):
         try:
             text = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="ascii")
-        except OSError:  # ended meanwhile
+        except OSError:  # ended in between
             continue
         total += sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
     return total
@@ -127,14 +127,14 @@ def report_console() -> Console:
 
 
 def exit_code(cut_off: str | None, *, interrupted: bool) -> int:
-    """The exit code of a command whose report is written; why a partial one is partial goes to standard error."""
+    """Return the exit code of a command with a report; print to standard error why a partial one is partial."""
     if cut_off is not None:
         sys.stderr.write(f"fuelrail: error: the report is partial: {cut_off}\n")
     return INTERRUPTED if interrupted else FAILED if cut_off is not None else 0
 
 
 def storage_bytes_read() -> int | None:
-    """Bytes that storage has read for this process, page faults included; None where the kernel does not say."""
+    """Return the bytes that storage read for this process, with page faults; None where the kernel does not say."""
     try:
         text = Path("/proc/self/io").read_text(encoding="ascii")
     except OSError:

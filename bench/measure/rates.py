@@ -28,7 +28,7 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def median_rates(repeats: Sequence[Sequence[Rate]]) -> list[Rate]:
-    """The medians over repeats that each measured the same rates in the same order."""
+    """Return the medians over repeats that each measured the same rates in the same order."""
     return [
         Rate(
             name=rates[0].name,
@@ -105,13 +105,13 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     num_repeats: int
 
     @property
-    def is_told(self) -> bool:
+    def has_interval(self) -> bool:
         """Whether there are enough repeats for an interval: three. Fewer show no spread."""
         return self.num_repeats >= MIN_REPEATS
 
     def shown(self, spec: str) -> str:
-        """The interval for a reader, such as ``63.1 to 64.0 in 3 runs``; with fewer than three, that there is none."""
-        if self.is_told:
+        """Return the interval as text, such as ``63.1 to 64.0 in 3 runs``, or that there is none."""
+        if self.has_interval:
             return f"{self.low:{spec}} to {self.high:{spec}} in {self.num_repeats} runs"
         return f"{self.num_repeats} run{'s' if self.num_repeats != 1 else ''}: no interval"
 

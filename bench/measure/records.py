@@ -1,6 +1,6 @@
 """Records of one rank: a file of JSON lines, readable up to the moment at which a run was cut off.
 
-A file holds one :class:`RankHeader`, an :class:`InputFacts` when the first batch is there, a :class:`StepRecord` after
+A file holds one :class:`RankHeader`, an :class:`InputFacts` at the first batch, a :class:`StepRecord` after
 each step with a :class:`StageSnapshot` when the measured window opens and one at the end, and last a :class:`RankEnd`,
 or a :class:`RankFailure`.
 """
@@ -29,7 +29,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     leave no gaps, and the seven phases add up to ``end_ns - start_ns``:
 
     - ``data_wait_ns``: from asking the loader for the next batch to getting it;
-    - ``host_to_device_ns``: from then until it lies on the device;
+    - ``host_to_device_ns``: from then until it is on the device;
     - ``forward_ns``, ``backward_ns``, ``optimiser_ns``: the device's phases; backward ends when the last local
       gradient is computed;
     - ``all_reduce_ns``: the exposed all-reduce, from the last local gradient to the last reduced one;
@@ -80,7 +80,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """One loader stage's clock: thread-seconds since the loader started, summed over the stage's threads.
 
-    ``waiting`` of at most ``capacity`` results stood behind the stage at that moment.
+    ``waiting`` of at most ``capacity`` results were queued after the stage at that moment.
     """
 
     name: str

@@ -103,7 +103,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OccupancySweep(msgspec.Struct, frozen=True, kw_only=True):
-    """The result file. ``others_cpus``: mean CPUs that other processes used meanwhile."""
+    """The result file. ``others_cpus``: mean CPUs that other processes used during the run."""
 
     benchmark: str
     machine: MachineFacts
@@ -184,7 +184,7 @@ def _run(dataset: Path, folder: Path, what: Reference | float, capacity: float, 
     rate = capacity if isinstance(what, str) else capacity * min(1.0, what)
     steps_per_s = rate / _NUM_RANKS / _BATCH_SIZE
     folder.mkdir()
-    # What lay ready when the window opens must not feed a notable part of it: first the stock is used up.
+    # Batches prefetched before the window must not feed a notable part of it: use them up first.
     warmup = 4
     steps = warmup + max(10, round(seconds * steps_per_s))
     options = TrainOptions(ranks=_NUM_RANKS, batch_size=_BATCH_SIZE, steps=steps, warmup=warmup, model="light")
@@ -248,10 +248,11 @@ def render(result: OccupancySweep) -> str:
     lines.append("demand  of capacity  rounds  occupancy  lowest  theory  off      95 % interval")
     for level in result.levels:
         ratio = level.of_theory
+        interval = f"{ratio.low - 1:+6.1%} to {ratio.high - 1:+6.1%}" if ratio.has_interval else "none"
         lines.append(
             f"{level.demand:6.2f}  {level.reference:11}  {ratio.num_repeats:6}  {level.occupancy:9.4f}"
             f"  {level.lowest:.4f}  {level.theory:.4f}  {ratio.median - 1:+6.1%}"
-            f"  {ratio.low - 1:+6.1%} to {ratio.high - 1:+6.1%}  {level.verdict}"
+            f"  {interval:16}  {level.verdict}"
         )
     return "\n".join(lines)
 

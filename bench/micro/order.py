@@ -25,7 +25,7 @@ from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compa
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import CompiledOrder
-from fuelrail.pipeline.order.lanes import Lanes
+from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MixedOrder
 from fuelrail.pipeline.order.permutation import KeyedPermutation
 from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
@@ -76,7 +76,7 @@ def candidates(num_positions: int) -> dict[str, Callable[[], object]]:
     positions = np.arange(num_positions) + LARGE // 2
     shuffled = KeyedPermutation(LARGE, 1)
     tabled = np.arange(num_positions) + TABLED // 4
-    lanes = Lanes(ClipTable.build(np.arange(TABLED) // 40, np.arange(TABLED) % 40), 64).epoch(0, 0)
+    lanes = LaneOrder(ClipTable.build(np.arange(TABLED) // 40, np.arange(TABLED) % 40), 64).epoch(0)
     weights = SystematicSampling(np.random.default_rng(0).random(TABLED), TABLED)
     weighted = CompiledOrder(OrderSpec(), {}, (TABLED,), None, weights).epoch(0)
     parts = [CompiledOrder(OrderSpec(seed=seed), {}, (LARGE,)) for seed in (1, 2)]

@@ -41,6 +41,7 @@ from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.files import source_files
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.scan_table import (
     ROWS_PER_BATCH,
     ClipInfo,
@@ -50,7 +51,6 @@ from fuelrail.sharding.sources.scan_table import (
     frame_key,
     frame_keys,
 )
-from fuelrail.sharding.sources.source import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -28,7 +28,7 @@ from fuelrail.bench.micro.sharding_source import packed
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -1,48 +1,44 @@
-"""Shared parts of the harness's commands: options from keywords, flags for the output, a folder for the files."""
+"""Shared parts of the harness's commands: the dataset argument, the flags of the output, a folder for the files."""
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.pipeline.cli import PrintOptions
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Mapping
+    import os
+    from collections.abc import Iterator
 
     from rich.console import Console
 
-S = TypeVar("S", bound=Settings)
 
+class OutputOptions(PrintOptions, frozen=True, kw_only=True):
+    """Where a command writes its report, and how it prints it."""
 
-def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]) -> S:
-    """Return the options with ``changes``, all checked; None: the defaults. Raises ConfigError naming the field."""
-    values = {} if options is None else msgspec.structs.asdict(options)
-    for name, value in changes.items():
-        values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return convert(values, kind, kind.__name__)
+    out: (
+        Annotated[
+            str,
+            msgspec.Meta(description="folder for the report (default: bench-COMMAND)", extra={"metavar": "FOLDER"}),
+        ]
+        | None
+    ) = None
+    html: Annotated[bool, msgspec.Meta(description="write no report.html; then matplotlib is not needed")] = True
+
+    def folder(self, command: str) -> Path:
+        """Return the folder for the report of ``fuelrail bench COMMAND``."""
+        return Path(f"bench-{command}" if self.out is None else self.out)
 
 
 def add_dataset(parser: argparse.ArgumentParser) -> None:
     """Declare the argument that names the dataset."""
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
-
-
-def add_output_flags(parser: argparse.ArgumentParser, folder: str, *, as_json: bool = True) -> None:
-    """Declare the flags that say where a report is written, and how it is printed."""
-    parser.add_argument(
-        "--out", type=Path, default=Path(folder), help="folder for the report (default: %(default)s)", metavar="FOLDER"
-    )
-    if as_json:
-        parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
-    parser.add_argument("--no-html", action="store_true", help="write no report.html; then matplotlib is not needed")
 
 
 @contextmanager
@@ -53,11 +49,6 @@ def output_folder(out: str | os.PathLike[str] | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="fuelrail-bench-") as folder:
         yield Path(folder)
-
-
-def print_json(value: object) -> None:
-    """Print a value as indented JSON."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=1).decode() + "\n")
 
 
 def print_partial(cut_off: str | None, console: Console) -> None:

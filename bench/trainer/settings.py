@@ -75,7 +75,6 @@ _LARGE = 1e9
 class TrainOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
 
-    ``leave_out`` switches parts off, to measure their cost. ``trace`` writes a trace of the run beside the report.
     ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``inject`` puts faults into the
     run. ``look_ahead_bytes`` is the DataLoader's.
     """
@@ -142,8 +141,21 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    trace: bool = False
-    leave_out: tuple[LeaveOut, ...] = ()
+    trace: Annotated[
+        bool,
+        msgspec.Meta(
+            description="write trace.json for ui.perfetto.dev: the loader's stages, the trainer's phases and, for a "
+            "few steps, the events of torch's profiler, on one clock"
+        ),
+    ] = False
+    leave_out: Annotated[
+        tuple[LeaveOut, ...],
+        msgspec.Meta(
+            description="disable one part to measure its cost; may be repeated: loading (train on batches in memory), "
+            "all-reduce (each rank trains alone), or the work of a loader stage",
+            extra={"repeat": True},
+        ),
+    ] = ()
     profile: AcceleratorProfile | None = None
     inject: Injection = Injection()
     look_ahead_bytes: Positive | None = None

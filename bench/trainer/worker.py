@@ -63,7 +63,7 @@ def run_rank(
     stage_clocks: Callable[[], Sequence[StageClock]],
     trace: RankTrace | None = None,
 ) -> None:
-    """Train this rank on ``batches`` and write its records; the process group is up if there are several ranks."""
+    """Train this rank on ``batches`` and write its records; with several ranks the process group is initialised."""
     clock = MonotonicClock()
     accelerator: Accelerator
     if settings.profile is None:

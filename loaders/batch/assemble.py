@@ -27,7 +27,7 @@ name                 shape, dtype                 meaning
 ``ego2img``          [B, N, 4, 4] float32         ego to (u d, v d, d, 1) of the output image
 ``lidar2img``        [B, N, 4, 4] float32         first lidar at its time to the same (datasets with a lidar)
 ``lidar2ego``        [B, 4, 4] float32            first lidar at its time to ego, not augmented
-``ego2global``       [B, 4, 4] float64            ego pose
+``ego2global``       [B, 4, 4] float64            ego pose; absent where the source knew none
 ``bda_mat``          [B, 4, 4] float32            ego as it is to ego as augmented; the identity without ``ego``
 ``timestamp_ns``     [B] int64                    the sample's time
 ``img_timestamp_ns`` [B, N] int64                 each camera's exposure
@@ -88,12 +88,13 @@ def assemble(
     lidar: LidarEntry | None = None,
     box_frame: BoxFrame = "ego",
     channels: SelectedChannels = NO_CHANNELS,
+    has_poses: bool = True,
 ) -> dict[str, Any]:
     """Build the batch of samples that share a slot and a rig; see the module's table.
 
     ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
-    selected ones. Raises SchemaError where some samples are labelled and some are not, and where values of a channel
-    cannot be stacked.
+    selected ones. Without ``has_poses`` there is no ``ego2global``: all of them would be the identity. Raises
+    SchemaError where some samples are labelled and some are not, and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
     samples, bevs = [entry.sample for entry in decoded], [entry.bev for entry in decoded]
@@ -130,6 +131,8 @@ def assemble(
     batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
     if decoded[0].dataset is not None:
         batch["dataset"] = [entry.dataset for entry in decoded]
+    if not has_poses:
+        del batch["ego2global"]
     if frames.has_windows:
         ego2key = invert_rigid(own2global)[:, None] @ geometry.ego2global
         batch["ego2key"] = _float32(frames_bda @ ego2key @ frames_undo)

@@ -64,7 +64,7 @@ def choose_points(dataset: Dataset, points: bool | PointSweeps) -> Points:
     if points.num_sweeps > 1 and f"{lidar.channel}{SWEEPS_FIELD}" not in dataset.index.names:
         raise ConfigError(
             f"num_sweeps={points.num_sweeps}, but dataset '{dataset.root}' stores one sweep of {lidar.channel} a "
-            "sample: make it with `fuelrail shard --sweeps 9`, or take num_sweeps=1"
+            "sample: make it with `fuelrail shard -o sweeps=9`, or take num_sweeps=1"
         )
     columns = points.columns(lidar.columns)
     return Points(msgspec.structs.replace(lidar, columns=columns), Accumulation(lidar, points))

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fuelrail.loaders.autotune import decode_ahead
-from fuelrail.loaders.batch import samples, user
+from fuelrail.loaders.batch import samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.samples import fetch
-from fuelrail.loaders.decode import BatchDecoder, make_decoder
+from fuelrail.loaders.decode import BatchDecoder, decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.schedule.datasets import image_facts
+from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
+from fuelrail.loaders.schedule.datasets import have_poses, image_facts
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.autotune import Autotuner, Tuning
     from fuelrail.loaders.batch.points import Points
+    from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import Arguments, BoxFrame, Normalize
+    from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.pixels import PixelAugment
 
 
-class Production(NamedTuple):
+class BatchPipeline(NamedTuple):
     """What a loader's stages are made of; ``lidar`` is the one whose sweeps become ``points``."""
 
     bad: BadSamples
@@ -55,43 +57,69 @@ class Production(NamedTuple):
     transfer: CudaTransfer | None
     box_frame: BoxFrame
     channels: SelectedChannels
+    has_poses: bool
+    static: StaticBatches | None = None
+    fixed: FixedBuffers | None = None
+
+    @property
+    def parses_hard(self) -> bool:
+        """Whether parsing is real work: it puts sweeps together, or decodes and moves channels."""
+        return self.augments.accumulation is not None or bool(self.channels.channels)
+
+    def hand_over(self, made: Any) -> Any:  # noqa: ANN401
+        """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
+        if self.transfer is None:
+            return made if self.fixed is None else self.fixed(made)
+        batch = self.transfer.hand_over(made)
+        return batch if self.fixed is None else self.fixed(batch, made.arena)
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
         num_workers = tuning.num_workers
         parse = partial(samples.parse, self.augments, self.bad, self.window)
         fill = self.augments.pixels.grid_mask_fill
-        is_work = bool(self.augments.accumulation or self.channels.channels)
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, 2 * num_workers),
-            # Putting sweeps together, decoding and moving channels is real work, most of it without the interpreter's
-            # lock.
-            Stage("parse", parse, num_workers if is_work else 1, 2 * num_workers),
+            # That work is done mostly without the interpreter's lock.
+            Stage("parse", parse, num_workers if self.parses_hard else 1, 2 * num_workers),
         ]
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):
             decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
-            if self.decoder.device.type == "cpu":
+            if not decodes_on_device(self.decoder):
                 stages.append(Stage("decode", decode_all, 1, 1, group=group))
             else:
-                # Two threads: while one waits for its pictures, the other parses headers and feeds the next batch.
-                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, 2, 1)]
+                lanes = min(max(num_workers, MIN_LANES), MAX_LANES)
+                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, lanes, 1)]
             group = None  # from here on the items are batches
         else:
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels)
-            collate = partial(_rechecked, self.bad, assembled)
+            assembled = partial(
+                assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, has_poses=self.has_poses
+            )
+            collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
-                user.transform, self.transform, lidar=self.lidar, seed=self.augments.seed, box_frame=self.box_frame,
+                user.transform,
+                self.transform,
+                lidar=self.lidar,
+                seed=self.augments.seed,
+                box_frame=self.box_frame,
                 channels=self.channels,
-            )  # fmt: skip
-            each = partial(_transformed, self.bad, transform)
+                has_poses=self.has_poses,
+            )
+            each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
             each = each if group else partial(samples.for_each, each)
+            if self.transfer is not None:
+                each = self.transfer.on_own_stream(each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
             collate = partial(user.collate, self.collate_fn)
+            if self.transfer is not None:
+                collate = self.transfer.on_own_stream(collate)
+        if self.static is not None:
+            collate = _padded(self.static, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
         if self.normalize is not None and self.transfer is None:
             stages.append(Stage("normalize", self.normalize, 1, tuning.ready))
@@ -103,19 +131,29 @@ class Production(NamedTuple):
 
 def make_batch_pipeline(
     options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
-) -> Production:
+) -> BatchPipeline:
     """Choose the decoder, and put together what the stages need."""
     transforms = options.transforms
-    decoder = make_decoder(transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads)
+    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    num_frames = 1 if options.window is None else len(options.window.frames)
+    batch_images = options.batch_size * num_frames * len(cameras)
+    decoder = make_decoder(
+        transforms.decoder,
+        options.device,
+        lambda: image_facts(sources)._replace(batch_images=batch_images),
+        options.num_threads,
+        transforms.dali,
+    )
     check_pixels(decoder, transforms.pixels)
     augments = samples.Augments(
         transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
     )
-    cameras, channels = tuple(sources[0].reader.cameras), sources[0].reader.channels
-    return Production(
+    fixed = transforms.static_batches
+    return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
         options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
-        SelectedChannels(channels, cameras),
+        SelectedChannels(sources[0].reader.channels, cameras), have_poses(sources),
+        fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
     )  # fmt: skip
 
 
@@ -130,13 +168,17 @@ def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decode
     return made
 
 
+def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda decoded: static.pad(settings, collate(decoded))
+
+
 def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
     return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
     """Raise ConfigError where pixel values are to be changed that never are in host memory."""
-    if isinstance(decoder, BatchDecoder) and decoder.device.type != "cpu" and not pixels.changes_nothing:
+    if decodes_on_device(decoder) and not pixels.changes_nothing:
         raise ConfigError(
             f"pixels can be changed in host memory only, and decoder={decoder.name!r} decodes on {decoder.device}: "
             "leave out pixels, or take decoder='turbo'"
@@ -164,7 +206,7 @@ class BatchDecode:
     def __call__(self, batch: Sequence[Parsed]) -> list[DecodedSample]:
         """Decode the parsed samples of one batch."""
         slot = batch[0].task.slot
-        on_cpu = self._decoder.device.type == "cpu"
+        on_cpu = not decodes_on_device(self._decoder)
         if not on_cpu:
             slot = slot._replace(images=self._decoder.new_output((len(batch), *slot.images.shape[1:])))
         # [B, T, N, 3, H, W], T being 1 without windows
@@ -325,8 +367,10 @@ class LoaderStats(NamedTuple):
     waited_s: float
     """Time that the trainer waited for batches."""
     elapsed_s: float
-    """Time since the first iteration began."""
+    """Time since the start of the first iteration."""
     storage: StorageStats
     """What was read, fetched, found in the cache."""
     bad_samples: int
     """Distinct bad samples that were substituted."""
+    refused_images: int
+    """Images that DALI failed on and libjpeg-turbo decoded on the CPU; if they are many, the GPU decodes nothing."""

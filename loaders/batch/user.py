@@ -1,4 +1,4 @@
-"""The user's own code in the pipeline: `transform` on each sample, `collate_fn` on each batch.
+"""User functions in the pipeline: `transform` on each sample, `collate_fn` on each batch.
 
 Both run in the loader's threads, so their Python runs under the interpreter's lock, against the trainer's own: numpy,
 torch and other C code that releases the lock is fine, Python loops over points or pixels are not. ``stats()`` shows
@@ -62,9 +62,10 @@ def as_sample(
     seed: int,
     box_frame: BoxFrame = "ego",
     channels: SelectedChannels = NO_CHANNELS,
+    has_poses: bool = True,
 ) -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
-    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels)
+    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, has_poses=has_poses)
     image = batch.pop("img")[decoded.at]
     own, joins, common = {}, {}, {}
     for name, value in batch.items():
@@ -92,9 +93,10 @@ def transform(
     seed: int,
     box_frame: BoxFrame = "ego",
     channels: SelectedChannels = NO_CHANNELS,
+    has_poses: bool = True,
 ) -> Sample:
     """The work of the stage: the sample as a dict, through the user's function."""
-    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, channels=channels)
+    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, channels=channels, has_poses=has_poses)
     return sample if function is None else sample._replace(value=function(sample.value))
 
 

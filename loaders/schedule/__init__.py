@@ -1,1 +1,1 @@
-"""Which sample is loaded when: datasets, order, prefetching, bad samples, state."""
+"""The schedule of samples: datasets, order, prefetching, bad samples, state."""

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import (
     BadSamplesError,
@@ -31,7 +31,7 @@ from fuelrail.pipeline.errors import (
     TarFormatError,
     TruncatedShardError,
 )
-from fuelrail.pipeline.settings import PathText, Settings, check_types, resolve_fields
+from fuelrail.pipeline.settings import PathText, Settings, check_types, must_be, resolve_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class BadSamplePolicy(Settings, frozen=True):
     """What to do with bad samples: wrong digest, cut off, not decodable.
 
     Attributes:
-        on_error: ``"raise"``, or ``"substitute"``: load the next good sample of the order instead, the same one in
+        on_error: ``"raise"``, or ``"substitute"``: replace it with the next good sample of the order, the same one in
             every run.
         max_bad: maximum number of distinct bad samples to substitute on this rank before an error is raised.
         file: file that lists the bad samples, one JSON line each; None: they are only logged.
@@ -57,9 +57,9 @@ class BadSamplePolicy(Settings, frozen=True):
     Raises ConfigError for values out of range.
     """
 
-    on_error: Annotated[Literal["raise", "substitute"], msgspec.Meta(description="one of raise, substitute")] = "raise"
-    max_bad: Annotated[int, msgspec.Meta(ge=0, description="a whole number of 0 or more")] = 100
-    file: Annotated[PathText | None, msgspec.Meta(description="a path or None")] = "fuelrail-quarantine.jsonl"
+    on_error: Annotated[Literal["raise", "substitute"], must_be("one of raise, substitute")] = "raise"
+    max_bad: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 100
+    file: Annotated[PathText | None, must_be("a path or None")] = "fuelrail-quarantine.jsonl"
 
     def __post_init__(self) -> None:
         resolve_fields(self)
@@ -80,7 +80,7 @@ class BadSamples:
         return len(self._bad)
 
     def replace(self, task: Task, frame: int, failure: Exception) -> Task:
-        """The task with the next sample of the order, all its frames, in place of one that has a bad frame.
+        """Return the task with the next sample of the order, all its frames, in place of one that has a bad frame.
 
         Raises ``failure`` itself, or the change of its shard that explains it, where the policy says so and where it
         is not the sample that is bad; BadSamplesError where there are more than allowed.
@@ -125,7 +125,7 @@ class BadSamples:
                 by_name[sample.dataset].recheck(row)
 
     def _cause(self, task: Task, frame: int, error: Exception) -> Exception:
-        """The error, or the change of the shard under our feet that explains it."""
+        """Return the error, or the change of the shard during the run that explains it."""
         try:
             task.source.storage.recheck(task.frames[frame].row)
         except ShardError as cause:

@@ -41,7 +41,7 @@ def open_all(
     cache_dir: str | os.PathLike[str] | None,
     retry: RetryPolicy | None,
 ) -> dict[str, Dataset]:
-    """The datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
+    """Return the datasets by name, opened; one alone has the name of its manifest, several need a ``mix``.
 
     Raises ConfigError for what is no dataset, or no mapping of names to them, and what `open_dataset` raises.
     """
@@ -100,8 +100,9 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
         "cameras": both(lambda dataset: [camera.channel for camera in dataset.manifest.cameras]),
         "classes": both(lambda dataset: list(dataset.manifest.classes)),
         "labels": both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
+        "ego poses": both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
         "origins of the ego frame": both(lambda dataset: dataset.manifest.ego_origin),
-        # Matrices from and to the lidar are there for a whole batch or not at all.
+        # A batch has the matrices from and to the lidar for all of its samples or for none.
         "lidars": both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
     return {**facts, "lidars' columns": both(columns)} if points else facts
@@ -116,6 +117,21 @@ def _channel_facts(ours: Sequence[Channel], others: Sequence[Channel]) -> dict[s
         for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
             facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
     return facts
+
+
+def have_poses(sources: Sequence[Source]) -> bool:
+    """Whether the datasets of these sources have ego poses."""
+    return all(source.dataset.manifest.has_poses for source in sources)
+
+
+def require_poses(datasets: Mapping[str, Dataset]) -> None:
+    """Raise ConfigError for a dataset without ego poses: its frames have no place in a common world."""
+    for name, dataset in datasets.items():
+        if not dataset.manifest.has_poses:
+            raise ConfigError(
+                f"dataset {name!r} has no ego poses (its source knew none), and a temporal window or earlier lidar "
+                "sweeps need them: load single frames, without window and accumulation"
+            )
 
 
 def make_sources(
@@ -146,7 +162,7 @@ def make_sources(
 def require_lidar(sources: Sequence[Source]) -> None:
     """Make samples without a lidar's pose bad ones, for boxes could not be in its frame.
 
-    Raises ConfigError where a dataset has no lidar at all.
+    Raises ConfigError where a dataset has no lidar.
     """
     for source in sources:
         manifest = source.dataset.manifest
@@ -158,7 +174,7 @@ def require_lidar(sources: Sequence[Source]) -> None:
 
 
 def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
-    """The storages' counts together; their names side by side where they are of different kinds."""
+    """Return the storages' counts together; their names side by side where they are of different kinds."""
     if len(stats) == 1:
         return stats[0]
     backend = "+".join(dict.fromkeys(each.backend for each in stats))

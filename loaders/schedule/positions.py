@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from fuelrail.loaders.records import Scheduled
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
 
@@ -62,7 +65,7 @@ class PositionIndex:
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
     def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
-        """The places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
+        """Return the places at ``positions`` (B,) of an epoch; raises OrderError for positions outside."""
         parts, samples, valid, flags = self._epoch(epoch).entries(positions)
         rows = np.empty((len(positions), self.frames), dtype=np.int64)
         present = np.ones(rows.shape, dtype=bool)
@@ -75,14 +78,31 @@ class PositionIndex:
                 rows[here], present[here] = shown.samples + part.first_row, shown.present
         return Places(parts, rows, present, valid, flags)
 
+    def scheduled(self, walk: Walk) -> Iterator[Scheduled]:
+        """Yield the samples of this rank and share in order, each with its place in a batch.
+
+        The sequence is endless: it starts at the run's position and crosses the ends of epochs.
+        """
+        for epoch, step in walk:
+            batches = walk.batches(epoch)
+            positions = batches.positions(step)
+            parts, rows, present, valid, flags = self.places(epoch, positions)
+            valid &= batches.valid(step)
+            step += batches.start // batches.global_batch
+            columns = (positions, rows, valid, parts, present)
+            for at, (position, row, is_valid, part, exists) in enumerate(
+                zip(*[column.tolist() for column in columns], strict=True)
+            ):
+                yield Scheduled(epoch, step, at, position, row, is_valid, part, exists, flags)
+
     def numbers(self, epoch: int, positions: NDArray[np.int64]) -> Rows:
-        """What is read for ``positions`` (B,), in the order of reading: ``base + row`` of each frame, (B * T,)."""
+        """Return the rows to read for ``positions`` (B,), in order: ``base + row`` of each frame, (B * T,)."""
         places = self.places(epoch, positions)
         bases = np.array([part.base for part in self._parts])
         numbers: Rows = (places.rows + bases[places.parts][:, None]).reshape(-1)
         return numbers
 
     def next_position(self, epoch: int, position: int) -> int:
-        """The position whose sample replaces a bad one: the next position; in lanes that of the lane's next frame."""
+        """Return the position whose sample replaces a bad one: the next one, in lanes the lane's next frame."""
         # Another lane's would be of another clip.
         return (position + self._epoch(epoch).num_lanes) % self.epoch_length

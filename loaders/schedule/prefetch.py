@@ -48,7 +48,7 @@ class RequestNumbers:
             self._first += 1
 
     def __call__(self, k: int) -> int:
-        """The number of the k-th request."""
+        """Return the number of the k-th request."""
         while self._first < k and len(self._numbers) > 1:
             self._numbers.popleft()
             self._first += 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fuelrail.loaders.schedule.datasets import check_compatible, make_sources
+from fuelrail.loaders.schedule.datasets import check_compatible, make_sources, require_poses
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
 from fuelrail.loaders.schedule.prefetch import RequestNumbers, RequestStream
 from fuelrail.loaders.schedule.state import Identity
@@ -80,6 +80,8 @@ def make_schedule(
     """
     datasets, mix, split, spec, window, points, sweeps, channels = request
     check_compatible(datasets, points=points, channels=channels)
+    if sweeps or (window is not None and len(window.frames) > 1):
+        require_poses(datasets)
     for dataset in datasets.values():
         dataset.split(split)  # an unknown split is an error before anything is computed
     clips = {name: None if window is None else ClipTable.of_split(one, split) for name, one in datasets.items()}

@@ -1,8 +1,8 @@
 """Loader state: a few numbers for the position of a run in a training sequence, and the identity of that sequence.
 
-What it is: the dataset, split, order and windows, which decide the samples and their order, and the settings that
-decide what a sample holds. A state holds no shuffled list, no generator and no queue content, so it is the same on
-every rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not handed out do
+The identity is the dataset, split, order and windows, which decide the samples and their order, and the settings that
+decide the content of a sample. A state holds no shuffled list, no generator and no queue content, so it is the same on
+every rank, and restoring it costs one seek whatever the position. Batches that were prefetched but not delivered do
 not count as consumed.
 """
 
@@ -33,11 +33,11 @@ class Identity(Settings, frozen=True, omit_defaults=True):
     frames: dict[str, Any] | None = None
     """The temporal window."""
     settings: dict[str, Any] | None = None
-    """What each sample is made into (:func:`sample_settings`); None in states of before the first release."""
+    """What each sample is made into (:func:`sample_settings`); None until the loader adds them."""
 
 
 def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
-    """What decides the content of a sample, as plain JSON types with a digest: the seed, and the settings that apply.
+    """Return what decides the content of a sample, as plain JSON types with a digest: the seed and the settings.
 
     ``settings`` are of the loader's arguments, by name: structs or booleans. None, False and augmentations that draw
     nothing are left out. The decoder is no part of it, for backends differ by rounding only; nor are transform and
@@ -46,7 +46,7 @@ def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
     plain: dict[str, Any] = {"seed": seed}
     for name, value in settings.items():
         if isinstance(value, msgspec.Struct):
-            # Converted, a whole number that stands for a float becomes one: equal settings are equal texts.
+            # Conversion makes an integer in a float field a float, so that equal settings are equal texts.
             encoded = msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value)))
             plain[name] = msgspec.json.decode(encoded)
         elif value is not None and value is not False:
@@ -69,7 +69,7 @@ class LoaderState(Settings, frozen=True):
 
 
 def encode_state(state: LoaderState) -> dict[str, Any]:
-    """The state as plain JSON types, for ``state_dict``.
+    """Return the state as plain JSON types, for ``state_dict``.
 
     The identity is one text of JSON: checkpoints that are loaded in place, as torch.distributed.checkpoint does it,
     look for the entries that the loading side has, so one that only the saved state has would go unnoticed.
@@ -126,7 +126,7 @@ def _check_numbers(state: LoaderState) -> None:
 
 
 def _settings_that_differ(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> str:
-    """Both sides of each setting, and of a struct of each entry, that differs."""
+    """Return both sides of each setting, and of a struct of each entry, that differs."""
     if theirs is None:
         return "settings: state names none"
     left, right = _flat(theirs), _flat(ours)
@@ -141,7 +141,7 @@ _NONE: Final = "none"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Each setting as text, by name; the entries of a struct by ``name.entry``."""
+    """Return each setting as text, by name; the entries of a struct by ``name.entry``."""
     flat: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where a sample's bytes come from: one protocol, and the backend that fits the place.
+"""Storage of samples: one protocol, and the backend that fits the location.
 
 =========  ==========================================  =====================================================
 backend    for                                         how
@@ -31,7 +31,7 @@ __all__ = ["BACKENDS", "Backend", "Session", "Storage", "StorageStats", "open_st
 
 Backend: TypeAlias = Literal["auto", "mapped", "pread", "remote", "fsspec", "obstore"]
 BACKENDS: Final = get_args(Backend)
-"""Names that :func:`open_storage` knows; the last two are ``remote`` with the client said."""
+"""Names that :func:`open_storage` knows; the last two are ``remote`` with that client."""
 
 
 def open_storage(
@@ -44,7 +44,7 @@ def open_storage(
     cache_size: int | str | None = None,
     retry: RetryPolicy | None = None,
 ) -> Storage:
-    """The storage of an open dataset.
+    """Return the storage of an open dataset.
 
     ``auto`` is ``remote`` for a dataset at a URL and wherever a cache is asked for, ``pread`` on a network file system
     and for a dataset larger than the memory, ``mapped`` elsewhere. ``verify`` holds every span against its xxh3.

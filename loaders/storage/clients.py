@@ -1,4 +1,4 @@
-"""Byte ranges of remote files, asked for on an event loop: one small interface over fsspec and obstore.
+"""Byte ranges of remote files, requested on an event loop: one small interface over fsspec and obstore.
 
 fsspec reaches every protocol and knows all ways to credentials. obstore (the Rust crate ``object_store``) speaks S3 at
 a fraction of the CPU time: it is taken for ``s3://`` where it is installed and can be given the same credentials,
@@ -122,7 +122,7 @@ class ObstoreClient:
 def make_client(
     url: str, storage_options: Mapping[str, Any] | None = None, *, kind: str = "auto", timeout_s: float = 30.0
 ) -> RangeClient:
-    """The client for a dataset's URL. ``auto`` takes obstore for S3 if it is installed and understands all options.
+    """Make the client for a dataset's URL; ``auto``: obstore for S3 if installed and if it supports all options.
 
     Raises ConfigError for an unknown kind, a missing library and wrong options.
     """
@@ -190,7 +190,7 @@ class _BotoCredentials:
         self._credentials = credentials
 
     def __call__(self) -> dict[str, Any]:
-        """What obstore asks for, and again once ``expires_at`` has come."""
+        """Return credentials as obstore asks for them, and new ones after ``expires_at``."""
         frozen = self._credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,

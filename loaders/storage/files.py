@@ -1,4 +1,4 @@
-"""Open shard files, as few at a time as the process may have, and what to say when one changed under a run."""
+"""Open shard files within the process's limit, and describe the change when one changed during a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _FILES_AT_MOST: Final = 512
 _ADVISED_BYTES: Final = 128 << 10
 """Of one advice the kernel reads no more than its read-ahead (or what a disk's request holds), and forgets the rest:
-128 KiB unless somebody set it lower.
+128 KiB unless the system sets it lower.
 """
 
 
@@ -41,7 +41,7 @@ class OpenShards(Generic[T]):
 
     def __getitem__(self, number: int) -> T:
         shard = self._shards.get(number)
-        if shard is not None and len(self._shards) < self._limit:  # nothing is forgotten, so nobody asks what was used
+        if shard is not None and len(self._shards) < self._limit:  # nothing is evicted, so the uses do not matter
             return shard
         with self._lock:
             shard = self._shards.get(number)
@@ -65,13 +65,13 @@ class OpenShards(Generic[T]):
 
 
 def open_files_limit(files_each: int) -> int:
-    """How many shards may be open at once, each taking ``files_each`` descriptors: half of the process's."""
+    """Return how many shards may be open at once, with ``files_each`` descriptors each: half of the process's."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(_FILES_AT_MOST, allowed // 2 // files_each))
 
 
 class ShardFile:
-    """An open shard of the size that the manifest states; closed when nobody refers to it any more.
+    """An open shard of the size that the manifest states; closed when the last reference to it is gone.
 
     Raises OSError where it cannot be opened, TruncatedShardError or ShardError where its size is another.
     """
@@ -92,7 +92,7 @@ class ShardFile:
             os.close(self.fd)
 
     def has_in_memory(self, position: int) -> bool | None:
-        """Whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
+        """Return whether a byte is in the page cache; None where the file system cannot say. False beyond the end.
 
         Where it says no, the kernel may have started to read that page.
         """
@@ -109,16 +109,16 @@ class ShardFile:
             os.posix_fadvise(self.fd, at, min(_ADVISED_BYTES, start + length - at), os.POSIX_FADV_WILLNEED)
 
     def size_now(self) -> int:
-        """Bytes in the file at this moment."""
+        """Return the bytes in the file at this moment."""
         return os.fstat(self.fd).st_size
 
     def was_written(self) -> bool:
-        """Whether the file was written to or cut since it was opened, by its size and time of change."""
+        """Return whether the file was written to or cut since it was opened, by its size and time of change."""
         now, then = os.fstat(self.fd), self._opened
         return now.st_mtime_ns != then.st_mtime_ns or now.st_size != then.st_size
 
     def was_replaced(self) -> bool:
-        """Whether the name now leads to another file, or the file was written to since it was opened."""
+        """Return whether the name now leads to another file, or the file was written to since it was opened."""
         try:
             now = self.path.stat()
         except OSError:
@@ -128,12 +128,12 @@ class ShardFile:
 
 
 def middle(start: int, length: int) -> int:
-    """The byte that tells best whether a span is in memory: the pages at its ends are its neighbours' too."""
+    """Return the byte that tells best whether a span is in memory: the pages at its ends are its neighbours' too."""
     return start + length // 2
 
 
 def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:
-    """The error with the sample's address, saying too whether dataset or shard was replaced since it was opened."""
+    """Return the error with the sample's address, and whether dataset or shard was replaced since it was opened."""
     try:
         fingerprint = load_manifest(dataset.root).fingerprint
     except DatasetError:
@@ -149,7 +149,7 @@ def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFil
 
 
 def replaced(dataset: Dataset, fingerprint: str) -> str:
-    """The clause on a dataset that is another one by now."""
+    """Return the clause on a dataset that is another one by now."""
     return (
         f"the dataset was replaced while in use: its fingerprint was {dataset.manifest.fingerprint} when it was opened "
         f"and is {fingerprint} now; open it again"

@@ -1,4 +1,4 @@
-"""Mapped shards that are cut while they are read: noted, and raised as an error, in place of the end by SIGBUS.
+"""Turn reads of mapped shards that were cut short into errors; without it SIGBUS would end the process.
 
 Compiled code (map_guard.c, part of the native library) does the work: where a page of a guarded mapping cannot be
 served it puts zeros there and counts. A storage asks for each sample whether a page of it was replaced, so zeros reach
@@ -46,7 +46,7 @@ def _library() -> _Library | None:
 
 
 def is_guarding() -> bool:
-    """Whether mappings can be guarded here; takes over SIGBUS, again if a library took it over since the last call."""
+    """Return whether mappings can be guarded here; take SIGBUS over, again if a library took it since."""
     library = _library()
     return library is not None and library.install() == 0
 
@@ -66,7 +66,7 @@ class Faults:
         self._maps.add(mapped)
 
     def has_hit(self, shard: int, start: int, end: int) -> bool:
-        """Whether bytes ``start`` to ``end - 1`` of a shard may have been read as zeros, in any map of it so far."""
+        """Return whether bytes ``start`` to ``end - 1`` of a shard may have been read as zeros in any map of it."""
         if not self._count.value:
             return False
         hulls = [*self._gone, *(mapped.hull() for mapped in list(self._maps))]
@@ -86,7 +86,7 @@ class GuardedMap(mmap.mmap):
 
     @property
     def address(self) -> int:
-        """Where it begins in memory."""
+        """Address of its first byte in memory."""
         return int(np.frombuffer(self, np.uint8).ctypes.data)
 
     def guard(self, shard: int, gone: list[tuple[int, int, int]]) -> None:

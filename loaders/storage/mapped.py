@@ -2,7 +2,7 @@
 
 What the kernel would do page by page, at the moment of decoding, happens here in bulk and ahead of time:
 
-* Spans asked for ahead that are not in the page cache are read then. ``mincore`` tells whether they are: on a warm
+* Spans asked for ahead that are not in the page cache are read then. ``mincore`` reports whether they are: on a warm
   cache the advice itself would cost more than reading.
 * They are read in huge pages of 2 MiB (``MADV_HUGEPAGE``), by a few threads. These bring parts of neighbouring
   samples, which an epoch wants too. A span then costs two page faults instead of dozens. Reading from disk takes as
@@ -97,7 +97,7 @@ class _MappedFile(ShardFile):
             except (AttributeError, OSError):  # a kernel without them
                 self.has_huge_pages = False
         self.mapped, self.view = mapped, memoryview(mapped)
-        # Only to those who may write a file does mincore tell the truth. A read that refuses to block tells it to all,
+        # mincore is right only for users that may write the file. A read that refuses to block is right for all,
         # but where it says no it starts to read that one page, which then is in a huge page's way.
         self._may_ask = os.geteuid() in (0, os.fstat(self.fd).st_uid) or os.access(path, os.W_OK)
         self._address = mapped.address
@@ -109,7 +109,7 @@ class _MappedFile(ShardFile):
         return 0 if done == 0 else ctypes.get_errno()
 
     def is_cached(self, position: int) -> bool:
-        """Whether a byte seems to be in the page cache; False beyond the file's end."""
+        """Return whether a byte seems to be in the page cache; False beyond the file's end."""
         if self._may_ask:
             page = ctypes.c_ubyte()
             address = self._address + (position & -mmap.PAGESIZE)
@@ -117,7 +117,7 @@ class _MappedFile(ShardFile):
         return self.has_in_memory(position) is True
 
     def may_be_touched(self, start: int, length: int) -> bool:
-        """Whether a span's bytes seem to be there, the last one surely."""
+        """Return whether a span's bytes seem to be there, the last one surely."""
         last = start + length - 1
         # Faults on pages in memory are served 16 at a time, which is cheaper than populating. Of the two ways to ask,
         # the first takes a third of the time.
@@ -154,7 +154,7 @@ class MappedShards:
         """Spans that were not in memory when they were taken."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
-        """A read-only view of a sample's bytes.
+        """Return a read-only view of a sample's bytes.
 
         Raises TruncatedShardError where the shard is shorter than the index says, ChecksumError where its bytes differ
         from those written, StorageError where it cannot be read, ShardError where it is not the manifest's file.
@@ -196,7 +196,7 @@ class MappedShards:
             raise _cut(file, row)
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _MappedSession:  # noqa: ARG002
-        """A stream of requests, which read ahead."""
+        """Return a stream of requests, which read ahead."""
         is_guarding()
         return _MappedSession(self, self._files)
 
@@ -205,7 +205,7 @@ class MappedShards:
         return StorageStats("mapped", self._spans, self._span_bytes)
 
     def close(self) -> None:
-        """Unmap what nobody looks at."""
+        """Unmap what has no views."""
         self._files.clear()
 
     def _view(self, file: _MappedFile, row: IndexRow) -> memoryview:
@@ -293,7 +293,7 @@ class _MappedSession:
                 self._readers.submit(file.populate, row.offset, row.length)
             else:
                 file.read_ahead(row.offset, row.length)
-        except (OSError, ShardError, RuntimeError):  # the last: the session was closed meanwhile
+        except (OSError, ShardError, RuntimeError):  # the last: the session was closed in between
             return False
         return True
 
@@ -321,7 +321,7 @@ class Residency:
         self._digests_below = 1 << 64 if self.is_whole else int(_KEEP_OF_MEMORY * room / total * 2**64)
 
     def keeps(self, row: IndexRow) -> bool:
-        """Whether a sample's pages stay."""
+        """Return whether a sample's pages stay."""
         return row.xxh3 < self._digests_below
 
 

@@ -75,7 +75,7 @@ class PreadShards:
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
     def span(self, index: int, row: IndexRow) -> memoryview:  # noqa: ARG002 - part of the protocol
-        """A sample's bytes in a buffer of its own, which is reused once nobody looks at it.
+        """Return a sample's bytes in a buffer of its own, which is reused when its last view is gone.
 
         A read that fails, comes short or brings wrong bytes is made again on a newly opened file. Raises
         TruncatedShardError, ChecksumError, StorageError (after the retry policy's deadline) and ShardError.
@@ -101,10 +101,10 @@ class PreadShards:
         return span
 
     def recheck(self, index: int) -> None:
-        """Nothing to do: a span is a copy, which nobody else can change."""
+        """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _PreadSession:  # noqa: ARG002
-        """A stream of requests, with the kernel's read-ahead."""
+        """Return a stream of requests, with the kernel's read-ahead."""
         return _PreadSession(self, self._files, self._residency)
 
     def stats(self) -> StorageStats:
@@ -163,7 +163,7 @@ class _PreadSession:
                 if not file.has_in_memory(middle(row.offset, row.length)):
                     file.read_ahead(row.offset, row.length)
             except (OSError, ShardError):
-                continue  # advice only; whoever takes the span meets the error with its address
+                continue  # advice only; taking the span raises the error with its address
         return [partial(self._take, index, row) for index, row in rows]
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class _PreadSession:
 
 
 def is_network_file_system(folder: Path) -> bool:
-    """Whether a folder lies on a file system served over a network (or by FUSE), by the kernel's list of mounts."""
+    """Return whether a folder is on a network file system (or FUSE), by the kernel's list of mounts."""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         where = folder.resolve()
@@ -194,7 +194,7 @@ def is_network_file_system(folder: Path) -> bool:
 
 
 class _Lent(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """A buffer that somebody uses, and that goes back when the last view of it is gone.
+    """A buffer in use; it returns to the pool when the last view of it is gone.
 
     ``__del__`` costs a tenth of what a weakref's finaliser does.
     """
@@ -221,7 +221,7 @@ class SpanBuffers:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> memoryview:
-        """A writable view of ``length`` bytes with undefined content."""
+        """Return a writable view of ``length`` bytes with undefined content."""
         size = rounded_up(length)
         with self._lock:
             ready = self._free.get(size)
@@ -235,7 +235,7 @@ class SpanBuffers:
         return memoryview(lent)  # type: ignore[arg-type]  # numpy 1 and 2 type the buffer protocol differently
 
     def put_back(self, base: NDArray[np.uint8]) -> None:
-        """Take a buffer back that nobody looks at any more."""
+        """Take back a buffer whose last view is gone."""
         # Garbage collection may run this in a thread that holds the lock right now; then the buffer is let go.
         if self._lock.acquire(blocking=False):
             try:
@@ -247,7 +247,7 @@ class SpanBuffers:
 
 
 def rounded_up(length: int) -> int:
-    """The smallest m * 2**k >= length with m of 8 .. 15; at least 4096."""
+    """Return the smallest m * 2**k >= length with m of 8 .. 15; at least 4096."""
     if length <= 4096:
         return 4096
     step: int = 1 << ((length - 1).bit_length() - 4)

@@ -1,4 +1,4 @@
-"""What a storage backend is: spans at once, or asked for ahead of time.
+"""The protocol of a storage backend: spans at once, or requested ahead of time.
 
 A *session* is one iteration's stream of requests. The loader knows the order, so it asks for spans long before it
 needs them: ``request`` starts whatever makes them come (read-ahead, a coalesced download, nothing) and returns one
@@ -61,7 +61,7 @@ class Storage(Protocol):
     """Where the shards of one dataset lie. Safe to use from many threads."""
 
     look_ahead_bytes: int
-    """How far a loader should ask ahead if nobody says otherwise."""
+    """Default look-ahead of a loader."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
@@ -76,7 +76,7 @@ class Storage(Protocol):
         """
 
     def stats(self) -> StorageStats:
-        """What was done so far."""
+        """Return the counters so far."""
 
     def close(self) -> None:
         """Let go of files, connections and threads; views handed out stay valid."""

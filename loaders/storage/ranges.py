@@ -1,4 +1,4 @@
-"""Which byte ranges to ask for, so that all wanted spans come with few requests. Pure: no I/O, no clock.
+"""Plan byte ranges so that all wanted spans come with few requests. Pure: no I/O, no clock.
 
 A request costs a round trip whatever its length, so spans that lie close together in a shard are fetched as one range,
 gap included. Two numbers decide: the largest gap worth fetching along (``max_gap_bytes``: what the connection moves in

@@ -66,7 +66,7 @@ class SampleReader:
         )
 
     def fetch(self, index: int) -> FetchedSpan:
-        """The stored bytes of a sample; raises OrderError outside the dataset, ShardError where bytes are bad."""
+        """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
         row = self._dataset.index.row(index)
         return FetchedSpan(row, self.storage.span(index, row))
 

@@ -1,6 +1,6 @@
-"""Shards at a URL: coalesced ranges, fetched ahead and concurrently on an event loop, checked, tried again.
+"""Shards at a URL: coalesced ranges, fetched ahead and concurrently on an event loop, checked, retried.
 
-What a session was asked for is planned (:mod:`fuelrail.loaders.storage.ranges`) and requested at once
+The requests of a session are planned (:mod:`fuelrail.loaders.storage.ranges`) and requested at once
 (:mod:`fuelrail.loaders.storage.requests`); the loader's fetch stage waits for each sample in order. A range lives
 until the last of its samples was taken and let go, so memory is bounded by the look-ahead of who asks.
 
@@ -104,17 +104,17 @@ class RemoteShards:
         return _RemoteSession(self).request([(index, row)])[0]()
 
     def recheck(self, index: int) -> None:
-        """Nothing to do: a span is a copy, which nobody else can change."""
+        """Do nothing: a span is a copy, which cannot change."""
 
     def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> _RemoteSession:
-        """A stream of requests, whose future the cache may know."""
+        """Return a stream of requests, whose future the cache may know."""
         self._ensure_process()
         if self.cache is not None:
             self.cache.evict_by(future_uses, uses_per_step)
         return _RemoteSession(self, future_uses)
 
     def stats(self) -> StorageStats:
-        """What was done so far."""
+        """Return the counters so far."""
         made = self.requester
         stats = StorageStats(
             self.client.kind, self._spans, self._span_bytes, made.requests, made.request_bytes, made.retries,
@@ -149,7 +149,7 @@ class RemoteShards:
         return span
 
     def is_good(self, row: IndexRow, span: memoryview) -> bool:
-        """Whether a span is what the index says; True where nothing is to be checked."""
+        """Return whether a span is what the index says; True where nothing is to be checked."""
         if not self._verify:
             return True
         try:
@@ -167,7 +167,7 @@ class RemoteShards:
         return span.toreadonly()
 
     def fail(self, row: IndexRow, error: FetchFailedError) -> NoReturn:
-        """Raise what a request that failed for good means for this sample."""
+        """Raise the error of a request that failed after all retries, for this sample."""
         fault, name = error.fault, self.shard_name(row)
         if fault.kind == "cut":
             self._explain(row, TruncatedShardError, f"the shard ends before the sample does: {fault.text}")
@@ -181,7 +181,7 @@ class RemoteShards:
         ) from None
 
     def shard_name(self, row: IndexRow) -> str:
-        """The file that holds a sample."""
+        """Return the file that holds a sample."""
         return self.dataset.shard_path(row).name
 
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
@@ -199,7 +199,7 @@ class RemoteShards:
 
 
 class _Range:
-    """A range under way or here; as long as somebody holds it, who wants a sample in it need not ask again."""
+    """A range that is requested or loaded; while it is referenced, its samples need no other request."""
 
     __slots__ = ("__weakref__", "future", "is_single", "start")
 
@@ -228,7 +228,7 @@ class _RemoteSession:
         for number, (index, row) in enumerate(rows):
             try:
                 storage.shard_name(row)
-            except FuelrailError as error:  # a row that names no shard; told when its turn comes
+            except FuelrailError as error:  # a row that names no shard; reported at its turn
                 pending[number] = partial(_raise, error)
                 continue
             held = self._ranges.get(index)
@@ -291,7 +291,7 @@ class _RemoteSession:
         return storage.handed_out(span)
 
     def _wait(self, asked: _Range, row: IndexRow) -> memoryview:
-        """A span out of its range once that is here, good, if need be by asking for it alone."""
+        """Return a span out of its range once that is here, good, if need be by asking for it alone."""
         storage = self._storage
         try:
             data = asked.future.result()

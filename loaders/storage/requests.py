@@ -1,4 +1,4 @@
-"""One request against a storage that fails and stalls now and then: retried, hedged, and not too many at once.
+"""Requests to a storage that sometimes fails or stalls: retried, hedged, limited in number.
 
 ::
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 _RECENT: Final = 200
 _ENOUGH: Final = 20
-"""So many answers tell what is usual."""
+"""Number of answers from which the usual time is estimated."""
 _EXTRA_REQUESTS: Final = 10.0
 """Hedges and immediate retries that may come together after a quiet time."""
 _FIRST_HEDGE_S: Final = 1.0
 """When to hedge before there are enough answers to know what is usual."""
 _LOOK_AGAIN_S: Final = 0.1
-"""So long who waits believes what was usual."""
+"""How long an estimate of the usual time holds."""
 _WIDEN_ABOVE: Final = 0.75
 """Part of the best bytes a second that one place had, above which one more still brings something."""
 _LEARN_ROUNDS: Final = 100
@@ -66,7 +66,7 @@ class HedgePolicy(Settings, frozen=True):
 
 
 class FetchFailedError(Exception):
-    """A request that failed for good; ``fault`` says why. For the code that knows shard, offset and key."""
+    """A request that failed after all retries, because of ``fault``; the caller adds shard, offset and key."""
 
     def __init__(self, fault: Fault, num_attempts: int, elapsed_s: float) -> None:
         super().__init__(fault.text)
@@ -88,7 +88,7 @@ class Latencies:
         bisect.insort(self._sorted, latency_s)
 
     def quantile(self, part: float) -> float | None:
-        """The latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
+        """Return the latency that ``part`` of the recent ones did not exceed; None before there are enough of them."""
         if len(self._sorted) < _ENOUGH:
             return None
         return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
@@ -125,7 +125,7 @@ class Concurrency:
 
     @contextlib.asynccontextmanager
     async def place(self, *, ahead: bool = False) -> AsyncIterator[None]:
-        """Hold one of the places, once there is one; ``ahead`` of all who wait."""
+        """Hold one of the places as soon as one is free; ``ahead``: before all others that wait."""
         await self._enter(ahead=ahead)
         try:
             yield
@@ -243,7 +243,7 @@ class Requester:
                 fault = _wrong_length(len(view), length, short)
             except FetchFailedError:
                 raise
-            except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of tells them apart
+            except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of classifies them
                 fault = fault_of(error, self._options)
             failures += 1
             if fault.kind == "throttled":
@@ -307,14 +307,14 @@ class Requester:
         return True
 
     def _usual_s(self) -> float:
-        """What an answer takes at most as a rule: after that a hedge goes out."""
+        """Return the usual longest time of an answer, after which a second request (hedge) is sent."""
         if self._hedge is None:
             return float("inf")
         usual_s = self._latencies.quantile(self._hedge.quantile)
         return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._hedge.min_delay_s)
 
     def _timeout_s(self) -> float:
-        """How long one attempt may take: ten times what is usual, at least 2 s, never over the policy's limit."""
+        """Return the time limit of one attempt: ten times the usual time, at least 2 s, within the policy's limit."""
         usual_s = self._latencies.quantile(0.95)
         limit_s = self._retry.attempt_timeout_s
         return limit_s if usual_s is None else min(limit_s, max(2.0, 10 * usual_s))
@@ -328,6 +328,6 @@ def _wrong_length(got: int, wanted: int, num_short: int) -> Fault:
 
 
 def _ignore(task: asyncio.Task[Buffer]) -> None:
-    """Look at the outcome of a request that was given up, or asyncio warns that nobody did."""
+    """Read the outcome of an abandoned request, or asyncio warns that it was never retrieved."""
     with contextlib.suppress(asyncio.CancelledError):
         task.exception()

@@ -148,7 +148,8 @@ def _along(raster: NDArray[Any], axis: _Axis, number: int, *, linear: bool) -> N
         return taken
     lower, upper = raster.take(axis.lower, number), raster.take(axis.upper, number)
     weight = axis.weight.reshape(-1, *(1,) * (raster.ndim - number - 1))
-    return lower + (upper.astype(np.float64) - lower) * weight
+    mixed: NDArray[Any] = lower + (upper.astype(np.float64) - lower) * weight
+    return mixed
 
 
 def _bilinear(raster: NDArray[Any], rows: _Axis, columns: _Axis) -> NDArray[Any]:

@@ -222,7 +222,7 @@ def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
         )
     if xxhash.xxh3_64_intdigest(span) != row.xxh3:
         raise ChecksumError(
-            "the bytes differ from those that were written (xxh3)", shard=shard, offset=row.offset, key=row.key
+            "checksum mismatch (xxh3): the data is corrupt", shard=shard, offset=row.offset, key=row.key
         )
 
 

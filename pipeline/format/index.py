@@ -24,7 +24,7 @@ from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.index_checks import check_caps, check_plain, check_spans, check_texts
 from fuelrail.pipeline.format.index_row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
 from fuelrail.pipeline.storage.files import open_file
-from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class IndexWriter:
         numbers += [(f"members.{field.name}", field.type) for field in _MEMBER_TYPE]
         return {
             **{name: spill.texts() for name in _TEXTS},
-            **{name: spill.column(kind.to_pandas_dtype()) for name, kind in numbers},
+            **{name: spill.column(numpy_dtype(kind)) for name, kind in numbers},
             "num_members": spill.column(np.int32),
         }
 
@@ -290,7 +290,7 @@ class SampleIndex:
         parts = [
             self._batch(n).scalars[at][max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH] for n in numbers
         ]
-        return np.concatenate(parts) if parts else np.empty(0, _COLUMNS[2 + at].type.to_pandas_dtype())
+        return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
         """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""

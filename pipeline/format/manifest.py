@@ -135,6 +135,11 @@ class Manifest(Settings, frozen=True):
     digest: str = ""
 
     @property
+    def has_poses(self) -> bool:
+        """Whether the source knew ego poses; else all are the identity, also of a part of a merged dataset."""
+        return not _lacks_poses(self.provenance)
+
+    @property
     def cameras(self) -> tuple[CameraEntry, ...]:
         """The cameras among the channels, in rig order."""
         return tuple(
@@ -235,6 +240,15 @@ def channel_table(
         *extra,
     ]
     return tuple(msgspec.structs.replace(one, codec=fields.get(one.field, "")) for one in channels)
+
+
+def _lacks_poses(provenance: object) -> bool:
+    facts = provenance.get("facts") if isinstance(provenance, dict) else None
+    if not isinstance(facts, dict):
+        return False
+    parts = [part for name in ("merged", "appended") for part in facts.get(name) or () if isinstance(part, dict)]
+    inner = [facts.get("provenance"), *(part.get("provenance") for part in parts)]
+    return facts.get("poses") == "none" or any(map(_lacks_poses, inner))
 
 
 _NOT_IN_FINGERPRINT: Final = frozenset(

@@ -1,4 +1,4 @@
-"""Which positions a rank takes in which step and epoch: arithmetic on a few integers.
+"""Assign positions to ranks, steps and epochs, by arithmetic on a few integers.
 
 An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R consecutive ones::
 
@@ -10,8 +10,8 @@ An epoch is cut into global batches of G consecutive positions; each of the R ra
 alone, so another number of ranks continues with the same batches. With another G the rest of the epoch is cut again,
 and each of the samples left comes once. Ranks agree without communication.
 
-`Batching` is one epoch or its rest, `Cursor` the position of a run, `Share` the steps of one of several processes that
-take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
+`Batching` is one epoch or its rest, `Cursor` the position of a run, `WorkerShard` the steps of one of several processes
+that take turns, `Walk` all of them together: the steps of a run through the ends of epochs.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Batching:
         return self._running(step) % self.epoch_length
 
     def valid(self, step: int) -> NDArray[np.bool_]:
-        """Which of ``positions(step)`` are samples of the epoch, and not padding: bool (rank_batch,)."""
+        """Return which of ``positions(step)`` are samples of the epoch, not padding: bool (rank_batch,)."""
         return self._running(step) < self.epoch_length
 
     def _running(self, step: int) -> NDArray[np.int64]:
@@ -117,7 +117,7 @@ class Batching:
         return np.arange(first, first + self.rank_batch, dtype=np.int64)
 
     def consumed(self, num_steps: int) -> int:
-        """Samples of the epoch that all ranks have consumed, from its beginning, once ``num_steps`` steps are done.
+        """Return how many samples of the epoch all ranks have consumed after ``num_steps`` steps.
 
         Padding is not counted. This is what `Cursor.samples_consumed` and ``start`` hold. Raises WorldError for more
         steps than there are.
@@ -144,7 +144,7 @@ class Cursor:
             raise WorldError(f"a cursor cannot be negative, got epoch {self.epoch}, samples {self.samples_consumed}")
 
     def rest(self, whole: Batching) -> Batching:
-        """The remaining batches of this cursor's epoch, of the size of ``whole``'s.
+        """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
 
         The first begins after the last consumed sample, whatever batch size that was consumed with. Without a step the
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the epoch has.
@@ -152,22 +152,22 @@ class Cursor:
         return replace(whole, start=self.samples_consumed)
 
     def rolled(self, whole: Batching) -> Cursor:
-        """Itself, or the beginning of the next epoch where its own has no step left."""
+        """Return itself, or the beginning of the next epoch where its own has no step left."""
         return self if self.rest(whole).num_steps else Cursor(self.epoch + 1)
 
 
-class Share(NamedTuple):
+class WorkerShard(NamedTuple):
     """The steps that a process makes of its rank's: every ``of``-th one of an epoch, from ``first`` on."""
 
     first: int = 0
     of: int = 1
 
     def steps(self, batching: Batching) -> range:
-        """The steps of these batches that are its own."""
+        """Return the steps of these batches that are its own."""
         return range(self.first, batching.num_steps, self.of)
 
 
-EVERY_STEP: Final = Share()
+EVERY_STEP: Final = WorkerShard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class Walk:
 
     start: Cursor
     batching: Batching
-    share: Share = EVERY_STEP
+    share: WorkerShard = EVERY_STEP
     rest: Batching = field(init=False)
     """The batches of the first epoch that are still to come."""
 
@@ -199,7 +199,7 @@ class Walk:
         return Cursor(self.start.epoch + 1)
 
     def batches(self, epoch: int) -> Batching:
-        """The batches of one epoch of the walk."""
+        """Return the batches of one epoch of the walk."""
         return self.rest if epoch == self.start.epoch else self.batching
 
     def place(self, k: int) -> tuple[int, int]:
@@ -218,13 +218,13 @@ class Walk:
                     yield epoch, step
 
     def number(self, k: int) -> int:
-        """Number of the k-th step made here among the steps of all shares."""
+        """Return the number of the k-th step made here among the steps of all shares."""
         epoch, step = self.place(k)
         later = epoch - self.start.epoch
         return step if not later else self.rest.num_steps + (later - 1) * self.batching.num_steps + step
 
     def after(self, num_steps: int) -> Cursor:
-        """The cursor after this number of steps made here, in the first epoch; other shares have made as many."""
+        """Return the cursor after this number of steps made here and by each other share, in the first epoch."""
         return replace(
             self.start, samples_consumed=self.rest.consumed(min(num_steps * self.share.of, self.rest.num_steps))
         )

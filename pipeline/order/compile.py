@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
 from fuelrail.pipeline.order.epoch import MappedEpoch
-from fuelrail.pipeline.order.lanes import LaneEpoch, Lanes
+from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.permutation import derive_key
 from fuelrail.pipeline.order.select import Filter
@@ -101,8 +101,10 @@ def compile_order(
             raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
         assert clips is not None
         identity["lanes"] = global_batch
-        lanes = Lanes(clips, global_batch, pieces_per_clip=spec.pieces_per_clip or 1, selected=selected)
-        return LaneOrder(spec.seed, lanes, identity)
+        pieces = spec.pieces_per_clip or 1
+        return LaneOrder(
+            clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
+        )
     lengths = Layout.of_split(dataset.manifest, split).shard_lengths
     for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
@@ -125,7 +127,7 @@ def _mixed(
     selected: Rows | None,
     identity: dict[str, Any],
 ) -> MixedOrder:
-    """The parts of the selected samples, each an order of its own, mixed; weights are those of the whole selection."""
+    """Mix the parts of the selected samples, each with its own order; weights are those of the whole selection."""
     column = _selected_rows(attributes.read((mix.attribute,)), selected)[mix.attribute]
     weights = None
     if spec.weights:
@@ -178,15 +180,15 @@ class CompiledOrder:
         self.epoch_length = self.num_selected if sampling is None else sampling.length
 
     def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
+        """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.arange(self.num_selected) if self._selected is None else self._selected.astype(np.int64)
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
         return np.ones(self.num_selected) if self._sampling is None else self._sampling.expected_counts()
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
-        """The order of one epoch: positions 0 .. epoch_length - 1 to samples of the split. Same length every epoch."""
+        """Return the order of one epoch: positions 0 .. epoch_length - 1 to samples of the split."""
         bounds = self._bounds
         then: list[Callable[[Rows], Rows]] = []
         if self._sampling is not None:
@@ -200,30 +202,8 @@ class CompiledOrder:
         return MappedEpoch(order, *then)
 
 
-class LaneOrder:
-    """The epochs of an order of kind ``lanes``; as :class:`CompiledOrder`, with :meth:`epoch` giving lanes."""
-
-    def __init__(self, seed: int, lanes: Lanes, identity: dict[str, Any]) -> None:
-        self.lanes, self.identity, self._seed = lanes, identity, seed
-        self.epoch_length, self.num_selected = len(lanes), lanes.num_samples
-
-    def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
-        return self.lanes.selected()
-
-    def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, padding aside: float64 (num_selected,), ones."""
-        return np.ones(self.num_selected)
-
-    def epoch(self, epoch: int, /) -> LaneEpoch:
-        """The lanes of one epoch; raises OrderError for an epoch out of range."""
-        if not 0 <= epoch < 2**63:
-            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
-        return self.lanes.epoch(self._seed, epoch)
-
-
 def read_keys(file: str, known: pa.ChunkedArray) -> Rows:
-    """The samples (places in ``known``, ascending) that a keys file lists.
+    """Return the samples (places in ``known``, ascending) that a keys file lists.
 
     Text files have one key a line; empty lines and those that begin with # are skipped. ``.parquet`` and ``.csv`` files
     have a column ``key``. Raises OrderError where the file cannot be read, lists nothing, or names unknown keys.
@@ -296,7 +276,7 @@ def compile_mix(
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
 
     ``window`` and ``clips`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that do not name
-    the datasets or are not whole numbers of 1 or more, for an order that is not to be mixed (``lanes``, ``subset`` and
+    the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
     a mix of its own), and what `compile_order` raises.
     """
     check_ratios(ratios, datasets)
@@ -326,16 +306,16 @@ def compile_mix(
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> None:
-    """Raise OrderError unless ``ratios`` gives each dataset a whole number of 1 or more, MAX_BLOCK in sum."""
+    """Raise OrderError unless ``ratios`` gives each dataset an integer >= 1, MAX_BLOCK in sum."""
     example = f"{{{', '.join(f'{name!r}: 1' for name in datasets)}}}"
-    rule = f"it gives each dataset a whole number of 1 or more, {MAX_BLOCK} in sum, such as {example}"
+    rule = f"it gives each dataset an integer >= 1, {MAX_BLOCK} in sum, such as {example}"
     if not hasattr(ratios, "items"):
-        raise OrderError(f"mix={ratios!r} is no mix: {rule}")
+        raise OrderError(f"mix={ratios!r} is not allowed: {rule}")
     given = dict(ratios.items())
     if given.keys() != datasets.keys():
         raise OrderError(f"mix={given!r} names {_names(given)}, the datasets are {_names(datasets)}: {rule}")
     if not all(type(ratio) is int and ratio >= 1 for ratio in given.values()) or sum(given.values()) > MAX_BLOCK:
-        raise OrderError(f"mix={given!r} is no mix: {rule}")
+        raise OrderError(f"mix={given!r} is not allowed: {rule}")
 
 
 def _names(named: Mapping[str, object]) -> str:

@@ -46,14 +46,18 @@ class Epoch(Protocol):
         """Positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples alone (int64, same shape) at ``positions``."""
+        """Return samples alone (int64, same shape) at ``positions``."""
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
+        """Return entries at ``positions`` (integers in [0, len)); raises OrderError for others."""
 
 
 class EndlessOrder(Protocol):
-    """An order of epochs that all have one length."""
+    """An order of epochs that all have one length; what `compile_order` returns for every kind.
+
+    Three classes implement it: `CompiledOrder` (shuffled, windowed, sequential, each with or without weights),
+    `LaneOrder`, and `MixedOrder`, whose parts are again such orders.
+    """
 
     identity: dict[str, Any]
     """What a saved position depends on, in plain JSON types."""
@@ -67,10 +71,10 @@ class EndlessOrder(Protocol):
         """Number of selected samples."""
 
     def selected(self) -> NDArray[np.int64]:
-        """The selected samples, ascending: int64 (num_selected,)."""
+        """Return the selected samples, ascending: int64 (num_selected,)."""
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each selected sample comes in an epoch, averaged over epochs: float64 (num_selected,)."""
+        """Return how often each selected sample occurs in an epoch, averaged over epochs: float64 (num_selected,)."""
 
     def epoch(self, epoch: int, /) -> Epoch:
         """One epoch; raises OrderError for an epoch out of range."""
@@ -89,13 +93,13 @@ class MappedEpoch:
         return len(self._first)
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
+        """Return samples (int64, same shape) at ``positions``; raises OrderError for positions outside."""
         values = self._first(positions)
         for step in self._then:
             values = step(values)
         return values
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Entries at ``positions``, all valid; raises OrderError for positions outside."""
+        """Return entries at ``positions``, all valid; raises OrderError for positions outside."""
         samples = self(positions)
         return Entries(np.zeros(samples.shape, np.int64), samples, np.ones(samples.shape, dtype=bool))

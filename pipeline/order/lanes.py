@@ -16,7 +16,7 @@ that ends early repeats its first piece, flagged as not valid: every lane has a 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,19 +30,27 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.attributes import ClipTable
 
 
-class Lanes:
-    """The pieces of a split's clips, assigned to ``num_lanes`` lanes; :meth:`epoch` gives their order.
+class LaneOrder:
+    """An order of kind ``lanes``: the pieces of a split's clips, assigned to ``num_lanes`` lanes.
 
     ``selected`` restricts it to some samples (numbers, each once); a piece ends where a stored frame between two
     selected ones is left out. ``pieces_per_clip`` cuts longer runs into that many pieces of about equal length
-    (StreamPETR trains with 2). Raises OrderError where there are fewer pieces than lanes.
+    (StreamPETR trains with 2). ``identity`` is what a saved position depends on, in plain JSON types. Raises OrderError
+    where there are fewer pieces than lanes.
     """
 
     def __init__(
-        self, clips: ClipTable, num_lanes: int, *, pieces_per_clip: int = 1, selected: ArrayLike | None = None
+        self,
+        clips: ClipTable,
+        num_lanes: int,
+        *,
+        seed: int = 0,
+        pieces_per_clip: int = 1,
+        selected: ArrayLike | None = None,
+        identity: dict[str, Any] | None = None,
     ) -> None:
         if num_lanes < 1 or pieces_per_clip < 1:
-            raise OrderError(f"lanes need a global batch and pieces of 1 or more, got {num_lanes}, {pieces_per_clip}")
+            raise OrderError(f"lanes need a global batch and pieces >= 1, got {num_lanes}, {pieces_per_clip}")
         chosen = np.arange(len(clips)) if selected is None else np.sort(clips.ranks[np.asarray(selected)])
         clip = clips.clip_numbers()[chosen]
         new = np.ones(len(chosen), dtype=bool)
@@ -59,26 +67,31 @@ class Lanes:
                 f"{len(run)} pieces of clips for {num_lanes} lanes (the global batch): a lane needs at least one; use "
                 f"a global batch of at most {len(run)}, or more pieces_per_clip than {pieces_per_clip}"
             )
-        self._clips, self._chosen, self.num_lanes, self.num_samples = clips, chosen, num_lanes, len(chosen)
+        self.identity: dict[str, Any] = {} if identity is None else identity
+        self._clips, self._chosen, self._seed = clips, chosen, seed
+        self.num_lanes, self.num_selected = num_lanes, len(chosen)
         self._lane_of_slot = _deal(np.sort(self._lengths)[::-1], num_lanes)
         loads = np.bincount(self._lane_of_slot, weights=np.sort(self._lengths)[::-1], minlength=num_lanes)
         self.num_steps = int(loads.max())
 
-    def __len__(self) -> int:
-        """Positions of an epoch: steps times lanes."""
+    @property
+    def epoch_length(self) -> int:
+        """Positions in each epoch: steps times lanes."""
         return self.num_steps * self.num_lanes
 
-    @property
-    def num_padding(self) -> int:
-        """Positions of an epoch that are not valid."""
-        return len(self) - self.num_samples
-
     def selected(self) -> NDArray[np.int64]:
-        """The samples of an epoch, ascending: int64 (num_samples,)."""
+        """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
-    def epoch(self, seed: int, epoch: int) -> LaneEpoch:
-        """The lanes of one epoch, in time proportional to the number of pieces."""
+    def expected_counts(self) -> NDArray[np.float64]:
+        """Return how often each selected sample occurs in an epoch, padding aside: float64 (num_selected,), ones."""
+        return np.ones(self.num_selected)
+
+    def epoch(self, epoch: int, /) -> LaneEpoch:
+        """Return the lanes of one epoch, in time linear in the number of pieces; raises OrderError if out of range."""
+        if not 0 <= epoch < 2**63:
+            raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
+        seed = self._seed
         pieces = np.arange(len(self._lengths))
         shuffled = KeyedPermutation(len(pieces), derive_key("order lanes pieces", seed, epoch))(pieces)
         by_length = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]  # slot to piece: ties shuffled
@@ -90,7 +103,7 @@ class Lanes:
 
 
 def _deal(lengths: NDArray[np.int64], num_lanes: int) -> NDArray[np.int64]:
-    """The lane of each piece, lengths descending: always the lane with the least, the lowest number among equals."""
+    """Return the lane of each piece, lengths descending: the lane with the least frames, the lowest of equals."""
     lanes = [(0, lane) for lane in range(num_lanes)]
     dealt = np.empty(len(lengths), dtype=np.int64)
     for slot, length in enumerate(lengths.tolist()):
@@ -136,11 +149,11 @@ class LaneEpoch:
         return self._num_steps * self.num_lanes
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
+        """Return samples (int64, same shape) at ``positions`` (integers in [0, len)); raises OrderError for others."""
         return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
-        """Entries at ``positions``, with two flags; raises OrderError for positions outside.
+        """Return entries at ``positions``, with two flags; raises OrderError for positions outside.
 
         Not valid: the lane has ended, and shows its first piece again. ``lane``: which lane of the global batch.
         ``prev_exists``: the lane showed the frame before this one in its previous step; False: reset its memory.

@@ -95,11 +95,11 @@ class MixedOrder:
         return sum(order.num_selected for order in self.orders)
 
     def selected(self) -> NDArray[np.int64]:
-        """The selected samples of parts of one split, ascending: int64 (num_selected,)."""
+        """Return the selected samples of parts of one split, ascending: int64 (num_selected,)."""
         return np.sort(np.concatenate([order.selected() for order in self.orders]))
 
     def expected_counts(self) -> NDArray[np.float64]:
-        """How often each sample of :meth:`selected` comes in an epoch, averaged over epochs: float64."""
+        """Return how often each sample of :meth:`selected` occurs in an epoch, averaged over epochs: float64."""
         counts = [
             order.expected_counts() * (self.num_blocks * ratio / order.epoch_length)
             for order, ratio in zip(self.orders, self.ratios, strict=True)
@@ -133,7 +133,7 @@ class MixedEpoch:
         return self._mix.epoch_length
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples alone (int64, same shape) at ``positions``, for mixes of parts of one split."""
+        """Return samples alone (int64, same shape) at ``positions``, for mixes of parts of one split."""
         return self.entries(positions).samples
 
     def entries(self, positions: ArrayLike, /) -> Entries:
@@ -171,7 +171,7 @@ class MixedEpoch:
 
 
 def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct values, ascending, and which of them each value (n,) is; without sorting where they ascend."""
+    """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if needed."""
     steps = np.diff(values)
     if (steps < 0).any():
         distinct, which = np.unique(values, return_inverse=True)

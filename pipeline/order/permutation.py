@@ -14,7 +14,7 @@ A round adds F(right) to the left half modulo its size. F is the high 32 bits of
 (8e-6 for n = 10**9); each half collects the sum of half the rounds, in which these excesses multiply.
 
 This is a shuffle of statistical quality with a fixed definition, not a cipher. Its values are pinned by tests: a
-change of them changes every order, hence `fuelrail.pipeline.order.spec.ORDER_VERSION`.
+change of them changes every order, and needs another `fuelrail.pipeline.order.spec.ORDER_VERSION`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _S33: Final = np.uint64(33)
 
 
 def derive_key(purpose: str, *numbers: int) -> int:
-    """A 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an unambiguous encoding.
+    """Return a 128-bit key from a purpose and some numbers (seed, epoch, ...), by SHAKE-128 of an unambiguous encoding.
 
     Nothing is added up: (1, 2) and (2, 1) are unrelated, and so are two purposes. Numbers must be in [0, 2**128).
     Raises OrderError for others.
@@ -218,4 +218,4 @@ class PositionMap(Protocol):
         """Positions in the epoch."""
 
     def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
-        """Sample indices (int64, same shape) at ``positions``."""
+        """Return sample indices (int64, same shape) at ``positions``."""

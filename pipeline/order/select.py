@@ -75,7 +75,7 @@ class Filter:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             place = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
             reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
-            raise OrderError(f"filter {self.text!r} is no expression: {reason}{place}") from error
+            raise OrderError(f"filter {self.text!r} is not an expression: {reason}{place}") from error
         self._expression = self._condition(tree, 0)
 
     @property
@@ -104,7 +104,7 @@ class Filter:
         return OrderError(f"filter {self.text!r}{place}: {reason}")
 
     def _condition(self, node: ast.expr, depth: int) -> pc.Expression:
-        """A node that is true or false."""
+        """Return a node that is true or false."""
         depth = self._deeper(node, depth)
         match node:
             case ast.BoolOp(op=operator, values=values):
@@ -148,7 +148,7 @@ class Filter:
                 return _COMPARE[type(operator)](value, self._value(right, depth))
 
     def _value(self, node: ast.expr, depth: int) -> pc.Expression:
-        """A node that is a value of any type."""
+        """Return a node that is a value of any type."""
         depth = self._deeper(node, depth)
         match node:
             case ast.Name(id=name):
@@ -199,12 +199,12 @@ class Filter:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A dictionary-encoded column as its values; others as they are."""
+    """Return a dictionary-encoded column as its values; others as they are."""
     return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
 
 
 def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:
-    """The remainder of integers, with the sign of ``a``; ranges that don't fit whole numbers are Arrow's errors."""
+    """Return the remainder of integers, with the sign of ``a``; overflow is an error of Arrow."""
     return a - a / b * b
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Final, Literal, get_args
 
 import numpy as np
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.mix import Mix  # noqa: TC001, msgspec reads the annotation
@@ -52,14 +53,24 @@ class OrderSpec(Settings, frozen=True):
     ``filter``, ``subset``, ``weights`` and ``mix`` look at a dataset: `fuelrail.pipeline.order.compile` applies them.
     """
 
-    kind: Kind = "shuffled"
-    seed: int = 0
+    kind: Annotated[Kind, Meta(description="kind of order")] = "shuffled"
+    seed: Annotated[int, Meta(description="random seed of the order")] = 0
     """0 .. 2**63 - 1."""
-    window: int | None = None
+    window: Annotated[int, Meta(description="shards in a window, for --kind windowed")] | None = None
     """Shards in a window, 1 or more; with kind ``windowed`` only, and needed there."""
-    filter: str | None = None
+    filter: (
+        Annotated[
+            str,
+            Meta(
+                description='only samples that match, such as "night and num_car >= 3"', extra={"metavar": "EXPRESSION"}
+            ),
+        ]
+        | None
+    ) = None
     """Only samples for which an expression over attributes holds (`fuelrail.pipeline.order.select`)."""
-    subset: str | None = None
+    subset: (
+        Annotated[str, Meta(description="only samples whose keys are in the file", extra={"metavar": "FILE"})] | None
+    ) = None
     """Only samples whose keys a file lists: one a line, or column ``key`` of a ``.parquet`` or ``.csv`` file."""
     weights: tuple[Weighting, ...] = ()
     """How often samples come, as the product of these (`fuelrail.pipeline.order.weights`); not with ``lanes``."""
@@ -71,7 +82,7 @@ class OrderSpec(Settings, frozen=True):
     epoch_length: int | None = None
     """Positions in a weighted or mixed epoch. None: weighted, class balance's own number, else as many as there are
     selected samples; mixed, as many as it takes for all of them to come."""
-    pieces_per_clip: int | None = None
+    pieces_per_clip: Annotated[int, Meta(description="pieces that a clip is cut into, for --kind lanes")] | None = None
     """With kind ``lanes`` only: into how many pieces of equal length clips are cut; None: 1."""
 
     def __post_init__(self) -> None:
@@ -118,7 +129,7 @@ class Layout:
 
     @classmethod
     def of_split(cls, manifest: Manifest, split: str) -> Layout:
-        """The layout of one split of a dataset; sample 0 is the split's first. Raises OrderError for unknown splits."""
+        """Return the layout of one split; sample 0 is the split's first. Raises OrderError for unknown splits."""
         entry = manifest.splits.get(split)
         if entry is None:
             raise OrderError(f"dataset {manifest.name!r} has no split {split!r}; it has: {', '.join(manifest.splits)}")
@@ -149,7 +160,7 @@ class Order:
         return len(self._map)
 
     def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each position another sample.
+        """Return sample indices (int64, same shape) at ``positions`` (integers in [0, len)), each another sample.
 
         Raises OrderError for positions outside the epoch or not integer.
         """
@@ -227,7 +238,7 @@ class _Windowed:
         return samples.reshape(wanted.shape)
 
     def _by_window(self, positions: NDArray[np.int64], window: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Samples at positions whose windows ascend."""
+        """Return samples at positions whose windows ascend."""
         samples = np.empty_like(positions)
         bounds = np.flatnonzero(np.diff(window, prepend=-1, append=-1))
         for first, last in pairwise(bounds.tolist()):

@@ -71,7 +71,7 @@ Weighting = ClassBalance | AttributeWeights | FileWeights
 
 
 def columns_of(weightings: Sequence[Weighting]) -> tuple[str, ...]:
-    """The attributes that some weightings need, each once."""
+    """Return the attributes that some weightings need, each once."""
     names: dict[str, None] = {}
     for weighting in weightings:
         match weighting:
@@ -85,7 +85,7 @@ def columns_of(weightings: Sequence[Weighting]) -> tuple[str, ...]:
 
 
 def compute_weights(weightings: Sequence[Weighting], table: pa.Table) -> NDArray[np.float64]:
-    """The product of some weightings for each row of ``table`` (which has :func:`columns_of` them): float64 (n,).
+    """Return the product of some weightings for each row of ``table`` (with :func:`columns_of` them): float64 (n,).
 
     Raises OrderError for attributes that are not numeric where they must be, classes that no sample holds, and for
     weights that are negative, infinite or not a number.
@@ -97,7 +97,7 @@ def compute_weights(weightings: Sequence[Weighting], table: pa.Table) -> NDArray
 
 
 def natural_length(weightings: Sequence[Weighting], table: pa.Table) -> int:
-    """The epoch length that some weightings suggest: CBGS's own with one ClassBalance, else one of each row."""
+    """Return the epoch length that some weightings suggest: CBGS's own with one ClassBalance, else one of each row."""
     balances = [weighting for weighting in weightings if isinstance(weighting, ClassBalance)]
     if len(balances) != 1:
         return len(table)
@@ -125,7 +125,7 @@ def _by_value(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[n
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
-    """Which of ``values``, written as text, each row has: int64 (n,), -1 for any other and for null."""
+    """Return which of ``values``, as text, each row has: int64 (n,), -1 for any other and for null."""
     number = {text: i for i, text in enumerate(values)}
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
@@ -183,7 +183,7 @@ def _held(table: pa.Table, name: str) -> NDArray[np.bool_]:
 
 
 def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDArray[np.float64]:
-    """A numeric or boolean column as float64, ``unknown`` for null."""
+    """Return a numeric or boolean column as float64, ``unknown`` for null."""
     try:
         values = column.cast("double").fill_null(unknown).to_numpy()
     except (ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
@@ -201,7 +201,7 @@ def checked(weights: NDArray[np.float64], what: str) -> NDArray[np.float64]:
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad.size:
         raise OrderError(
-            f"{what}: weights must be finite numbers of 0 or more, got {weights[bad[0]]} (number {bad[0]}; "
+            f"{what}: weights must be finite numbers >= 0, got {weights[bad[0]]} (number {bad[0]}; "
             f"{bad.size} of {len(weights)} are like that)"
         )
     return weights
@@ -283,7 +283,7 @@ class SystematicEpoch:
         return self._length
 
     def __call__(self, copies: ArrayLike, /) -> NDArray[np.int64]:
-        """Samples (int64, same shape) of ``copies`` (integers in [0, length)); raises OrderError for others."""
+        """Return samples (int64, same shape) of ``copies`` (integers in [0, length)); raises OrderError for others."""
         at = as_positions(copies, self._length, "copy")
         # floor((at * total + phase) / length), in parts that stay under 2**63.
         flat = at.reshape(-1)

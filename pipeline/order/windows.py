@@ -1,4 +1,4 @@
-"""Temporal windows: which frames of its clip belong to a sample, and what replaces those that do not exist.
+"""Temporal windows: the frames of its clip that belong to a sample, and what replaces missing ones.
 
 A window is a list of offsets in frames, for example ``frames=[-2, -1, 0]`` with ``stride=2`` for frames f - 4, f - 2
 and f. Windows never cross a clip. They look at all frames that the split stores, whichever of them a filter selects.
@@ -79,7 +79,7 @@ class WindowLookup:
         self._clips, self._offsets = clips, window.offsets
 
     def __call__(self, samples: ArrayLike) -> WindowSamples:
-        """The windows of ``samples`` (integers (B,), numbers within the split)."""
+        """Return the windows of ``samples`` (integers (B,), numbers within the split)."""
         current = np.asarray(samples, dtype=np.int64)
         clips = self._clips
         wanted = clips.keys[clips.ranks[current]][:, None] + self._offsets
@@ -88,14 +88,14 @@ class WindowLookup:
         present = clips.keys[np.minimum(at, len(clips) - 1)] == wanted
         if self.window.pad == "repeat_edge":
             # The first frame behind a missing past one, and the last before a missing future one; both of this clip,
-            # as the current frame lies on that side.
+            # as the current frame is on that side.
             at -= ~present & (self._offsets > 0)
             return WindowSamples(clips.samples[at].astype(np.int64), present)
         found = clips.samples[np.where(present, at, 0)].astype(np.int64)
         return WindowSamples(np.where(present, found, current[:, None]), present)
 
     def complete(self) -> NDArray[np.bool_]:
-        """Which samples of the split have all their frames: bool (n,)."""
+        """Return which samples of the split have all their frames: bool (n,)."""
         n = len(self._clips)
         parts = [self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1) for low in range(0, n, _CHUNK)]
         return np.concatenate(parts) if parts else np.empty(0, dtype=bool)

@@ -48,7 +48,7 @@ class Link:
             self._freed.notify_all()
 
     def put(self, number: int, item: Any) -> bool:  # noqa: ANN401
-        """Hand in item ``number``, waiting for room; False if the pipeline was stopped meanwhile."""
+        """Hand in item ``number``, waiting for room; False if the pipeline was stopped."""
         with self._lock:
             while not self._stopped and number >= self._next_out + self._capacity:
                 self._freed.wait()
@@ -92,7 +92,7 @@ class Link:
         del dropped
 
     def waiting(self) -> int:
-        """Number of items that lie here now."""
+        """Return the number of items that lie here now."""
         return len(self._items)
 
 

@@ -9,7 +9,7 @@ fuelrail_batches_total                counter batches handed to the trainer
 fuelrail_samples_total                counter samples in them
 fuelrail_images_total                 counter images in them
 fuelrail_wait_seconds_total           counter time the trainer waited for batches
-fuelrail_uptime_seconds_total         counter time since the loader's first iteration began
+fuelrail_uptime_seconds_total         counter time since the start of the loader's first iteration
 fuelrail_stage_items_total            counter work calls finished, by ``stage``
 fuelrail_stage_seconds_total          counter thread-seconds by ``stage`` and ``state`` (busy, starved, blocked)
 fuelrail_stage_threads                gauge   threads of a stage
@@ -79,7 +79,7 @@ HELP: Final = dict(_STORAGE.values()) | {
     "fuelrail_samples_total": "samples handed to the trainer",
     "fuelrail_images_total": "images handed to the trainer",
     "fuelrail_wait_seconds_total": "time the trainer waited for batches",
-    "fuelrail_uptime_seconds_total": "time since the first iteration began",
+    "fuelrail_uptime_seconds_total": "time since the start of the first iteration",
     "fuelrail_stage_items_total": "work calls finished",
     "fuelrail_stage_seconds_total": "thread-seconds by state: busy in work, starved for input, blocked for room",
     "fuelrail_stage_threads": "threads of a stage",
@@ -126,7 +126,7 @@ class Metric(NamedTuple):
 
 
 def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Metric]:
-    """The metrics of one loader; see the module's table."""
+    """Return the metrics of one loader; see the module's table."""
     metrics = [
         Metric("fuelrail_batches_total", labels, stats.batches),
         Metric("fuelrail_samples_total", labels, stats.samples),

@@ -137,11 +137,11 @@ class _Crew:
             return [self.threads[number] for number in missing]
 
     def dismissed(self, number: int) -> bool:
-        """Whether thread ``number`` is one too many and must end now."""
+        """Return whether thread ``number`` is one too many and must end now."""
         if number < self.target:
             return False
         with self._lock:
-            if number < self.target:  # wanted again meanwhile
+            if number < self.target:  # wanted again in between
                 return False
             del self.threads[number]
             return True
@@ -161,7 +161,7 @@ class _Crew:
 
 
 def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:
-    """The clocks of one chain of stages over two runs; ``before`` may be empty."""
+    """Return the clocks of one chain of stages over two runs; ``before`` may be empty."""
     if not before:
         return tuple(now)
     return tuple(
@@ -211,7 +211,7 @@ class Pipeline:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401
-        """The next result in order; raises what a stage raised for it, and stops the pipeline then.
+        """Return the next result in order; raises what a stage raised for it, and stops the pipeline then.
 
         Threads still at work are not waited for, so that the error comes at once: :meth:`close` does.
         """
@@ -264,7 +264,7 @@ class Pipeline:
         self._crew(stage).outbox.set_capacity(capacity)
 
     def clocks(self) -> tuple[StageClock, ...]:
-        """The stages' clocks as of now, in flow order."""
+        """Return the stages' clocks as of now, in flow order."""
         now_s = time.perf_counter()
         return tuple(crew.clock(now_s) for crew in self._crews)
 
@@ -273,7 +273,7 @@ class Pipeline:
 
 
 def _per_batch(stages: Sequence[Stage]) -> int:
-    """How many outputs of the first of these stages become one result of the last; its own group is behind it."""
+    """Return how many outputs of the first of these stages become one result of the last."""
     product = 1
     for stage in stages[1:]:
         product *= stage.group or 1
@@ -314,7 +314,7 @@ def _run(crew: _Crew, number: int) -> None:
 
 
 def _take_group(inbox: Source | Link, size: int) -> tuple[int, Any]:
-    """Take up to ``size`` items; the group's number counts groups. The first failure stands for the whole group.
+    """Take up to ``size`` items; the group's number counts groups. The first failure is that of the whole group.
 
     The rest of that group is left where it is: each may take as long to fail, and no result after it is used.
     """

@@ -1,4 +1,4 @@
-"""``fuelrail top``: what the loaders behind some metrics endpoints are doing, in a terminal."""
+"""``fuelrail top``: show in a terminal what running loaders do, from their metrics endpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+from msgspec import Meta
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -15,9 +16,10 @@ from rich.text import Text
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import parse
+from fuelrail.pipeline.settings import Settings, make_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import RenderableType
 
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 _BAR = 10
 _MAX_BYTES = 16 << 20
+
+
+class TopOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.top`, and the flags of ``fuelrail top``."""
+
+    interval: Annotated[
+        float, Meta(ge=0.05, le=3600, description="seconds between updates", extra={"metavar": "S"})
+    ] = 1.0
+    once: Annotated[bool, Meta(description="show one interval and exit")] = False
 
 
 class Reading(NamedTuple):
@@ -62,14 +73,14 @@ class RankView(NamedTuple):
 
     @property
     def bottleneck(self) -> str | None:
-        """The stage that holds the trainer up: the busiest one, if the trainer waits."""
+        """The stage that slows the trainer down: the busiest one, if the trainer waits."""
         if self.waiting < 0.02 or not self.stages:
             return None
         return max(self.stages, key=lambda stage: stage.busy).name
 
 
 def read(url: str) -> Reading:
-    """Ask one endpoint. Raises ConfigError where none answers, or where it is no loader's."""
+    """Read one endpoint. Raises ConfigError where none answers, or where it is not a loader's."""
     address = url if "://" in url else f"http://{url}"
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"metrics endpoint {url!r} must be an http URL or HOST:PORT")
@@ -90,7 +101,7 @@ def read(url: str) -> Reading:
 
 
 def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
-    """Metrics as a reading."""
+    """Return metrics as a reading."""
     values: dict[tuple[str, ...], float] = {}
     for name, labels, value in metrics:
         values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
@@ -100,7 +111,7 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
 
 
 def compare(before: Reading, now: Reading) -> RankView:
-    """What happened between two readings of one endpoint."""
+    """Return the rates and shares between two readings of one endpoint."""
     length_s = max(now.time_s - before.time_s, 1e-9)
 
     def grown(*key: str) -> float:
@@ -135,7 +146,7 @@ def compare(before: Reading, now: Reading) -> RankView:
 
 
 def draw(views: Sequence[RankView]) -> Group:
-    """The views as tables."""
+    """Return the views as tables."""
     parts: list[RenderableType] = []
     for view in views:
         fed = Text(f"trainer fed {100 * (1 - view.waiting):.0f} %", "green" if view.waiting < 0.02 else "bold red")
@@ -163,24 +174,44 @@ def draw(views: Sequence[RankView]) -> Group:
     return Group(*parts)
 
 
-def run(urls: Sequence[str], interval_s: float, *, once: bool, console: Console | None = None) -> None:
-    """Show the endpoints, again each interval, until interrupted or until the last one is gone; or just once."""
-    console = console or Console()
+def top(
+    endpoints: str | Sequence[str],
+    options: TopOptions | None = None,
+    *,
+    progress: Callable[[list[RankView]], object] | None = None,
+    **changes: Any,  # noqa: ANN401 - fields of TopOptions
+) -> list[RankView]:
+    """Measure running loaders by their metrics endpoints; return one :class:`RankView` for each, of the last interval.
+
+    ``fuelrail.top("localhost:9400", once=True)`` takes the fields of :class:`TopOptions` as keywords. ``progress`` is
+    called with the views of each interval. Without ``once`` it returns when the last loader has ended. Raises
+    ConfigError where no loader answers.
+    """
+    options = make_options(TopOptions, options, changes)
+    urls = [endpoints] if isinstance(endpoints, str) else endpoints
     before = {url: read(url) for url in urls}
-    with Live(console=console, auto_refresh=False) as live:
-        while before:
-            time.sleep(interval_s)
-            now: dict[str, Reading] = {}
-            for url in before:
-                try:
-                    now[url] = read(url)
-                except ConfigError:
-                    if once:
-                        raise
+    views: list[RankView] = []
+    while before:
+        time.sleep(options.interval)
+        now: dict[str, Reading] = {}
+        for url in before:
+            try:
+                now[url] = read(url)
+            except ConfigError:
+                if options.once:
+                    raise
+        if now:
             views = [compare(before[url], reading) for url, reading in now.items()]
-            if views:
-                live.update(draw(views), refresh=True)
-            before = now
-            if once:
-                return
-    console.print("the trainer has ended")
+            if progress is not None:
+                progress(views)
+        before = {} if options.once else now
+    return views
+
+
+def show(urls: Sequence[str], options: TopOptions, console: Console | None = None) -> None:
+    """Show the endpoints in a terminal, again each interval, until interrupted or until the last loader has ended."""
+    console = console or Console()
+    with Live(console=console, auto_refresh=False) as live:
+        top(urls, options, progress=lambda views: live.update(draw(views), refresh=True))
+    if not options.once:
+        console.print("the trainer has ended")

@@ -56,7 +56,7 @@ class TraceRecorder:
         self._spans.append(Span(stage, item, batch, begin_s, end_s, threading.current_thread().name))
 
     def spans(self) -> list[Span]:
-        """The events so far, in the order of their ends."""
+        """Return the events so far, in the order of their ends."""
         return list(self._spans)
 
     def write(self, path: str | Path) -> None:
@@ -65,7 +65,7 @@ class TraceRecorder:
             json.dump({"traceEvents": self.events(), "displayTimeUnit": "ms"}, file)
 
     def events(self) -> list[dict[str, Any]]:
-        """The trace as Trace Event objects; times in microseconds since the Unix epoch."""
+        """Return the trace as Trace Event objects; times in microseconds since the Unix epoch."""
         pid = os.getpid()
         spans = self.spans()
         tracks = {name: number for number, name in enumerate(dict.fromkeys(span.thread for span in spans), 1)}

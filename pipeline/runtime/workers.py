@@ -1,8 +1,9 @@
-"""Work in threads whose results come in order, and which an exception, Ctrl-C among them, ends soon."""
+"""Work in threads with results in order, which an exception or Ctrl-C ends soon."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
+
+from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -74,6 +77,19 @@ def sigterm_is_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def check_main_guard() -> None:
+    """Raise ConfigError in a worker process that runs the caller's script again because it has no main guard.
+
+    A spawned process imports the script that started it, under another name, before it can work.
+    """
+    for frame in inspect.stack(context=0):
+        if frame.function == "<module>" and frame.frame.f_globals.get("__name__") == "__mp_main__":
+            raise ConfigError(
+                f"{frame.filename}:{frame.lineno}: this call starts worker processes, and each of them runs the script "
+                'again: put the call below `if __name__ == "__main__":`'
+            )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Files of a dataset, opened with the care that a folder of a stranger's takes.
+"""Open files of a dataset without trusting its folder.
 
 Only regular files are opened: a FIFO would wait for a writer for ever, a device has no end. A link is followed within
 the dataset's folder and not out of it, so that a dataset cannot make a command read, digest or copy other files.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
+    """Return a descriptor to read a file of a dataset, whose folder is the path's parent; raises OSError."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags)
@@ -50,11 +50,11 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> Buf
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
+    """Return the whole of a file of a dataset, of at most ``max_bytes``; raises OSError."""
     with open_file(path, max_bytes) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
 def _refused(path: str | os.PathLike[str], what: str) -> OSError:
-    # Of this class, so that nobody tries it again (pipeline.retry).
+    # Of this class, so that it is not retried (pipeline.storage.retry).
     return PermissionError(errno.EPERM, what, str(path))

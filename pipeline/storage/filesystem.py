@@ -37,22 +37,22 @@ READ_BYTES: Final = 1 << 20
 
 
 def is_url(root: str | os.PathLike[str]) -> bool:
-    """Whether a dataset's place is a URL and not a local path; ``file://`` counts as local."""
+    """Return whether a dataset's place is a URL and not a local path; ``file://`` counts as local."""
     return isinstance(root, str) and "://" in root and not root.startswith("file://")
 
 
 def shown_url(url: str) -> str:
-    """The URL as messages may show it: without user, password and query."""
+    """Return the URL as messages may show it: without user, password and query."""
     return redacted(url)
 
 
 def stated_version(info: Mapping[str, Any]) -> str:
-    """The version of an object in a store, which changes whenever the object does (its ETag); empty where unknown."""
+    """Return the version of an object in a store (its ETag), which changes with the object; empty where unknown."""
     return next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
 
 
 def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """The fsspec file system for a URL, and the dataset's path in it.
+    """Return the fsspec file system for a URL, and the dataset's path in it.
 
     Raises ConfigError where the protocol is unknown, its library is not installed, an option is wrong or the URL has a
     query.
@@ -84,6 +84,6 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
 
 
 def default_cache_folder() -> Path:
-    """Where manifests and indices of remote datasets are kept: ``fuelrail`` in the user's cache folder (XDG)."""
+    """Return the folder for manifests and indices of remote datasets: ``fuelrail`` in the user's cache folder (XDG)."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fuelrail"

@@ -1,6 +1,6 @@
 """Folders and files of one user, in places where others may write too: caches.
 
-Whoever may write in a shared place can put a link or a folder of their own where ours is about to be. So a folder is
+A user that may write in a shared place can put a link or a folder where ours is about to be. So a folder is
 opened, not believed: it must belong to this user and be no link, and what we make is for this user only. Files in it
 are opened by its descriptor, and no link is followed there.
 """

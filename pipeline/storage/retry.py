@@ -59,7 +59,7 @@ class RetryPolicy(Settings, frozen=True):
     max_delay_s: float = 5.0
 
     def delay_s(self, num_failures: int, draw: float) -> float:
-        """The pause after failure number ``num_failures`` (1 for the first); ``draw`` in [0, 1)."""
+        """Return the pause after failure number ``num_failures`` (1 for the first); ``draw`` in [0, 1)."""
         # 2**60 of anything is over the cap; larger exponents would overflow a float.
         return draw * min(self.max_delay_s, self.first_delay_s * 2.0 ** min(num_failures - 1, 60))
 
@@ -114,7 +114,7 @@ def _kind_of_status(status: int) -> FaultKind:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error or its cause carries, in the attribute that its library uses."""
+    """Return the HTTP status that an error or its cause carries, in the attribute that its library uses."""
     for one in (error, error.__cause__):
         response = getattr(one, "response", None)  # botocore's ClientError, which s3fs's OSErrors have as a cause
         stated = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
@@ -137,7 +137,7 @@ def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str
 
 
 def _strings(value: object) -> set[str]:
-    """All strings of four characters or more in nested options, but for plain URLs, which help to find a mistake."""
+    """Return all strings of four characters or more in nested options; not plain URLs, which help to find mistakes."""
     if isinstance(value, str):
         return {value} if len(value) >= 4 and "://" not in value else set()
     if isinstance(value, dict):

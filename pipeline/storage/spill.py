@@ -1,9 +1,9 @@
-"""Columns that may outgrow memory: written to unnamed temporary files, read back through the page cache.
+"""Columns larger than memory: written to unnamed temporary files, read back through the page cache.
 
 What is collected row by row and looked up all over (the joined tables of a source, the columns of an index) would take
 memory for every row. Here it takes disk: a column is a file without a name in a folder of the caller's, gone with the
 process however that ends, mapped into memory when it is read. :meth:`Spill.used` gives pages back to the page cache, so
-that what stands in this process's memory stays the same however long the columns are.
+that the memory of this process stays the same however long the columns are.
 
 Columns of up to 64 KiB never see a disk. For one thread.
 """
@@ -29,6 +29,12 @@ ROWS_AT_ONCE: Final = 1 << 16
 """What loops over a long column take at once."""
 
 
+def numpy_dtype(kind: pa.DataType) -> np.dtype[Any]:
+    """Return the numpy type of an Arrow type; its own ``to_pandas_dtype`` needs pandas in pyarrow 23 and older."""
+    dtype: np.dtype[Any] = pa.array([], kind).to_numpy(zero_copy_only=False).dtype
+    return dtype
+
+
 class Spill:
     """Columns with their files in ``folder``, which must be there and may be on any disk."""
 
@@ -38,18 +44,18 @@ class Spill:
         self._num_used = 0
 
     def column(self, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> SpilledColumn:
-        """A column of rows of that type and shape, empty."""
+        """Return a column of rows of that type and shape, empty."""
         return SpilledColumn(self, np.dtype(dtype), shape)
 
     def filled(self, value: float, num_rows: int, dtype: DTypeLike, shape: tuple[int, ...] = ()) -> NDArray[Any]:
-        """A column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
+        """Return a column of ``num_rows`` rows of ``value`` as an array, to be written to in place."""
         column = self.column(dtype, shape)
         for first in range(0, num_rows, ROWS_AT_ONCE):
             column.append(np.full((min(ROWS_AT_ONCE, num_rows - first), *shape), value, dtype))
         return column.values
 
     def texts(self) -> SpilledTexts:
-        """A column of texts, empty."""
+        """Return a column of texts, empty."""
         return SpilledTexts(self)
 
     def used(self, num_rows: int) -> None:
@@ -69,7 +75,7 @@ class Spill:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def new_file(self) -> IO[bytes]:
-        """A temporary file without a name."""
+        """Return a temporary file without a name."""
         return tempfile.TemporaryFile(dir=self._folder)
 
     def map(self, file: IO[bytes]) -> mmap.mmap:
@@ -91,7 +97,7 @@ class _Bytes:
         self._whole: mmap.mmap | bytearray | None = None
 
     def __del__(self) -> None:
-        if self._file is not None:  # of a column that nobody read
+        if self._file is not None:  # of a column that was not read
             self._file.close()
 
     def append(self, data: bytes | memoryview) -> None:
@@ -140,7 +146,7 @@ class SpilledColumn:
         return self._values
 
     def parts(self) -> Iterator[NDArray[Any]]:
-        """The rows, in order, ``ROWS_AT_ONCE`` at a time."""
+        """Yield the rows, in order, ``ROWS_AT_ONCE`` at a time."""
         for first in range(0, self._length, ROWS_AT_ONCE):
             yield self.values[first : first + ROWS_AT_ONCE]
 
@@ -172,12 +178,12 @@ class SpilledTexts:
         return str(self._utf8.whole[first:end], "utf-8")
 
     def take(self, rows: NDArray[np.int64]) -> list[str]:
-        """The texts of some rows, in that order."""
+        """Return the texts of some rows, in that order."""
         ends, utf8 = self._ends.values, self._utf8.whole
         bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
         return [str(utf8[first:end], "utf-8") for first, end in bounds]
 
     def array(self) -> pa.LargeStringArray:
-        """All rows as an Arrow array, not copied."""
+        """Return all rows as an Arrow array, not copied."""
         buffers = (pa.py_buffer(self._ends.values), pa.py_buffer(self._utf8.whole))
         return pa.LargeStringArray.from_buffers(len(self), *buffers)

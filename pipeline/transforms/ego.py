@@ -9,7 +9,7 @@ With the ego frame replaced by the augmented one (ego'):
 * boxes: centre' = B centre, size' = scale * size, heading' = the direction of B heading, velocity' = B's 3 x 3 part *
   velocity, since positions scale and time does not;
 * ego' to anything: X' = X . B^-1 (``ego2img``, ``ego2global``); anything to ego': X' = B . X (``cam2keyego``);
-* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which itself stays as it is.
+* points of a lidar stay in the lidar's frame: p' = L^-1 B L p with L its ``lidar2ego``, which does not change.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class BevAugment(Settings, frozen=True):
     """What becomes of the world about the vehicle, drawn once a sample.
 
     Attributes:
-        train: draw at random; False leaves everything as it is.
+        train: draw at random; False changes nothing.
         rotate_deg: rotation about z, uniform in this range, degrees (BEVDet: -22.5 to 22.5).
         scale: factor, uniform in this range (BEVDet, StreamPETR: 0.95 to 1.05; bevfusion: 0.9 to 1.1).
         flip_x_prob, flip_y_prob: probability of mirroring the x (y) coordinate.

@@ -201,7 +201,7 @@ class ImageAugment(Settings, frozen=True):
         flip: bool,
         degrees: float,
     ) -> ImageMap:
-        """The map of what was drawn; ``factors`` are those that led to the resized ``size``."""
+        """Return the map of what was drawn; ``factors`` are those that led to the resized ``size``."""
 
         def rest(resized: ImageMap) -> ImageMap:
             cropped = resized.crop(*left_top, self.width, self.height)

@@ -1,4 +1,4 @@
-"""Where a source pixel lands after resize, crop, flip and rotation: one affine map an image, exact to the sub-pixel.
+"""Map source pixels to output pixels through resize, crop, flip and rotation: one affine map an image, sub-pixel exact.
 
 Two pixel conventions meet here and must not be mixed:
 

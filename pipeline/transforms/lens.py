@@ -1,4 +1,4 @@
-"""How a lens bends what a pinhole would see: the coefficients of a camera, by the name of their model."""
+"""Lens distortion: the coefficients of a camera, by the name of their model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lens:
 
 
 def read_lens(model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]) -> Lens | None:
-    """The lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
+    """Return the lens of a camera, not rectified yet (``rectified`` is ``stored``); None where nothing is bent.
 
     Args:
         model: the camera's ``dist_model``.

@@ -61,11 +61,11 @@ class PointSweeps(Settings, frozen=True):
             raise ConfigError(f"min_distance_m={self.min_distance_m} must be 0 or more metres")
 
     def columns(self, stored: Sequence[str]) -> tuple[str, ...]:
-        """The columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
+        """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``, or last."""
         return tuple("dt_s" if name == RING else name for name in stored) + (() if RING in stored else ("dt_s",))
 
     def chosen(self, num_stored: int, *, seed: int, epoch: int, sample: int) -> list[int]:
-        """Which earlier sweeps (0 is the latest) are taken of those stored, the latest first."""
+        """Return the selected earlier sweeps, the latest (0) first."""
         num = min(self.num_sweeps - 1, num_stored)
         if self.choose == "latest" or num == num_stored:
             return list(range(num))

@@ -223,7 +223,8 @@ def _record_all(spec: WorldSpec, tasks: list[Capture], root: Path, num_workers: 
             yield future.result()
     except BrokenProcessPool as error:
         raise FuelrailError(
-            "a worker process died (killed, perhaps for want of memory); try fewer --workers"
+            "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
+            "script lacks `if __name__ == '__main__':`"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.workers import check_main_guard
 from fuelrail.pipeline.settings import Settings, convert
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def synth(
     called with the number of captures done and in all. Raises ConfigError for options, DatasetExistsError where ``out``
     holds something else, DatasetError where it cannot be written.
     """
+    check_main_guard()
     from fuelrail.sharding.demo.build import build
     from fuelrail.sharding.demo.world import WorldSpec
 

@@ -26,7 +26,7 @@ _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the
 
 
 class LocalEngine:
-    """So many workers on this machine; ``kind`` ``threads`` or ``processes``, None for what suits their number."""
+    """A number of workers on this machine; ``kind`` is ``threads`` or ``processes``, None: chosen by the number."""
 
     def __init__(self, num_workers: int, kind: str | None = None) -> None:
         self._num_workers = num_workers
@@ -79,8 +79,8 @@ def _in_processes(
                     yield future.result()
         except BrokenProcessPool as error:
             raise FuelrailError(
-                "a worker process died: killed, perhaps for want of memory (fewer workers need less), or the calling "
-                "program lacks `if __name__ == '__main__':`; run the same command again to resume"
+                "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
+                "script lacks `if __name__ == '__main__':`; run the same command again to resume"
             ) from error
         finally:
             stop.set()
@@ -95,7 +95,7 @@ _pulse: Callable[[int], None]
 
 
 def _start_worker(job: WriteJob, written: Any, stop: Any) -> None:  # noqa: ANN401 - multiprocessing's are unnamed
-    """Set up a worker process: its writer, and how it tells of its progress and learns that it is to stop."""
+    """Set up a worker process: its writer, its progress counter, and its stop signal."""
     global _writer, _pulse
     set_up_worker()
     _writer = ShardWriter(job)

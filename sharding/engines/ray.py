@@ -1,4 +1,4 @@
-"""Shards made by a Ray cluster: an existing one, or one of this run's own on this machine.
+"""Shards made by a Ray cluster: an existing one, or a local one that this run starts.
 
 A task makes one shard and writes it to OUT itself; what goes through Ray is the job (small), a shard's number, and a
 line of result. So nothing of a dataset's size enters the object store, and nothing is ever spilled from it. A task that
@@ -269,11 +269,11 @@ def share_inputs(job: WriteJob, run: str) -> None:
 def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
     """The job with paths that are good on this node, fetched where they must be.
 
-    Raises DatasetError or ConfigError naming the node that does not see output or source.
+    Raises DatasetError or ConfigError naming the node that cannot read output or source.
     """
     if not is_url(job.source.location) and not all(Path(place).exists() for place in job.source.location.split("\n")):
         raise ConfigError(
-            f"node {node} does not see the source '{job.source.location}': it must lie on a file system that all nodes "
+            f"node {node} cannot read the source '{job.source.location}': it must be on a file system that all nodes "
             "share, at the same path, or at a URL"
         )
     with contextlib.suppress(OSError):
@@ -281,7 +281,7 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             return job
     if not is_url(job.out):
         raise DatasetError(
-            f"node {node} does not see the output folder '{job.out}' as the machine that runs the command does: it "
+            f"node {node} cannot read the output folder '{job.out}' of the machine that runs the command: it "
             "must lie on a file system that all nodes share, at the same path, or at a URL such as s3://bucket/prefix"
         )
     folder = _node_folder(job.out) / run

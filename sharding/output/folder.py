@@ -4,7 +4,7 @@ A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/
 is finished. How a file appears whole differs::
 
     folder   written under .fuelrail/tmp/, synced, renamed; the folder synced
-    URL      a multipart upload, completed when all parts are there, aborted where something fails
+    URL      a multipart upload, completed when all parts are uploaded, aborted where something fails
 
 So OUT holds complete files only, at any moment. A partial run is known by ``.fuelrail/run.json``, finished shards by
 their records in ``.fuelrail/records/``; ``dataset.json`` is written last.
@@ -99,7 +99,7 @@ def open_output(location: str | os.PathLike[str]) -> Output:
 
 
 def manifest_in(out: Output) -> Manifest | None:
-    """The manifest of the dataset in OUT, None where none is finished; raises ManifestError for a damaged one."""
+    """Return the manifest of the dataset in OUT, None if none is finished; raises ManifestError if it is damaged."""
     data = out.read(MANIFEST_FILE)
     return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}")
 
@@ -115,7 +115,7 @@ def check_out(out: Output) -> None:
 
 
 def file_is(path: Path, num_bytes: int, sha256: str) -> bool:
-    """Whether a file is there with this size and SHA-256."""
+    """Return whether a file exists with this size and SHA-256."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size != num_bytes:
@@ -159,7 +159,7 @@ class FolderOutput:
             raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
 
     def read(self, name: str) -> bytes | None:
-        """A small file's bytes."""
+        """Return a small file's bytes."""
         try:
             return read_file(self.root / name, _MAX_SMALL_BYTES)
         except FileNotFoundError:
@@ -204,7 +204,7 @@ class FolderOutput:
             return None
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Whether a file is there with this size and SHA-256."""
+        """Return whether a file exists with this size and SHA-256."""
         return file_is(self.root / name, num_bytes, sha256)
 
     def version_tag(self, name: str) -> str:  # noqa: ARG002 - a file system keeps no such thing

@@ -1,10 +1,10 @@
-"""One run at a time on a URL: a lock object that its holder renews, because an object store knows no dead processes.
+"""One run at a time on a URL: a lock object that its holder renews; an object store cannot see dead processes.
 
 The lock is ``.fuelrail/lock.json``, made by a conditional put (``If-None-Match: *``) that one of several runs gets.
 Its holder rewrites it with a new number every ``BEAT_S`` seconds. A run that finds it taken takes it over
 
 - at once, where it was taken on this machine by a run that has ended (the working folder here is locked by the kernel,
-  and its identity stands in the lock), and
+  and its identity is in the lock), and
 - after ``STALE_S`` seconds in which the number did not change. No clocks are compared.
 
 Two runs that take over one stale lock at the same moment see each other: the last writer keeps it. Should a holder have
@@ -38,7 +38,7 @@ _SETTLE_S: Final = 0.5
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """The lock's content: who holds it, in which working folder, and how often it was renewed."""
+    """The lock's content: its holder, the working folder, and how often it was renewed."""
 
     owner: str
     place: str

@@ -1,4 +1,4 @@
-"""Resume an interrupted run: what must be the same, and what may have changed.
+"""Resume an interrupted run: check what must be the same, and report what may have changed.
 
 The recipe, the samples and their splits must be the same; anything else would be another dataset, and is refused with
 both sides shown. A source file that was repaired in between may have another size, and tables other metadata: the

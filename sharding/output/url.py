@@ -55,7 +55,7 @@ class UrlOutput:
         return sorted(names - {""})
 
     def read(self, name: str) -> bytes | None:
-        """A small object's bytes."""
+        """Return a small object's bytes."""
         with self._reading():
             try:
                 data: bytes = self.fs.cat_file(self.path(name))
@@ -73,7 +73,7 @@ class UrlOutput:
             if not self._is_s3:
                 file.commit()
         except BaseException:
-            # close() would upload what is left of a file that nobody wants any more.
+            # close() would upload the rest of a file that is not wanted any more.
             with contextlib.suppress(Exception):
                 file.discard()
             with contextlib.suppress(AttributeError):  # a file in memory uploads nothing
@@ -92,7 +92,7 @@ class UrlOutput:
         return None if info is None else int(info["size"])
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
-        """Whether an object is there with this size and SHA-256; reads it."""
+        """Return whether an object exists with this size and SHA-256; reads it."""
         if self.size(name) != num_bytes:
             return False
         digest = hashlib.sha256()
@@ -128,9 +128,9 @@ class UrlOutput:
             self.fs.get_file(self.path(name), str(file))
 
     def abort_uploads(self) -> None:
-        """Abort uploads under this prefix that nobody will complete; to be called under the lock."""
+        """Abort unfinished uploads under this prefix; to be called under the lock."""
         if not self._is_s3:
-            return  # other stores forget them by themselves
+            return  # other stores delete them automatically
         bucket, _, prefix = self._root.partition("/")
         wanted: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/"}
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import msgspec
 import numpy as np
@@ -35,9 +35,9 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import shown
+from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
 from fuelrail.sharding.sources.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
-from fuelrail.sharding.sources.spilled_table import SpilledTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.spill import Spill
     from fuelrail.sharding.sources.scan_table import ScanWriter
+    from fuelrail.sharding.sources.source import Reads
 
 SEPARATOR = "\n"
 """Between the locations of several datasets: no path or URL has it."""
@@ -68,6 +69,9 @@ class FuelrailSource:
     """Dataset folders or URLs, joined by :data:`SEPARATOR`."""
 
     kind = "fuelrail"
+    settings = FuelrailOptions
+    requires: ClassVar[Mapping[str, str]] = {}
+    reads: Reads = "random"
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Open them; SourceError where that fails or they do not fit, ConfigError for another fingerprint."""

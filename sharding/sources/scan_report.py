@@ -1,18 +1,22 @@
-"""The report of a scan: counts of what it kept and dropped, for the user and for the manifest."""
+"""The report of a scan: counts of what it kept and dropped, for the user and for the manifest; and what is wrong."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
+MOST_FINDINGS: Final = 20
+"""Of one table, or of one other place of a source."""
 
 
 class ScanReport(msgspec.Struct, kw_only=True):
@@ -28,6 +32,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
         outside_classes: category that is known and on purpose no class, to number of boxes (``label`` -1).
         unknown_visibility: text of the visibility that is not known, to number of boxes (``visibility`` -1).
         unknown_points: boxes with an unknown number of lidar or radar points (-1).
+        max_offset_ms: channel to the largest time [ms] between a sample and the channel's own moment in it.
 
     """
 
@@ -40,11 +45,22 @@ class ScanReport(msgspec.Struct, kw_only=True):
     outside_classes: dict[str, int] = {}
     unknown_visibility: dict[str, int] = {}
     unknown_points: int = 0
+    max_offset_ms: dict[str, float] = {}
 
     def mask(self, channel: str, reason: str) -> None:
         """Count an absent member."""
         reasons = self.masked.setdefault(channel, {})
         reasons[reason] = reasons.get(reason, 0) + 1
+
+    def drop(self, reason: str, number: int = 1) -> None:
+        """Count samples that are not kept."""
+        if number:
+            self.dropped_samples[reason] = self.dropped_samples.get(reason, 0) + number
+
+    def offset(self, channel: str, offset_ns: int) -> None:
+        """Note how far a channel's moment is from the sample's."""
+        if offset_ns:
+            self.max_offset_ms[channel] = max(self.max_offset_ms.get(channel, 0.0), offset_ns / 1e6)
 
     def builtins(self) -> dict[str, Any]:
         """The report for JSON: fields in order, names in each sorted."""
@@ -60,6 +76,9 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if self.masked:
             by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
             said.append(f"  absent sensor members: {_listed(by_channel, '; ')}")
+        if self.max_offset_ms:
+            offsets = {name: round(value, 1) for name, value in self.max_offset_ms.items()}
+            said.append(f"  largest time offsets from the sample [ms]: {_listed(offsets)}")
         if self.distorted:
             said.append(f"  images with lens distortion (undistort=True rectifies them): {_listed(self.distorted)}")
         if self.unmapped:
@@ -75,7 +94,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
         return said
 
 
-def _listed(counts: Mapping[str, int], separator: str = ", ") -> str:
+def _listed(counts: Mapping[str, float], separator: str = ", ") -> str:
     """Names with their counts, most frequent first."""
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{_plain(name)} {number:,}" for name, number in ranked[:_MOST_NAMES]]
@@ -87,3 +106,49 @@ def _plain(name: str) -> str:
     """A name of the source that is safe to print."""
     short = name if len(name) <= _MOST_CHARACTERS else name[:_MOST_CHARACTERS] + "..."
     return short if short and short.isprintable() else ascii(short)
+
+
+class Findings:
+    """What is wrong with a source: several findings are reported together, and the scan fails once.
+
+    The first 20 of each table are shown.
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._counts: dict[str, int] = {}
+
+    @property
+    def num_found(self) -> int:
+        """How many there are."""
+        return sum(self._counts.values())
+
+    def add(self, table: str, text: str) -> None:
+        """Note a finding; ``text`` is a whole sentence, ``table`` is where it was found."""
+        self._counts[table] = self._counts.get(table, 0) + 1
+        if self._counts[table] <= MOST_FINDINGS:
+            self._texts.append(text)
+
+    @contextlib.contextmanager
+    def of(self, table: str) -> Iterator[None]:
+        """Note the SourceError that the block raises."""
+        try:
+            yield
+        except SourceError as error:
+            self.add(table, str(error))
+
+    def check(self) -> None:
+        """Raise SourceError where there are findings: the one, or all of them, a line each."""
+        if not self._texts:
+            return
+        more = [
+            f"and {count - MOST_FINDINGS:,} more of {table}"
+            for table, count in self._counts.items()
+            if count > MOST_FINDINGS
+        ]
+        raise source_error([*self._texts, *more], self.num_found)
+
+
+def source_error(texts: Sequence[str], number: int) -> SourceError:
+    """The error for one fault, or for ``number`` of them, of which ``texts`` say what they are."""
+    return SourceError(texts[0]) if number == 1 else SourceError(f"the source has {number:,} faults:", texts)

@@ -24,7 +24,7 @@ from fuelrail.pipeline.format.attributes import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.codecs import member_cap
 from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
-from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +59,8 @@ class Reference(NamedTuple):
     """A sensor member that lies in the source.
 
     ``name`` is the field name (``cam_front.jpg``), ``ref`` what the source's ``open`` takes, ``bytes`` the size there;
-    ``width`` and ``height`` [px] are what the source says of an image, 0 for other members.
+    ``width`` and ``height`` [px] are what the source says of an image, 0 for other members. ``is_estimate``: the source
+    makes the bytes when they are read, so that ``bytes`` is about their number.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Reference(NamedTuple):
     bytes: int
     width: int = 0
     height: int = 0
+    is_estimate: bool = False
 
 
 class ClipInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,7 +286,7 @@ class ScanTable:
 
     def numbers(self, name: str) -> NDArray[Any]:
         """A whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
-        column = np.empty(self._length, self._file.schema.field(name).type.to_pandas_dtype())
+        column = np.empty(self._length, numpy_dtype(self._file.schema.field(name).type))
         for number, batch in enumerate(self._all_batches()):
             values = batch.column(name).to_numpy()
             column[number * ROWS_PER_BATCH :][: len(values)] = values

@@ -1,26 +1,25 @@
-"""The protocol of a source of driving data, and the registry of sources."""
+"""The protocol of a source of driving data.
+
+Most adapters are a :class:`fuelrail.sharding.sources.frames.source.FrameSource`, which implements all of it but a few
+methods. The kinds that there are stand in :mod:`fuelrail.sharding.sources.registry`.
+"""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, runtime_checkable
-
-from fuelrail.pipeline.errors import ConfigError
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.settings import Settings
     from fuelrail.sharding.sources.scan_report import ScanReport
     from fuelrail.sharding.sources.scan_table import ClipInfo, ScanWriter
 
-_REGISTRY: Final = {
-    "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
-    "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
-}
+Reads = Literal["random", "clip"]
 
 
 class Camera(NamedTuple):
@@ -39,7 +38,7 @@ class ScanInfo:
     ``splits`` are the source's own: split name to clip names (None: it has none). ``names`` are the field names that
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
-    names.
+    names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the identity.
     """
 
     name: str
@@ -63,14 +62,28 @@ class ScanInfo:
         return sum(clip.num_samples for clip in self.clips)
 
 
-class Source(Protocol):
+class MemberSource(Protocol):
+    """Where members are read from."""
+
+    def open(self, ref: str) -> Buffer:
+        """The bytes of a member that the scan table refers to, as they are to be stored (raw)."""
+        ...
+
+
+class Source(MemberSource, Protocol):
     """A dataset in its native layout.
 
-    Making one is cheap and reads nothing but what locates the data: every worker makes its own. Errors are
-    SourceError, naming table, file and token.
+    Making one, of a location and options, is cheap and reads nothing but what locates the data: every worker makes its
+    own. Errors are SourceError, naming table or file, and row or token.
     """
 
     kind: str
+    settings: type[Settings]
+    """The options; each with a description."""
+    requires: Mapping[str, str]
+    """Modules that it imports beyond Fuelrail's own dependencies, each with what brings it to `pip install`."""
+    reads: Reads
+    """"clip" where :meth:`open` is slow unless a clip is read in order: the source is a :class:`ClipSource` then."""
 
     @property
     def attribute_types(self) -> Mapping[str, type]:
@@ -83,44 +96,37 @@ class Source(Protocol):
         ...
 
     def scan(self, out: ScanWriter) -> ScanInfo:
-        """Read tables and file sizes, no sensor bytes; write one row for each sample, clip by clip in time order."""
+        """Read tables and file sizes; write one row for each sample, clip by clip in time order.
+
+        Sensor files are not read, but for the heads of images whose size no table has (64 KiB at most, in threads).
+        """
         ...
 
-    def open(self, ref: str) -> Buffer:
-        """The bytes of a member that the scan table refers to, as they are to be stored (raw)."""
+
+class Place(NamedTuple):
+    """Bytes of a file of this machine: ``length`` of them from ``offset`` on, or all of the file."""
+
+    path: str
+    offset: int = 0
+    length: int | None = None
+
+
+@runtime_checkable
+class PlacedSource(Protocol):
+    """A source, some of whose members are bytes in files as they are: those go to a shard without :meth:`open`."""
+
+    def place(self, ref: str) -> Place | None:
+        """Where the member's bytes are; None where ``open`` makes them."""
         ...
 
 
 @runtime_checkable
-class FileSource(Protocol):
-    """A source, some of whose members are files of this machine as they are: those are read without :meth:`open`."""
+class ClipSource(Protocol):
+    """A source that is read clip by clip: a run brings each clip's members into its work folder first."""
 
-    def path(self, ref: str) -> str | None:
-        """The file whose bytes are the member's; None where ``open`` makes them."""
+    def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Yield each of these members of one clip once, in any order, with its reference.
+
+        ``refs`` are in the order of the scan table. A member's bytes may be overwritten when the next one is asked for.
+        """
         ...
-
-
-class SourceSpec(NamedTuple):
-    """A source by kind, location and options: everything that a worker needs to open it."""
-
-    kind: str
-    location: str
-    options: dict[str, Any]
-
-
-def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
-    """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
-    kind, _, location = text.partition(":")
-    known = ", ".join(name for name in _REGISTRY if name != "fuelrail")  # a dataset goes to `fuelrail reshard`
-    if not location:
-        raise ConfigError(f"source {text!r} must be KIND:PATH, such as nuscenes:/data/nuscenes; known kinds: {known}")
-    if kind not in _REGISTRY:
-        raise ConfigError(f"source {text!r} has the unknown kind {kind!r}; known kinds: {known}")
-    return SourceSpec(kind, location, options)
-
-
-def make_source(spec: SourceSpec) -> Source:
-    """Make the source; raises ConfigError where its options are wrong."""
-    module, _, name = _REGISTRY[spec.kind].partition(":")
-    made: Source = getattr(importlib.import_module(module), name)(spec.location, spec.options)
-    return made

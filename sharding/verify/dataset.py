@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
 from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
-from fuelrail.pipeline.format.manifest import load_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, load_manifest
 from fuelrail.pipeline.format.zstd_frames import shard_stem
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file
@@ -34,11 +35,10 @@ from fuelrail.pipeline.storage.filesystem import is_url, shown_url
 from fuelrail.pipeline.text import escaped, json_text, message, shown
 from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
-from fuelrail.sharding.verify.manifest import check_manifest
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fuelrail.pipeline.format.manifest import FileEntry, ShardEntry
 
@@ -152,7 +152,7 @@ def verify(
     if dataset is not None and not report.faults:
         report.faults += _check_rows(dataset)
         if deep and not report.faults:
-            report.faults += check_manifest(dataset, sizes)
+            report.faults += _check_manifest(dataset, sizes)
     return report
 
 
@@ -228,3 +228,35 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     except IndexFileError as error:
         return [Fault(ATTRIBUTES_FILE, str(error))]
     return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
+
+
+def _check_manifest(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> list[Fault]:
+    """Return the faults of the manifest; ``sizes`` are those of the decoded images, by camera."""
+    return [Fault(MANIFEST_FILE, text) for text in _manifest_faults(dataset, sizes)]
+
+
+def _manifest_faults(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> Iterator[str]:
+    manifest, index = dataset.manifest, dataset.index
+    for kind, names in (
+        ("classes", manifest.classes),
+        ("attributes", manifest.attributes),
+        *((f"columns of {lidar.channel}", lidar.columns) for lidar in manifest.lidars),
+    ):
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield f"the {kind} have {name!r:.80} {count} times; each stands once"
+    total = 0
+    for name, split in manifest.splits.items():
+        num_clips = len(index.clip_ids(split.first_sample, split.first_sample + split.num_samples))
+        total += num_clips
+        if num_clips != split.num_clips:
+            yield f"num_clips of split '{name}' is {split.num_clips}, the index has {num_clips}"
+    if total != manifest.num_clips:
+        yield f"num_clips is {manifest.num_clips}, the index has {total}"
+    for camera in manifest.cameras:
+        found = sorted(sizes[camera.channel])
+        if sorted(camera.sizes) != found:
+            yield (
+                f"sizes of camera '{camera.channel}' are {list(map(list, camera.sizes))!s:.160}, its images have "
+                f"{list(map(list, found))!s:.160}"
+            )

@@ -1,4 +1,4 @@
-"""Writing a file in large aligned blocks, which is faster to write, and to read and map afterwards.
+"""Write a file in large aligned blocks, which is faster to write, and to read and map afterwards.
 
 The kernel keeps what is written in pages whose size follows the writes: one call for 2 MiB that begins at a multiple of
 2 MiB makes one huge page (ext4 and XFS, Linux 6.16 and newer); calls of the length of a sample, beginning anywhere,
@@ -98,10 +98,10 @@ class ReadBuffer:
         self._used = _FRONT_BYTES
         self._files.clear()
 
-    def read(self, path: str, num_bytes: int) -> memoryview:
-        """The whole file, of which ``num_bytes`` are expected, as a view of this memory.
+    def read(self, path: str, num_bytes: int, offset: int | None = None) -> memoryview:
+        """Return the whole file, of which ``num_bytes`` are expected, or as many from ``offset`` on, as a view.
 
-        Raises SourceError where the file cannot be read or has another size.
+        Raises SourceError where the file cannot be read, has another size, or ends before.
         """
         # One byte more than expected is asked for: a file that has grown is noticed without another system call.
         start = self._used + BLOCK_BYTES
@@ -113,18 +113,20 @@ class ReadBuffer:
             self._files.clear()
         view = self._memory[start : start + num_bytes + 1]
         try:
-            found = _fill(path, view)
+            found = _fill(path, view) if offset is None else _fill_range(path, view[:num_bytes], offset)
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
-        if found != num_bytes:
-            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run began and has {found} now")
+        if offset is not None and found < num_bytes:
+            raise SourceError(f"file '{path}' ends at byte {offset + found}, before byte {offset + num_bytes}")
+        if offset is None and found != num_bytes:
+            raise SourceError(f"file '{path}' had {num_bytes} bytes when the run started and has {found} now")
         self._used = start + padded
         data = view[:num_bytes]
         self._files[id(data)] = data, start
         return data
 
     def joined(self, pieces: Sequence[Buffer]) -> list[Buffer]:
-        """The same bytes in fewer pieces, which are good until :meth:`clear`.
+        """Return the same bytes in fewer pieces, which are good until :meth:`clear`.
 
         Bytes between two files that were read here one after the other are copied into the space between them, which
         ends at ``limit``; small pieces elsewhere are joined; large ones stay where they are.
@@ -153,7 +155,7 @@ class ReadBuffer:
         return [*found, *self._with_rest(begin, end, limit, b"".join(small))]
 
     def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
-        """A run and what follows it: in one piece where that ends in front of the next file's data."""
+        """Return a run and what follows it: in one piece where that ends in front of the next file's data."""
         if begin < end and end + len(rest) <= limit:
             self._memory[end : end + len(rest)] = rest
             return [self._memory[begin : end + len(rest)]]
@@ -171,5 +173,20 @@ def _fill(path: str, view: memoryview) -> int:
                 break
             have += more
         return have if have < len(view) else os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
+def _fill_range(path: str, view: memoryview, offset: int) -> int:
+    """Read from ``offset`` on into ``view``; returns how many bytes there were."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        have = 0
+        while have < len(view):
+            more = os.preadv(handle, [view[have:]], offset + have)
+            if not more:
+                break
+            have += more
+        return have
     finally:
         os.close(handle)

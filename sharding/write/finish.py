@@ -29,8 +29,8 @@ from fuelrail.pipeline.format.manifest import (
 )
 from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.sharding.planning.recipe import codec_of
+from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
 from fuelrail.sharding.sources.scan_table import CLIP_NUMBER, ScanTable, frame_keys
-from fuelrail.sharding.sources.spilled_table import SpilledTable
 from fuelrail.sharding.write.images import stored_field
 from fuelrail.sharding.write.records import load_record
 

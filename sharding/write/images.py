@@ -54,7 +54,7 @@ def image_size(data: Buffer, extension: str) -> tuple[int, int]:
     if extension == "png" and bytes(view[-12:]) != _PNG_END:
         raise ImageError(f"a truncated PNG: {len(view)} bytes without the IEND chunk")
     if extension == "jpg" and bytes(view[-2:]) != _END_OF_IMAGE:
-        # Some cameras pad with zeros; anything else after the end, or no end at all, is a damaged file.
+        # Some cameras pad with zeros; anything else after the end, or no end, is a damaged file.
         tail = bytes(view).rstrip(b"\0")
         if not tail.endswith(_END_OF_IMAGE):
             raise ImageError(f"a truncated JPEG: {len(view)} bytes without the end-of-image marker ff d9")

@@ -1,4 +1,4 @@
-"""The check of samples on their way into a shard: what breaks a rule is refused before the shard gets its name.
+"""The check of samples on their way into a shard: a sample that breaks a rule is refused before the shard is published.
 
 The rules are those of :mod:`fuelrail.pipeline.format.rules`. Names, metadata and points are checked sample by sample;
 geometry and boxes of many samples at once, which takes a sixth of the time.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS
 from fuelrail.sharding.planning.recipe import codec_of
-from fuelrail.sharding.sources.source import FileSource
+from fuelrail.sharding.sources.source import PlacedSource
 from fuelrail.sharding.write.images import image_size, stored_field, stored_size, transcode, with_restart_rows
 from fuelrail.sharding.write.packer import RawMember
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_table import Reference
-    from fuelrail.sharding.sources.source import Source
+    from fuelrail.sharding.sources.source import MemberSource
     from fuelrail.sharding.write.blocks import ReadBuffer
 
 Step = Callable[["Reference", "Buffer"], "Buffer"]
@@ -53,7 +53,7 @@ class Members:
 
     def __init__(
         self,
-        source: Source,
+        source: MemberSource,
         recipe: Recipe,
         lidars: tuple[LidarEntry, ...],
         extra: tuple[Channel, ...],
@@ -64,7 +64,7 @@ class Members:
 
         ``extra`` are the channels other than cameras, lidars and boxes.
         """
-        self._source, self._files = source, source if isinstance(source, FileSource) else None
+        self._source, self._placed = source, source if isinstance(source, PlacedSource) else None
         self._recipe, self._lidars, self._buffer, self._place = recipe, lidars, buffer, place
         self._extra, self._extra_fields = extra, {channel.field for channel in extra}
         self._chains: dict[str, Chain] = {}
@@ -119,8 +119,11 @@ class Members:
         return chain
 
     def _read(self, member: Reference, _: Buffer) -> Buffer:
-        path = None if self._files is None else self._files.path(member.ref)
-        return self._source.open(member.ref) if path is None else self._buffer.read(path, member.bytes)
+        place = None if self._placed is None else self._placed.place(member.ref)
+        if place is None:
+            return self._source.open(member.ref)
+        path, offset, length = place
+        return self._buffer.read(path, member.bytes if length is None else length, None if length is None else offset)
 
     def _stored_size(self, member: Reference) -> tuple[int, int]:
         size = (member.width, member.height)
@@ -132,8 +135,8 @@ class Members:
 
 def _check(member: Reference, data: Buffer) -> Buffer:
     """Check that an image is complete, and that its size is the one in the source's tables."""
-    if len(data) != member.bytes:
-        raise ImageError(f"had {member.bytes} bytes when the run began and has {len(data)} now")
+    if len(data) != member.bytes and not member.is_estimate:
+        raise ImageError(f"had {member.bytes} bytes when the run started and has {len(data)} now")
     size = image_size(data, member.name.partition(".")[2])
     if size != (member.width, member.height):
         raise ImageError(f"{size[0]} x {size[1]} pixels, the source's tables say {member.width} x {member.height}")

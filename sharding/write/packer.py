@@ -1,4 +1,4 @@
-"""One shard being written: samples in, tar bytes out, with everything that index, manifest and DALI ask of them."""
+"""One shard being written: samples in, tar bytes out, with all facts for index, manifest and DALI."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ShardPacker:
     def _stored_span(
         self, key: str, stored: Sequence[StoredMember], packed: PackedSpan
     ) -> tuple[Sequence[Buffer], int]:
-        """A sample's span as the file takes it, in pieces, and its length."""
+        """Return a sample's span as the file takes it, in pieces, and its length."""
         self._listing.add(key, self._offset, stored, packed.offsets)
         return self._buffer.joined(packed.pieces), packed.length
 
@@ -165,5 +165,5 @@ class IndexText:
         )
 
     def encode(self) -> bytes:
-        """The whole file."""
+        """Return the whole file."""
         return "\n".join([f"v1.2 {len(self._lines)}", *self._lines, ""]).encode("ascii", "replace")

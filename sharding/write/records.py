@@ -1,4 +1,4 @@
-"""Records of finished shards: what the index and the next run need of them. They go when the dataset is finished."""
+"""Records of finished shards: what the index and a resumed run need; deleted when the dataset is finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``idx_bytes`` is 0 where it has no DALI index: in the frame layout, which DALI does not read.
     ``source_sha256`` is of all that it was made from, but for the bytes of the source's files (:class:`SourceDigest`);
-    ``source_stamp`` is of those files' times of change, or of the ETags that a store gives them.
+    ``source_stamp`` is those files' times of change, or the ETags that a store gives them.
     """
 
     stem: str
@@ -50,7 +50,7 @@ class SourceDigest:
         self._digest.update(encoded_row)
 
     def hexdigest(self) -> str:
-        """As hex."""
+        """Return the digest as hex."""
         return self._digest.hexdigest()
 
 
@@ -60,7 +60,7 @@ def record_name(stem: str) -> str:
 
 
 def load_record(out: Output, stem: str) -> ShardRecord | None:
-    """A shard's record; None where there is none, or none that can be read."""
+    """Return a shard's record; None where there is none, or none that can be read."""
     data = out.read(record_name(stem))
     try:
         return None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)
@@ -75,7 +75,7 @@ def store_record(out: Output, record: ShardRecord) -> None:
 
 
 def store_version_tag(out: Output, record: ShardRecord) -> None:
-    """Note what the store says of a shard that has just got its name, so that it need not be read to be believed."""
+    """Store the ETag of a shard that was just published, so that a resumed run need not read it."""
     if tag := out.version_tag(record.name):
         with out.publish(f"{_RECORDS}/{record.stem}.tag") as file:
             file.write(tag.encode())

@@ -1,6 +1,6 @@
 """One shard from its plan: read, encode, digest, publish. A pure function of scan table, plan, recipe and number.
 
-A shard's record (where each sample lies, digests, image sizes) is kept beside the work until the dataset is finished;
+A shard's record (each sample's place, digests, image sizes) is kept beside the work until the dataset is finished;
 a shard whose record and bytes agree is not written again.
 """
 
@@ -28,8 +28,8 @@ from fuelrail.pipeline.sample.schema import (
     encode_meta,
 )
 from fuelrail.sharding.output.folder import open_output
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, decode_row
-from fuelrail.sharding.sources.source import SourceSpec, make_source
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.images import (
     scale_geometry,
@@ -46,6 +46,7 @@ from fuelrail.sharding.write.records import (
     store_record,
     store_version_tag,
 )
+from fuelrail.sharding.write.staging import StagedSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,7 +82,8 @@ class ShardDone(NamedTuple):
 class WriteJob:
     """Everything that a worker needs to write any shard of a run; small, and the same for all.
 
-    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does.
+    ``stamps`` has for each shard a number that changes when a file of the source that it is made of does. ``staging``
+    is the folder that the members were brought into, of a source that is read clip by clip.
     """
 
     out: str
@@ -99,6 +101,7 @@ class WriteJob:
     dictionary: Dictionary | None
     rig: Rig
     channels: tuple[Channel, ...] = ()
+    staging: Path | None = None
 
 
 class ShardWriter:
@@ -110,7 +113,7 @@ class ShardWriter:
         self._table = ScanTable(job.scan_table)
         self._rows = np.load(job.plan_rows, mmap_mode="r")
         self._selection = np.load(job.selection, mmap_mode="r")
-        self._source = make_source(job.source)
+        self._source = make_source(job.source) if job.staging is None else StagedSource(job.staging)
         self._buffer = ReadBuffer()
         self._place = f"{job.source.kind}:{job.source.location}"
         self._members = Members(self._source, job.recipe, job.lidars, job.channels, self._buffer, self._place)

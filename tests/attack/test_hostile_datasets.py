@@ -48,7 +48,7 @@ COMMANDS = {
     "verify-deep": ["verify", "--deep", "DS", "--workers", "2"],
     "inspect": ["inspect", "DS"],
     "inspect-key": ["inspect", "DS", "clip-0000-000000"],
-    "view": ["view", "DS", "-o", "out/sheet.png"],
+    "view": ["view", "DS", "--output", "out/sheet.png"],
     "reshard": ["reshard", "DS", "out/resharded", "--workers", "2"],
     "append": ["reshard", "--append", "FIRST", "DS", "out/appended"],
     "inspect-json": ["inspect", "DS", "--json"],

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.contact_sheet import NEAR_M, contact_sheet, decode_single, project_segment
@@ -99,7 +100,7 @@ class TestCommand:
             (["nobody", "--output", "x.png"], "no sample 'nobody'"),
             ([""], "has no sample ''; the first of its"),
             (["--output", "x.jpg"], "must end with .png"),
-            (["--epoch", "-1"], "--epoch -1 must be 0 or more"),
+            (["--epoch", "-1"], "--epoch -1: Expected `int` >= 0"),
             (["--output", "no/such/folder/x.png"], "cannot be written"),
             (["--image", "no.yaml"], "no.yaml"),
         ],
@@ -110,6 +111,14 @@ class TestCommand:
         error = capsys.readouterr().err
         assert words in error
         assert error.count("\n") == 1
+
+    def test_the_function_draws_what_the_command_writes(self, root, tmp_path):
+        report = fuelrail.view(root, image={"height": 64, "width": 176}, output=tmp_path / "x.png")
+        written = cv2.imread(str(tmp_path / "x.png"))
+        assert (written[..., ::-1] == report.sheet).all()
+        assert fuelrail.view(root, report.key, image={"height": 64, "width": 176}).sheet.shape == report.sheet.shape
+        with pytest.raises(fuelrail.ConfigError, match=r"ViewOptions\.image"):
+            fuelrail.view(root, image={"tall": 64})
 
     @pytest.mark.parametrize("side", [40_000, 1_000_000_000])
     def test_l1_sizes_beyond_all_images_are_refused(self, root, side, capsys, tmp_path):
@@ -139,7 +148,7 @@ class TestCommand:
             str(root),
             "--image",
             str(settings),
-            "-o",
+            "--output",
             str(tmp_path / "x.png"),
         ]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}

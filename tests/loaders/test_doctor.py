@@ -31,11 +31,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def about(subject: str) -> commands.Finding:
-    return next(finding for finding in commands.examine() if finding.subject == subject)
+    return next(finding for finding in commands.doctor().findings if finding.subject == subject)
 
 
 def test_every_backend_is_spoken_of() -> None:
-    subjects = [finding.subject for finding in commands.examine()]
+    subjects = [finding.subject for finding in commands.doctor().findings]
     assert {f"decoder={name}" for name in (*BACKENDS, "auto")} <= set(subjects)
     assert about("decoder=turbo").state.startswith("ready: simplejpeg ")
 
@@ -137,7 +137,7 @@ def test_what_decodes_on_a_gpu_is_named_with_what_to_install(
     found = about("GPU decoding")
     assert found.state.startswith(state)
     assert (advice in found.advice) if advice else not found.advice
-    faults = [one.state for one in commands.examine() if one.subject == "known fault"]
+    faults = [one.state for one in commands.doctor().findings if one.subject == "known fault"]
     if installed == CUDA12:
         assert any(one.startswith("nvJPEG decodes regions of") for one in faults)
     assert all("; avoided: " in one for one in faults)
@@ -157,6 +157,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "decoder=auto" in printed
-    for finding in commands.examine():
+    for finding in commands.doctor().findings:
         assert finding.state in printed
         assert finding.advice in printed

@@ -22,6 +22,10 @@ def halves(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+class Inner(Settings, frozen=True):
+    depth: int
+
+
 class Options(Settings, frozen=True):
     level: Annotated[int, Meta(ge=1, le=5, description="how strong, up to 100 %")] = 4
     share: Annotated[float, Meta(gt=0, description="part of it")] | None = None
@@ -31,6 +35,8 @@ class Options(Settings, frozen=True):
     mode: Annotated[Literal["fast", "small"], Meta(description="what to optimise")] = "fast"
     sizes: Annotated[tuple[int, ...], Meta(description="sizes to try")] = ()
     pair: Annotated[tuple[int, int], Meta(description="a pair", extra={"parse": halves, "metavar": "A:B"})] = (0, 0)
+    tags: Annotated[tuple[str, ...], Meta(description="a tag", extra={"repeat": True, "metavar": "TAG"})] = ()
+    inner: Annotated[Inner, Meta(description="settings of a part")] | None = None
     internal: int = 3
 
 
@@ -48,6 +54,16 @@ def test_every_kind_of_field() -> None:
     text = "--level 2 --share 0.5 --no-points --deep --num-threads 3 --mode small --sizes 1 2 --pair 3:4"
     assert from_flags(parse(text), Options) == Options(2, 0.5, False, True, 3, "small", (1, 2), (3, 4))
     assert from_flags(parse("--num-threads auto"), Options).num_threads == "auto"
+
+
+def test_a_repeated_flag_and_a_file_of_settings(tmp_path) -> None:
+    file = tmp_path / "inner.yaml"
+    file.write_text("depth: 3")
+    options = from_flags(parse(f"--tags a --inner {file} --tags b"), Options)
+    assert (options.tags, options.inner) == (("a", "b"), Inner(3))
+    file.write_text("depth: x")
+    with pytest.raises(ConfigError, match=r"--inner '.*inner.yaml': .*:1: at 'depth': Expected `int`"):
+        from_flags(parse(f"--inner {file}"), Options)
 
 
 def test_a_flag_may_have_another_name() -> None:

@@ -18,7 +18,7 @@ from fuelrail.bench.micro.synthetic_index import write_synthetic_index
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
-from fuelrail.pipeline.order.lanes import Lanes
+from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import Mix, MixedOrder
 from fuelrail.pipeline.order.select import Filter
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -158,7 +158,8 @@ def test_lanes(lengths, num_lanes, pieces_per_clip, seed, epoch):
     num_lanes = min(num_lanes, len(pieces))
     clips = np.repeat(np.arange(len(lengths)), lengths)
     frames = np.concatenate([np.arange(length) for length in lengths])
-    ours = Lanes(ClipTable.build(clips, frames), num_lanes, pieces_per_clip=pieces_per_clip).epoch(seed, epoch)
+    table = ClipTable.build(clips, frames)
+    ours = LaneOrder(table, num_lanes, seed=seed, pieces_per_clip=pieces_per_clip).epoch(epoch)
 
     loads, lane_of_slot = [0] * num_lanes, []
     for length in sorted(map(len, pieces), reverse=True):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,16 +46,14 @@ def test_shard_makes_what_the_command_makes(source, out, tmp_path, capsys):
 
 def test_the_report_of_a_run(source, tmp_path):
     recipe = make_recipe(seed=7, name="mine")
-    report = shard(
-        source, tmp_path / "out", recipe, source_options={"version": "v1.0-mini", "points": False}, workers=1
-    )
+    report = shard(source, tmp_path / "out", recipe, options={"version": "v1.0-mini", "points": False}, workers=1)
     assert (report.num_samples, report.num_clips, report.num_shards) == (6, 2, 1)
     assert (report.num_written, report.num_kept, report.samples_by_split) == (1, 0, {"train": 6})
     assert report.fingerprint == open_dataset(tmp_path / "out").manifest.fingerprint
     assert report.scan is not None
     assert report.scan.samples == 6
     assert json.loads(report.as_json())["num_bytes"] == (tmp_path / "out" / "train-000000.tar").stat().st_size
-    again = shard(source, tmp_path / "out", recipe, source_options={"points": False}, engine=LocalEngine(1))
+    again = shard(source, tmp_path / "out", recipe, options={"points": False}, engine=LocalEngine(1))
     assert (again.num_written, again.num_kept, again.fingerprint) == (0, 1, report.fingerprint)
     assert "in 1 shard (1 reused), " in again.as_text()
 
@@ -77,7 +79,7 @@ def test_progress_gets_what_happens(source, tmp_path):
         ({"ray_address": "auto"}, "a Ray address needs the engine ray"),
         ({"recipe": make_recipe(), "seed": 7}, "as a recipe or as keywords, not both"),
         ({"order": "random"}, "known: frame, clip, window:N"),
-        ({"source_options": {"colour": 1}}, "colour"),
+        ({"options": {"colour": 1}}, "colour"),
     ],
 )
 def test_wrong_options_are_errors_of_ours(source, tmp_path, options, said):
@@ -134,6 +136,7 @@ def test_inspect_describes(out):
         inspect(out, "x")
 
 
+@pytest.mark.slow
 def test_synth_renders(tmp_path):
     seen = []
     report = synth(
@@ -156,4 +159,18 @@ def test_a_nuscenes_root_is_no_dataset(source, tmp_path):
     ):
         open_dataset(source.removeprefix("nuscenes:"))
     with pytest.raises(FuelrailError, match=r"v1\.0-trainval' is not a folder with tables; there are: v1\.0-mini"):
-        shard(source, tmp_path / "out", source_options={"version": "v1.0-trainval"})
+        shard(source, tmp_path / "out", options={"version": "v1.0-trainval"})
+
+
+@pytest.mark.process
+def test_a_script_without_a_main_guard_gets_a_sentence(source, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import fuelrail\nfuelrail.shard({source!r}, {str(tmp_path / 'out')!r}, workers=2, engine='processes')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / ".src")}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"ConfigError: {script}:2: this call starts worker processes" in done.stderr
+    assert "FuelrailError: a worker process died" in done.stderr.splitlines()[-1]
+    assert "another run" not in done.stderr

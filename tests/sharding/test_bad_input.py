@@ -19,7 +19,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard as shard_again
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes

@@ -57,7 +57,7 @@ def shard(run, root, out, *more):
 
 def test_shard_verify_inspect(run, source, tmp_path):
     out = tmp_path / "out"
-    code, said, err = shard(run, source.root, out, "--version", "v1.0-mini", "--splits", "train=0.5,val=0.5")
+    code, said, err = shard(run, source.root, out, "-o", "version=v1.0-mini", "--splits", "train=0.5,val=0.5")
     assert (code, err) == (0, "")
     assert said.startswith("6 samples (train 3, val 3) of 2 clips in 2 shards, ")
     code, said, _ = run("verify", out, "--deep")
@@ -171,7 +171,7 @@ def test_a_missing_table(run, source, tmp_path):
 @pytest.mark.real
 def test_the_real_mini_tables_without_three_of_them(run, tmp_path):
     root = shared_data("nuscenes-mini")
-    sentence = refused(shard(run, root, tmp_path / "out", "--version", "v1.0-mini"))
+    sentence = refused(shard(run, root, tmp_path / "out", "-o", "version=v1.0-mini"))
     assert "ego_pose.json, sample_annotation.json, sample_data.json missing" in sentence
     assert "there are: v1.0-derived, v1.0-mini" in refused(shard(run, root, tmp_path / "out"))
 
@@ -206,7 +206,7 @@ def test_a_missing_camera_file(run, source, tmp_path):
     gone.unlink()
     assert gone.name in refused(shard(run, tmp_path / "source", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-    code, _, _ = shard(run, tmp_path / "source", tmp_path / "out", "--missing-camera", "mask")
+    code, _, _ = shard(run, tmp_path / "source", tmp_path / "out", "-o", "missing_camera=mask")
     assert code == 0
     assert run("verify", tmp_path / "out", "--deep")[0] == 0
 

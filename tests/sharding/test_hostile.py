@@ -22,7 +22,7 @@ from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import RawMember, ShardPacker

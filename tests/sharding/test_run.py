@@ -407,7 +407,7 @@ def test_a_file_that_changes_or_vanishes_during_the_run(source, tmp_path, monkey
 
     whole = victim.read_bytes()
     scan_then(lambda: victim.write_bytes(whole + b"\0"))
-    with pytest.raises(SourceError, match=f"had {len(whole)} bytes when the run began and has {len(whole) + 1} now"):
+    with pytest.raises(SourceError, match=f"had {len(whole)} bytes when the run started and has {len(whole) + 1} now"):
         shard_nuscenes(tmp_path / "source", tmp_path / "one", **OPTIONS)
     victim.write_bytes(whole)
     scan_then(victim.unlink)

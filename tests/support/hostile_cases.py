@@ -22,6 +22,7 @@ import zstandard
 from fuelrail.pipeline.format import index_checks
 from fuelrail.pipeline.sample.arrays import write_tensors
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
+from fuelrail.pipeline.storage.spill import numpy_dtype
 from support.hostile import Member, Parts
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _replace_column(parts: Parts, name: str, value: int) -> None:
     def edit(table: pa.Table) -> pa.Table:
         at, kind = table.schema.get_field_index(name), table.schema.field(name)
         values = table[name].to_pylist()
-        low, high = np.iinfo(kind.type.to_pandas_dtype()).min, np.iinfo(kind.type.to_pandas_dtype()).max
+        low, high = np.iinfo(numpy_dtype(kind.type)).min, np.iinfo(numpy_dtype(kind.type)).max
         return table.set_column(at, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type))
 
     parts.edit_table = edit

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import Outcome, shard
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.table import Table
 
 from fuelrail.bench.measure.processes import exit_code, report_console
-from fuelrail.bench.report.options import add_output_flags, print_partial
+from fuelrail.bench.report.options import OutputOptions, print_partial
 from fuelrail.bench.studies.compare.options import CompareOptions
-from fuelrail.pipeline.cli import add_flags, from_flags
+from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -33,22 +31,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench compare``."""
     parser.add_argument("source", metavar="DATASET_OR_SOURCE", help="a Fuelrail dataset, or a source as in `shard`")
     add_flags(parser, CompareOptions, names={"resume": "continue"})
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="a loader, or LOADER:RECIPE; may be repeated"
-    )
-    parser.add_argument(
-        "--data", type=Path, help="folder that keeps the loaders' formats (default: data in --out)", metavar="FOLDER"
-    )
-    add_output_flags(parser, "bench-compare", as_json=False)
+    add_flags(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, write the report's files and print the figures."""
     from fuelrail.bench.studies.compare.session import compare
 
-    options = msgspec.structs.replace(from_flags(arguments, CompareOptions), only=tuple(arguments.only))
-    report = compare(arguments.source, options, out=arguments.out, data=arguments.data, html=not arguments.no_html)
-    print_compare_report(report, report_console())
+    options, output = from_flags(arguments, CompareOptions), from_flags(arguments, OutputOptions)
+    report = compare(arguments.source, options, out=output.folder("compare"), html=output.html)
+    if output.json:
+        print_json(report)
+    else:
+        print_compare_report(report, report_console())
     return exit_code(report.cut_off, interrupted=report.cut_off is not None)
 
 
@@ -68,7 +63,7 @@ def print_compare_report(report: CompareReport, console: Console) -> None:
             assert figures is not None
             rate, times = figures.images_per_s, figures.ours_times_as_fast
             table.add_row(
-                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}" if rate.is_told else "",
+                entry.name, f"{rate.median:.0f}", f"{rate.low:.0f} to {rate.high:.0f}" if rate.has_interval else "",
                 "" if times is None else f"{times.median:.2f} ({times.shown('.2f')})",
                 f"{figures.cpu_s_per_1000_images:.2f}", f"{figures.peak_memory_bytes / 1e6:.0f}",
                 f"{figures.first_batch_s:.2f}",

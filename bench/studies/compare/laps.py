@@ -2,7 +2,7 @@
 
 A virtual machine's speed changes within seconds, by more than loaders differ. Two runs of some seconds, one behind the
 other, see different machines; laps of a second, in turns, see nearly the same one. A stopped process keeps its place:
-what lies in its queues, and half a picture decoded, are there when it resumes.
+what is in its queues, and half a picture decoded, are there when it resumes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LapProcess:
         return self.is_alive()
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Return whether it is running."""
         return self._process.poll() is None
 
     def lap(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ class LapProcess:
         )  # fmt: skip
 
     def timed(self, first_lap: int = 0) -> Timed:
-        """What the laps from ``first_lap`` on show, of which there must be some."""
+        """Return the measurements from ``first_lap`` on; there must be at least one lap."""
         laps = self._laps[first_lap:]
         asked_s, first_s, *later_s = self._times()
         arrival_s, ran_s = [], 0.0

@@ -30,11 +30,13 @@ def _row(entry: Contestant) -> list[str]:
     assert figures is not None
     rate, times = figures.images_per_s, figures.ours_times_as_fast
     # A ratio of something to itself, or a single one, has no interval.
-    interval = f"{times.low:.2f} to {times.high:.2f}" if times and times.is_told and entry.name != REFERENCE else ""
+    interval = (
+        f"{times.low:.2f} to {times.high:.2f}" if times and times.has_interval and entry.name != REFERENCE else ""
+    )
     return [
         entry.name,
         f"{rate.median:.0f}",
-        f"{rate.low:.0f} to {rate.high:.0f}" if rate.is_told else "",
+        f"{rate.low:.0f} to {rate.high:.0f}" if rate.has_interval else "",
         "" if times is None else f"{times.median:.2f}",
         interval,
         f"{figures.cpu_s_per_1000_images:.2f}",
@@ -55,7 +57,7 @@ def describe(work: Work) -> str:
 
 
 def render_markdown(report: CompareReport) -> str:
-    """The whole report as one text."""
+    """Return the whole report as one text."""
     lines = table(HEADER, rows(report))
     out = [entry for entry in report.contestants if entry.left_out is not None]
     if out:

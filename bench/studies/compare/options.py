@@ -12,12 +12,26 @@ from fuelrail.pipeline.settings import Settings, check_types
 
 
 class CompareOptions(Settings, frozen=True, kw_only=True):
-    """Options of `fuelrail.compare`. What has a description is a flag of ``fuelrail bench compare`` too.
+    """Options of `fuelrail.compare`, and the flags of ``fuelrail bench compare``."""
 
-    ``only``: loaders, or ``LOADER:RECIPE``; empty: all that are installed.
-    """
-
-    only: tuple[str, ...] = ()
+    only: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="compare only this loader, or LOADER:RECIPE; may be repeated (default: all that are installed)",
+            extra={"metavar": "NAME", "repeat": True},
+        ),
+    ] = ()
+    data: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="folder that keeps the samples in each loader's format for the next comparison (default: "
+                "data in the folder of the report)",
+                extra={"metavar": "FOLDER"},
+            ),
+        ]
+        | None
+    ) = None
     split: Annotated[str, msgspec.Meta(description="split to load (default: the only one of the dataset)")] | None = (
         None
     )

@@ -33,7 +33,7 @@ _METHOD = (
 
 
 def render_page(report: CompareReport) -> str:
-    """The page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it refers to nothing outside itself."""
     about = f"{escape(describe(report.work))}, {report.num_rounds} rounds"
     parts = head(report, "Fuelrail comparison", "The same images through every loader", about)
     timed = ranking(report)
@@ -41,8 +41,8 @@ def render_page(report: CompareReport) -> str:
     best = next((entry for entry in others if entry.figures and entry.figures.ours_times_as_fast), None)
     if best is not None and best.figures is not None and best.figures.ours_times_as_fast is not None:
         times = best.figures.ours_times_as_fast
-        interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.is_told else ""
-        holds_one = times.is_told and times.low <= 1 <= times.high
+        interval = f" (95 % interval {times.low:.2f} to {times.high:.2f})" if times.has_interval else ""
+        holds_one = times.has_interval and times.low <= 1 <= times.high
         undecided = " The interval contains 1: these rounds do not show which is faster." if holds_one else ""
         parts.append(
             hero(
@@ -76,7 +76,7 @@ def _bars(report: CompareReport) -> str:
             assert entry.figures is not None
             rate = entry.figures.images_per_s
             axes.barh(row, rate.median, 0.68, color=_GREEN if entry.peer == OURS else BLUE, linewidth=0)
-            if rate.is_told:
+            if rate.has_interval:
                 axes.plot([rate.low, rate.high], [row, row], color="#222222", linewidth=1.0)
             axes.text(rate.high + gap, row, f"{rate.median:.0f}", va="center", fontsize=8, color="#333333")
         axes.set_yticks(range(len(timed)), [entry.name for entry in timed])

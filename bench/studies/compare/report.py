@@ -31,7 +31,7 @@ SCHEMA = "fuelrail-bench-compare"
 VERSION = 2
 MIN_BATCHES = 8
 REFERENCE = f"{OURS}:turbo"
-# A gap so long between two batches is a machine that stood still, not a loader that is slow.
+# A gap this long between two batches means that the machine was stopped, not that a loader is slow.
 _PAUSE_S = 1.0
 _PAUSE_FACTOR = 20
 
@@ -111,7 +111,7 @@ def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_b
 
 
 def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None]:
-    """The rate, and why there is none.
+    """Return the rate, and why there is none.
 
     It is the slope of the line through the arrivals, by least squares: with several workers batches come in bursts, and
     first-to-last would depend on where a burst is cut.
@@ -127,7 +127,7 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
 
 
 def with_figures(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """The contestants with figures from their runs."""
+    """Return the contestants with figures from their runs."""
     return [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
 
 
@@ -180,7 +180,7 @@ def build_compare_report(
 
 
 def ranking(report: CompareReport) -> list[Contestant]:
-    """The contestants that have figures, the fastest first."""
+    """Return the contestants that have figures, the fastest first."""
     timed = [entry for entry in report.contestants if entry.figures is not None]
     return sorted(timed, key=lambda entry: -_median(entry))
 

@@ -78,7 +78,7 @@ class Workshop:
         self._cpus, self._seconds = cpus, seconds
 
     def folder(self, contestant: Contestant) -> Path:
-        """The data that a contestant reads."""
+        """Return the data that a contestant reads."""
         if contestant.peer == OURS and contestant.decoding != RESTART:
             return self._dataset.root
         if contestant.peer == OURS:
@@ -86,7 +86,7 @@ class Workshop:
         return self._data / (PEERS[contestant.peer].data or contestant.peer)
 
     def prepare(self, contestant: Contestant) -> str | None:
-        """Write the contestant's data unless it is there; the reason why it can't be, or None."""
+        """Write the contestant's data unless it exists; return the reason why that fails, or None."""
         folder = self.folder(contestant)
         if contestant.peer == OURS and contestant.decoding != RESTART:
             return None
@@ -183,14 +183,14 @@ class Workshop:
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
 
     def _format_work(self) -> Work:
-        """The part of the work that the data on disk depends on: not size of images, batches or seed."""
+        """Return the part of the work that the data on disk depends on: not size of images, batches or seed."""
         return msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
 
     def _restart_copy(self, folder: Path) -> str | None:
         from fuelrail.sharding.planning.recipe import make_recipe
         from fuelrail.sharding.progress import Quiet
         from fuelrail.sharding.run import shard
-        from fuelrail.sharding.sources.source import parse_source
+        from fuelrail.sharding.sources.registry import parse_source
 
         try:
             folder.rmdir()

@@ -14,7 +14,7 @@ from fuelrail.bench.measure.machine import dataset_facts, machine_facts
 from fuelrail.bench.peers.peer import PEERS, contestants, is_there
 from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder, write_report
-from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.report import (
     CompareReport,
@@ -26,10 +26,11 @@ from fuelrail.bench.studies.compare.report import Contestant as Entry
 from fuelrail.bench.studies.compare.run import Workshop, affinity
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import make_options
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import make_progress
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.source import parse_source
+from fuelrail.sharding.sources.registry import parse_source
 
 if TYPE_CHECKING:
     from fuelrail.bench.peers.peer import Contestant, Work
@@ -49,23 +50,21 @@ def compare(
     options: CompareOptions | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
-    data: str | os.PathLike[str] | None = None,
     html: bool = True,
     **changes: Any,  # noqa: ANN401 - fields of CompareOptions
 ) -> CompareReport:
     """Compare the speed of all installed loaders on the images of a dataset, or of a source as in `shard`.
 
     ``fuelrail.compare("DATASET", rounds=3)`` takes the fields of :class:`CompareOptions` as keywords. ``out`` is a
-    folder for the report; None: nothing is written. ``data`` keeps the samples in each loader's format for the next
-    comparison; None: in ``out``, if given. After Ctrl+C the report holds the runs that are complete (``cut_off``).
-    Raises ConfigError and DatasetErrors.
+    folder for the report; None: nothing is written. After Ctrl+C the report holds the runs that are complete
+    (``cut_off``). Raises ConfigError and DatasetErrors.
     """
     options = make_options(CompareOptions, options, changes)
     entrants = contestants(options.only)
     cpus = affinity(options.cpus)
     with output_folder(out) as folder:
         output = _Output(folder, html and out is not None)
-        samples = folder / "data" if data is None else Path(data)
+        samples = folder / "data" if options.data is None else Path(options.data)
         dataset = _dataset(source, options, samples)
         work = describe_work(
             dataset,
@@ -211,7 +210,7 @@ def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path)
 
 
 def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
-    """The dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
+    """Return the dataset if it has that split alone, else a dataset of the split's clips, made in the data folder."""
     entry = dataset.split(split)  # refuses one that is not there
     if len(dataset.manifest.splits) == 1:
         return dataset

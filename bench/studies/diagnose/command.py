@@ -9,10 +9,10 @@ from rich.table import Table
 
 from fuelrail.bench.measure.processes import exit_code
 from fuelrail.bench.report.files import report_files
-from fuelrail.bench.report.options import add_dataset, add_output_flags, print_json, print_partial
+from fuelrail.bench.report.options import OutputOptions, add_dataset, print_partial
 from fuelrail.bench.studies.diagnose.report import RUNS_HEADER, conclusion, headline, run_rows, tried_rows
 from fuelrail.bench.studies.diagnose.run import DiagnoseOptions, run_diagnosis
-from fuelrail.pipeline.cli import add_flags, from_flags
+from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -32,18 +32,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench diagnose``."""
     add_dataset(parser)
     add_flags(parser, DiagnoseOptions)
-    add_output_flags(parser, "bench-diagnose")
+    add_flags(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the runs, write the report's files and print the diagnosis."""
-    options, html = from_flags(arguments, DiagnoseOptions), not arguments.no_html
-    report, interrupted = run_diagnosis(arguments.dataset, options, arguments.out, html=html)
-    if arguments.json:
+    options, output = from_flags(arguments, DiagnoseOptions), from_flags(arguments, OutputOptions)
+    out = output.folder("diagnose")
+    report, interrupted = run_diagnosis(arguments.dataset, options, out, html=output.html)
+    if output.json:
         print_json(report)
     else:
         _print(report, Console(soft_wrap=True))
-        files = ", ".join(map(str, report_files(arguments.out, html=html)))
+        files = ", ".join(map(str, report_files(out, html=output.html)))
         message = f"\nwritten: {files}, and each run's report in a folder beside them"
         Console(soft_wrap=True).print(message, highlight=False)
     return exit_code(report.cut_off, interrupted=interrupted)

@@ -2,7 +2,7 @@
 
 Each counterfactual answers "what if this cost nothing?", so its gain is also what lifting the bound would bring, as far
 as the next bound. The one with the largest gain names the bound; facts that no single run shows (is the dataset remote,
-was it the first time that its bytes were read, do reads of other shards add up) tell its kinds apart.
+was it the first time that its bytes were read, do reads of other shards add up) distinguish its kinds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NOTABLE = 0.02
 _SLOWER = 0.05
 # Reading was under way for most of the first run, and for less than half of that in the second: its caches were cold.
 _READING, _WARMED = 0.5, 0.5
-# Reads spread over the shards are that much faster than reads of one: each shard by itself is slow.
+# Reads spread over the shards are that much faster than reads of one: each single shard is slow.
 _ADDS_UP = 1.4
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
@@ -140,7 +140,7 @@ def find_bound(evidence: Evidence) -> Diagnosis:
         bound, finding, advice, gain = _judge(evidence, figures, counting)
         largest = max(found.values(), key=lambda entry: entry.gain, default=None)
         open_ = largest is not None and largest.gain > _NOTABLE and largest.gain_high > _SLOWER
-        # A bound that a run shows by itself, such as time on the host, stands if it is larger than the noise.
+        # A bound that one run shows, such as time on the host, counts if it is larger than the noise.
         if not counting and largest is not None and open_ and gain <= noise:
             bound, finding, advice, gain = _undecided(largest, noise)
     shown = [*found.values(), *([again] if again is not None else [])]
@@ -158,7 +158,7 @@ def find_bound(evidence: Evidence) -> Diagnosis:
 
 
 def _over_rounds(name: str, pairs: Sequence[tuple[Report, Report]]) -> Counterfactual:
-    """The gain over all rounds. From three rounds on, their differences make the interval; before, the steps' noise."""
+    """Return the gain over all rounds; its interval is that of the rounds, or of the steps with fewer than three."""
     found = [counterfactual(name, as_it_is, other) for as_it_is, other in pairs]
     if len(found) < MIN_REPEATS:
         return found[0]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def render_markdown(report: DiagnoseReport) -> str:
-    """The whole report as one text."""
+    """Return the whole report as one text."""
     about = f"{report.dataset.name}, {report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
     return document(report, "What bounds this training", about, _body(report))
 

@@ -24,7 +24,7 @@ _METHOD = (
 
 
 def render_page(report: DiagnoseReport) -> str:
-    """The page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it refers to nothing outside itself."""
     ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
     device = str(report.accelerator["device"])
     emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""

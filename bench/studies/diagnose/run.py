@@ -10,7 +10,7 @@ from fuelrail.bench.measure.limits import shard_scaling
 from fuelrail.bench.measure.occupancy import MIN_MEASURED_STEPS
 from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.report.files import REPORT_JSON, created_now, prepare_folder, write_report
-from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.diagnose.judge import Diagnosis, Evidence, Round, find_bound
 from fuelrail.bench.studies.diagnose.report import (
     SCHEMA,
@@ -23,8 +23,9 @@ from fuelrail.bench.studies.diagnose.report import (
     suggestions,
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.trainer.settings import Positive, TrainOptions
+from fuelrail.bench.trainer.settings import LeaveOut, Positive, TrainOptions
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.bench.studies.train.report import Report
-    from fuelrail.bench.trainer.settings import LeaveOut, TrainSettings
+    from fuelrail.bench.trainer.settings import TrainSettings
 
 _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
 
@@ -41,6 +42,8 @@ _AS_IT_IS, _AGAIN = "as-it-is", "as-it-is-again"
 class DiagnoseOptions(TrainOptions, frozen=True, kw_only=True):
     """Options of `fuelrail.diagnose`: those of each training run, and what to do with the result."""
 
+    trace: bool = False  # no flags here: diagnose chooses itself what to leave out
+    leave_out: tuple[LeaveOut, ...] = ()
     apply: Annotated[bool, msgspec.Meta(description="try the settings that may help, and report their effect")] = False
     max_rounds: Annotated[
         Positive,
@@ -253,7 +256,7 @@ def _report(
 
 
 def _what_to_leave_out(settings: TrainSettings, num_ranks: int) -> list[LeaveOut]:
-    """List the parts that a run has; on a GPU the copy and the launches show without a run of their own."""
+    """List the parts that a run has; on a GPU the copy and the launches are measured without a separate run."""
     found: list[LeaveOut] = ["loading", "storage", "decompression", "decode"]
     if settings.transform is not None:
         found.append("transform")

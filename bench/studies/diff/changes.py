@@ -50,13 +50,13 @@ class Change(NamedTuple):
         return self.ratio_low is not None and self.ratio_high is not None and not self.ratio_low <= 1 <= self.ratio_high
 
     def is_worse(self, threshold: float) -> bool:
-        """Whether it is real and a loss of more than ``threshold`` (0.02 for 2 %)."""
+        """Return whether it is real and a loss of more than ``threshold`` (0.02 for 2 %)."""
         loss = 1 - self.ratio if self.higher_is_better else 1 - 1 / self.ratio
         return self.is_real and loss > threshold
 
 
 def compare(before: Comparable, after: Comparable) -> list[Change]:
-    """The changes of two reports that have figures.
+    """Return the changes of two reports that have figures.
 
     Raises ConfigError where they are of different kinds, or have no figures of the same thing.
     """
@@ -136,7 +136,7 @@ def _loader_changes(before: LoaderReport, after: LoaderReport) -> list[Change]:
 
 
 def _compare_changes(before: CompareReport, after: CompareReport) -> list[Change]:
-    """Every contestant that both timed."""
+    """Return every contestant that both timed."""
     figures = {entry.name: entry.figures for entry in before.contestants}
     changes = []
     for entry in after.contestants:
@@ -149,15 +149,15 @@ def _compare_changes(before: CompareReport, after: CompareReport) -> list[Change
 
 
 def _of_intervals(name: str, old: Interval, new: Interval, *, higher_is_better: bool) -> Change:
-    """A change between two medians: lowest over highest and the reverse is its interval, where both sides have one."""
+    """Return a change between two medians; its interval is lowest over highest and the reverse, if both have one."""
     low = high = None
-    if old.is_told and new.is_told:
+    if old.has_interval and new.has_interval:
         low, high = new.low / old.high, new.high / old.low
     return Change(name, old.median, new.median, low, high, higher_is_better)
 
 
 def _scale_changes(before: ScaleReport, after: ScaleReport) -> list[Change]:
-    """Every run that both measured."""
+    """Return every run that both measured."""
     runs = {(run.num_ranks, run.batch_size): run for run in before.measured}
     changes = []
     for new in after.measured:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.report.options import print_json
 from fuelrail.bench.studies.diff.compare import DiffOptions, diff
-from fuelrail.pipeline.cli import add_flags, from_flags
+from fuelrail.pipeline.cli import PrintOptions, add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -30,14 +29,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", type=Path, help="report.json, or its folder")
     parser.add_argument("after", metavar="B", type=Path, help="the report to judge")
     add_flags(parser, DiffOptions)
-    parser.add_argument("--json", action="store_true", help="print the comparison as JSON instead of a table")
+    add_flags(parser, PrintOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit code."""
     options = from_flags(arguments, DiffOptions)
     found = diff(arguments.before, arguments.after, options)
-    if arguments.json:
+    if from_flags(arguments, PrintOptions).json:
         rows = [change._asdict() | {"ratio": change.ratio, "is_real": change.is_real} for change in found.changes]
         print_json({"changes": rows, "worse": found.worse, "differences": found.differences})
     else:

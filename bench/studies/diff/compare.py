@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from fuelrail.bench.report.files import REPORT_JSON
-from fuelrail.bench.report.options import make_options
 from fuelrail.bench.studies.diff.changes import Change, Comparable, compare, differences, refuse_other_data
 from fuelrail.bench.studies.diff.kinds import load_comparable
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, make_options
 
 if TYPE_CHECKING:
     import os

@@ -81,7 +81,7 @@ def schema_path(kind: Kind) -> Path:
 
 
 def json_schema(kind: Kind) -> bytes:
-    """The JSON Schema of a kind, as its file holds it."""
+    """Return the JSON Schema of a kind, as its file holds it."""
     document = msgspec.json.schema(kind.type)
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.schema, **document}
     return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1) + b"\n"

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from fuelrail.bench.measure.processes import exit_code, report_console
 from fuelrail.bench.report.files import report_files
-from fuelrail.bench.report.options import add_dataset, add_output_flags, print_json, print_partial
+from fuelrail.bench.report.options import OutputOptions, add_dataset, print_partial
 from fuelrail.bench.studies.loader.options import LoaderOptions
-from fuelrail.pipeline.cli import add_flags, from_flags
+from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -31,20 +31,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench loader``."""
     add_dataset(parser)
     add_flags(parser, LoaderOptions)
-    add_output_flags(parser, "bench-loader")
+    add_flags(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the report's files and print the figures."""
     from fuelrail.bench.studies.loader.measure import bench_loader  # imports torch
 
-    options, html = from_flags(arguments, LoaderOptions), not arguments.no_html
-    report = bench_loader(arguments.dataset, options, out=arguments.out, html=html)
-    if arguments.json:
+    options, output = from_flags(arguments, LoaderOptions), from_flags(arguments, OutputOptions)
+    out = output.folder("loader")
+    report = bench_loader(arguments.dataset, options, out=out, html=output.html)
+    if output.json:
         print_json({name: getattr(report, name) for name in ("cut_off", "figures", "too_short", "warnings")})
     else:
         print_loader_report(report, report_console())
-        files = report_files(arguments.out, html=html)
+        files = report_files(out, html=output.html)
         Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, files)), highlight=False)
     return exit_code(report.cut_off, interrupted=report.cut_off is not None)
 
@@ -82,7 +83,7 @@ def _print_figures(figures: LoaderFigures, console: Console) -> None:
         highlight=False,
     )
     console.print(
-        f"CPU time {cpu.median:.2f} ms a sample{f' ({cpu.low:.2f} to {cpu.high:.2f})' if cpu.is_told else ''}, "
+        f"CPU time {cpu.median:.2f} ms a sample{f' ({cpu.low:.2f} to {cpu.high:.2f})' if cpu.has_interval else ''}, "
         f"{figures.cpu_s_per_1000_images:.2f} s per 1,000 images; first batch after {first.median:.2f} s; peak memory "
         f"{figures.peak_rss_bytes / 2**30:.2f} GiB",
         highlight=False,

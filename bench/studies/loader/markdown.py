@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def render_markdown(report: LoaderReport) -> str:
-    """The whole report as one text."""
+    """Return the whole report as one text."""
     lines = [f"No figures: {report.too_short}."] if report.figures is None else _figures(report.figures)
     for title, rates in (
         ("stage alone", report.stages),

@@ -11,7 +11,6 @@ from rich.console import Console
 from fuelrail.bench.measure.machine import dataset_facts, machine_facts, usable_cpus
 from fuelrail.bench.measure.rates import median_rates
 from fuelrail.bench.report.files import prepare_folder, write_report
-from fuelrail.bench.report.options import make_options
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
 from fuelrail.bench.studies.loader.run import measure_rounds
@@ -20,8 +19,7 @@ from fuelrail.loaders import Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.settings import load_yaml
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:
     import os
@@ -53,7 +51,7 @@ def bench_loader(
         )
     if out is not None:
         prepare_folder(Path(out), html=html)
-    image = Transforms().image if options.image is None else load_yaml(options.image, ImageAugment)
+    image = Transforms().image if options.image is None else options.image
     choice = LoaderChoice(
         split=options.split,
         batch_size=options.batch_size,

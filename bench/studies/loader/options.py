@@ -8,7 +8,8 @@ import msgspec
 
 from fuelrail.bench.trainer.settings import NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, resolve_fields
+from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 (msgspec resolves the fields' types)
 
 
 class LoaderOptions(Settings, frozen=True, kw_only=True):
@@ -21,11 +22,8 @@ class LoaderOptions(Settings, frozen=True, kw_only=True):
     )
     image: (
         Annotated[
-            str,
-            msgspec.Meta(
-                description="file of image settings (default: crop 704x256 from the bottom of the image)",
-                extra={"metavar": "YAML"},
-            ),
+            ImageAugment,
+            msgspec.Meta(description="image settings (default: crop 704x256 from the bottom of the image)"),
         ]
         | None
     ) = None
@@ -37,4 +35,5 @@ class LoaderOptions(Settings, frozen=True, kw_only=True):
     seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9, description="seconds of one run of the loader")] = 3.0
 
     def __post_init__(self) -> None:
+        resolve_fields(self)
         check_types(self, ConfigError)

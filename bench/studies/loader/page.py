@@ -43,7 +43,7 @@ _ALONE = (
 
 
 def render_page(report: LoaderReport) -> str:
-    """The page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it refers to nothing outside itself."""
     drawn = loader_plots(report)
     stacked = [msgspec.structs.replace(rate, name=f"up to here: {rate.name}") for rate in report.stacked]
     threads = report.options["num_workers"]
@@ -118,7 +118,7 @@ def _figures(figures: LoaderFigures) -> list[str]:
 
 
 def _range(interval: Interval, digits: int = 1) -> str:
-    return f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})" if interval.is_told else ""
+    return f" ({interval.low:.{digits}f} to {interval.high:.{digits}f})" if interval.has_interval else ""
 
 
 def _rows(rates: Sequence[Rate]) -> list[list[str]]:
@@ -135,7 +135,7 @@ STAGE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9
 
 
 def loader_plots(report: LoaderReport) -> dict[str, str]:
-    """All plots that the report has data for, by name, each an ``<svg>`` element."""
+    """Return all plots that the report has data for, by name, each an ``<svg>`` element."""
     with style():
         drawn = {"batches": _batches(report), "cpu": _cpu(report), "stages": _stages(report), "queues": _queues(report)}
         if report.figures is not None and not report.figures.is_waterfall_noise:
@@ -223,7 +223,7 @@ def _cpu(report: LoaderReport) -> str:
 
 
 def _stages(report: LoaderReport) -> str:
-    """The stages' clocks, summed over all runs."""
+    """Return the stages' clocks, summed over all runs."""
     rows = []
     for clocks in zip(*(run.stages for run in report.runs), strict=True):
         parts = [sum(getattr(clock, name) for clock in clocks) for name in ("busy_s", "starved_s", "blocked_s")]

@@ -148,7 +148,7 @@ def _figures(
     samples_per_s = interval_of(rates)
     num_cameras = len(dataset.cameras)
     cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
-    # The median run stands for all where one run is to be judged.
+    # Where one run is to be judged, it is the median run.
     middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
     assert middle.samples_per_s is not None
     waterfall = _waterfall(limits, stages, stacked, samples_per_s.median)
@@ -227,7 +227,7 @@ def _warning_of(waterfall: Sequence[Step], rate: Interval) -> tuple[str | None, 
 
 
 def step_cells(step: Step) -> list[str]:
-    """A step of the waterfall as a table's row."""
+    """Return a step of the waterfall as a table's row."""
     if step.samples_per_s is None or step.of_previous is None:
         return [step.name, "", ""]
     return [step.name, f"{step.samples_per_s:.1f}", f"{step.of_previous:.0%}"]
@@ -238,8 +238,8 @@ def _warnings(runs: Sequence[LoaderRun], steady: Sequence[LoaderRun], figures: L
     others = [run.cpu.others for run in runs if run.cpu.disturbed and run.cpu.others is not None]
     if others:
         warnings.append(
-            f"Other processes used up to {max(others):.1f} of the {runs[0].cpu.usable:g} CPUs meanwhile: the rates are "
-            "too low. CPU time a sample suffers less."
+            f"Other processes used up to {max(others):.1f} of the {runs[0].cpu.usable:g} CPUs during the run: rates "
+            "are too low. CPU time a sample suffers less."
         )
     faults = max(run.num_storage_faults for run in runs)
     if faults > _MANY_FAULTS:
@@ -298,7 +298,7 @@ def find_bound(
     alone: Sequence[Rate],
     jpeg: Rate | None,
 ) -> Bound:
-    """Judge a run: its rate and CPU time, who used the CPUs, its stages' clocks, and the stages' rates alone.
+    """Judge a run: its rate and CPU time, the use of the CPUs, its stages' clocks, and the stages' rates alone.
 
     ``jpeg`` is what the JPEG library alone takes for the same images; None where they are none.
     """

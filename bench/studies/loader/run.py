@@ -1,4 +1,4 @@
-"""The whole loader as fast as it goes, with a consumer that takes batches and does nothing with them."""
+"""Run the whole loader at full speed, with a consumer that drops the batches."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
 
 
 def make_loader(dataset: Dataset, image: ImageAugment, choice: LoaderChoice) -> DataLoader:
-    """The loader that is measured, in host memory, as one rank of one."""
+    """Return the loader that is measured, in host memory, as one rank of one."""
     return _make(DataLoader, dataset, image, choice)
 
 
@@ -69,7 +69,7 @@ def record_stages(
 
 
 def measure_stages(recorded: Sequence[Recorded], batch_size: int, seconds: float) -> list[Rate]:
-    """The rate of each stage alone for ``seconds``, with the threads that the loader gives it."""
+    """Return the rate of each stage alone for ``seconds``, with the threads that the loader gives it."""
     return [_alone(entry, batch_size, seconds) for entry in recorded]
 
 
@@ -93,7 +93,7 @@ def _alone(entry: Recorded, batch_size: int, seconds: float) -> Rate:
 def measure_stacked(
     dataset: Dataset, image: ImageAugment, choice: LoaderChoice, names: Sequence[str], seconds: float
 ) -> list[Rate]:
-    """The rate of the loader with its first stage alone, with its first two, and so on; the others hand through.
+    """Return the rate of the loader with its first stage alone, with its first two, and so on; the others hand through.
 
     ``names`` are the stages' names. What is lost from one to the next is what that stage costs in company: threads,
     CPUs and Python's lock are shared, as in the whole loader, which is the last of them.

@@ -1,1 +1,1 @@
-"""`fuelrail order`: what an order selects, and how well it shuffles."""
+"""`fuelrail order`: which samples an order selects, and how random it is."""

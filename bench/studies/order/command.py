@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from fuelrail.bench.report.options import add_dataset, print_json
+from fuelrail.bench.report.options import add_dataset
 from fuelrail.bench.studies.order.describe import DescribeOptions, describe_order
-from fuelrail.pipeline.cli import Command, add_flags, from_flags
-from fuelrail.pipeline.order.spec import Kind, OrderSpec
-from fuelrail.pipeline.settings import load_yaml
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
+from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import argparse
@@ -34,42 +32,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
     describe = words.add_parser("describe", help="figures and a plot of one epoch", description=DESCRIPTION)
     add_dataset(describe)
-    add = describe.add_argument
-    add("--config", metavar="YAML", help="file with the whole order; replaces --kind, --seed, --window, ...")
-    add("--kind", choices=get_args(Kind), default="shuffled", help="kind of order (default: %(default)s)")
-    add("--seed", type=int, default=0, help="random seed of the order (default: %(default)s)")
-    add("--window", type=int, help="shards in a window, for --kind windowed")
-    add("--pieces-per-clip", type=int, help="pieces that a clip is cut into, for --kind lanes")
-    add("--filter", metavar="EXPRESSION", help='only samples that match, such as "night and num_car >= 3"')
-    add("--subset", metavar="FILE", help="only samples whose keys are in the file")
-    add_flags(describe, DescribeOptions)
-    add("--plot", type=Path, metavar="FILE", help="draw the orders: .png, .svg or .pdf")
-    add("--json", action="store_true", help="print the figures as JSON")
+    for kind in (DescribeOptions, OrderSpec, PrintOptions):
+        add_flags(describe, kind)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and draw."""
     options = from_flags(arguments, DescribeOptions)
-    spec = load_yaml(arguments.config, OrderSpec) if arguments.config else _spec(arguments)
-    description = describe_order(arguments.dataset, spec, options, plot=arguments.plot)
-    if arguments.json:
+    spec = from_flags(arguments, OrderSpec) if given_flags(arguments, OrderSpec) else None
+    description = describe_order(arguments.dataset, spec, options)
+    if from_flags(arguments, PrintOptions).json:
         print_json(description)
         return 0
     _print(description)
-    if arguments.plot is not None:
-        print(f"plot: {arguments.plot}")  # noqa: T201
+    if options.plot is not None:
+        print(f"plot: {options.plot}")  # noqa: T201
     return 0
-
-
-def _spec(arguments: argparse.Namespace) -> OrderSpec:
-    return OrderSpec(
-        kind=arguments.kind,
-        seed=arguments.seed,
-        window=arguments.window,
-        filter=arguments.filter,
-        subset=arguments.subset,
-        pieces_per_clip=arguments.pieces_per_clip,
-    )
 
 
 _ROWS = (
@@ -111,7 +89,7 @@ def _print(description: Description) -> None:
 
 
 def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:
-    """The table's rows: what, then each order's figure."""
+    """Return the table's rows: what, then each order's figure."""
     found = [(text, *(_shown(getattr(each.quality, name), spec) for each in figures)) for text, name, spec in _ROWS]
     found.append(("chances over epochs, z", *(_shown(each.equal_chance_z, "+.1f") for each in figures)))
     found.append(("same-clip pairs in a batch", *(_shown(each.same_clip_pairs, ".3%") for each in figures)))
@@ -120,7 +98,7 @@ def rows(figures: Sequence[OrderFigures]) -> list[tuple[str, ...]]:
 
 
 def _shown(figure: float, spec: str) -> str:
-    """The figure, or a dash where there are too few samples for one."""
+    """Return the figure, or a dash where there are too few samples for one."""
     return "-" if math.isnan(figure) else format(figure, spec)
 
 

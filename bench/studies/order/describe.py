@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from fuelrail.bench.report.options import make_options
 from fuelrail.bench.studies.order.report import (
     WEBDATASET_SAMPLE_BUFFER,
     OrderFigures,
@@ -19,9 +18,9 @@ from fuelrail.bench.studies.order.report import (
 )
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.order.compile import LaneOrder, compile_order
+from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import Layout, OrderSpec
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, make_options, resolve_fields
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
@@ -46,8 +45,19 @@ class DescribeOptions(Settings, frozen=True, kw_only=True):
     buffer: Annotated[int, msgspec.Meta(ge=1, le=_MAX, description="size of webdataset's shuffle buffer")] = (
         WEBDATASET_SAMPLE_BUFFER
     )
+    config: (
+        Annotated[
+            OrderSpec, msgspec.Meta(description="file with a whole order, in place of --kind, --seed, --window, ...")
+        ]
+        | None
+    ) = None
+    plot: (
+        Annotated[str, msgspec.Meta(description="draw the orders: .png, .svg or .pdf", extra={"metavar": "FILE"})]
+        | None
+    ) = None
 
     def __post_init__(self) -> None:
+        resolve_fields(self)
         check_types(self, ConfigError)
 
 
@@ -71,17 +81,17 @@ def describe_order(
     dataset: str | os.PathLike[str],
     order: OrderSpec | None = None,
     options: DescribeOptions | None = None,
-    *,
-    plot: str | os.PathLike[str] | None = None,
     **changes: Any,  # noqa: ANN401 - fields of DescribeOptions
 ) -> Description:
-    """Measure which samples an order selects and how random it is; ``order`` None: a seeded shuffle.
+    """Measure which samples an order selects and how random it is; without ``order`` and ``config`` a seeded shuffle.
 
-    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as keywords. ``plot``:
-    file to draw the orders in (.png, .svg or .pdf). Raises ConfigError, DatasetErrors and OrderError.
+    ``fuelrail.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as keywords. Raises
+    ConfigError, DatasetErrors and OrderError.
     """
     options = make_options(DescribeOptions, options, changes)
-    spec = OrderSpec(kind="shuffled") if order is None else order
+    if order is not None and options.config is not None:
+        raise ConfigError("config is a whole order: give it, or the fields of an order such as kind and seed, not both")
+    spec = order or options.config or OrderSpec()
     opened = open_dataset(dataset)
     compiled = compile_order(spec, opened, options.split, global_batch=options.global_batch)
     entry = opened.split(options.split)
@@ -99,15 +109,15 @@ def describe_order(
         num_selected=compiled.num_selected,
         epoch_length=compiled.epoch_length,
         num_steps=compiled.epoch_length // options.global_batch,
-        num_padding=compiled.lanes.num_padding if isinstance(compiled, LaneOrder) else 0,
+        num_padding=compiled.epoch_length - len(placed[0].samples),
         identity=compiled.identity,
         figures=figures,
     )
-    if plot is not None:
+    if options.plot is not None:
         from fuelrail.bench.studies.order.plot import plot_orders  # imports matplotlib
 
         title = f"{description.dataset}, {description.split}, epoch {description.epoch}"
-        plot_orders(Path(plot), placed, figures, title)
+        plot_orders(Path(options.plot), placed, figures, title)
     return description
 
 
@@ -142,7 +152,7 @@ def _placed(order: EndlessOrder, spec: OrderSpec, lengths: Any, options: Describ
 
 
 def _epoch(order: EndlessOrder, epoch: int) -> NDArray[np.int64]:
-    """The samples of one epoch, padding of lanes left out."""
+    """Return the samples of one epoch, padding of lanes left out."""
     entries = order.epoch(epoch).entries(np.arange(order.epoch_length))
     return entries.samples[entries.valid]
 

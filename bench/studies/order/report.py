@@ -19,7 +19,7 @@ MAX_POSITIONS: Final = 10_000_000
 """Longest epoch that is measured whole: every figure needs all of it in memory."""
 
 WEBDATASET_SHARD_BUFFER: Final = 100  # what WebDataset(..., shardshuffle=True) means
-WEBDATASET_SAMPLE_BUFFER: Final = 1000  # what its .shuffle() holds unless told otherwise
+WEBDATASET_SAMPLE_BUFFER: Final = 1000  # the default size of its .shuffle()
 
 
 class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class OrderFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Placed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """An epoch of some order: the samples of the split in the order of the positions, by name.
 
-    ``over_epochs``: what stands at some fixed positions in many epochs, int64 (num_epochs, num_positions); ``chances``:
+    ``over_epochs``: the samples at some fixed positions in many epochs, int64 (num_epochs, num_positions); ``chances``:
     how often each sample is expected in an epoch, float64 (num_samples of the split,).
     """
 
@@ -51,7 +51,7 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 def webdataset_order(
     shard_lengths: Sequence[int], selected: NDArray[np.int64], *, seed: int, sample_buffer: int
 ) -> NDArray[np.int64]:
-    """The order in which webdataset's own shuffles hand out ``selected`` samples (ascending): shards, then samples.
+    """Return the order of webdataset's own shuffles for ``selected`` samples (ascending): shards, then samples.
 
     One reader, seeded, with both through a buffer; several workers and ranks read their parts of the shards alike.
     """
@@ -64,16 +64,16 @@ def webdataset_order(
 
 
 def true_shuffle(selected: NDArray[np.int64], *, seed: int | tuple[int, ...]) -> NDArray[np.int64]:
-    """A uniformly random permutation of some samples, by numpy."""
+    """Return a uniformly random permutation of some samples, by numpy."""
     return np.random.default_rng(seed).permutation(selected)
 
 
 def describe(
     placed: Placed, clips: NDArray[np.integer], shards: NDArray[np.integer], global_batch: int
 ) -> OrderFigures:
-    """The figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
+    """Return the figures of an epoch of a split whose sample i is of clip ``clips[i]`` and in shard ``shards[i]``.
 
-    Samples may come more than once or not at all: their copies count as samples of their own. Raises OrderError for
+    Samples may occur any number of times: each copy counts as a sample. Raises OrderError for
     epochs too short or too long to be measured.
     """
     n = len(placed.samples)
@@ -89,7 +89,7 @@ def describe(
 
 
 def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64]) -> float:
-    """Chi-square, as a z, of what stands at some positions (num_epochs, num_positions) against the samples' chances.
+    """Chi-square, as a z, of the samples at some positions (num_epochs, num_positions) against the samples' chances.
 
     Samples are put in at most 16 buckets of about equal chance, with 8 expected in each. Positions are
     taken to be independent of one another, which they nearly are in long epochs. NaN for fewer than 16 epochs.
@@ -112,7 +112,7 @@ def equal_chance_z(over_epochs: NDArray[np.int64], chances: NDArray[np.float64])
 
 
 def ranks(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ranks of some numbers, 0 .. n - 1, equal ones in random order (seeded): int64 (n,)."""
+    """Return the ranks of some numbers, 0 .. n - 1, equal ones in random order (seeded): int64 (n,)."""
     ties = np.random.default_rng(0).random(len(samples))
     found = np.empty(len(samples), dtype=np.int64)
     found[np.lexsort((ties, samples))] = np.arange(len(samples))

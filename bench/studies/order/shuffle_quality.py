@@ -41,7 +41,7 @@ class ShuffleQuality:
 
 
 def measure(order: ArrayLike, num_buckets: int | None = None) -> ShuffleQuality:
-    """All figures of one order; ``num_buckets`` as in :func:`bucket_chi_square`. Raises OrderError."""
+    """Return all figures of one order; ``num_buckets`` as in :func:`bucket_chi_square`. Raises OrderError."""
     values = as_order(order)
     n = len(values)
     positions = np.empty(n, dtype=np.int64)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.table import Table
 
 from fuelrail.bench.measure.processes import exit_code, report_console
-from fuelrail.bench.report.options import add_dataset, add_output_flags, print_partial
-from fuelrail.bench.studies.scale.options import ScaleOptions, parse_ranks
-from fuelrail.pipeline.cli import add_flags, from_flags
+from fuelrail.bench.report.options import OutputOptions, add_dataset, print_partial
+from fuelrail.bench.studies.scale.options import ScaleOptions
+from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
@@ -30,21 +29,20 @@ DESCRIPTION = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench scale``."""
     add_dataset(parser)
-    parser.add_argument(
-        "--ranks", default="1,2,4", metavar="LIST", help="numbers of ranks to measure (default: %(default)s)"
-    )
     add_flags(parser, ScaleOptions)
-    add_output_flags(parser, "bench-scale", as_json=False)
+    add_flags(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and simulate, write the report's files and print the figures."""
     from fuelrail.bench.studies.scale.run import run_scaling
 
-    ranks = parse_ranks(arguments.ranks)
-    options = msgspec.structs.replace(from_flags(arguments, ScaleOptions), ranks=ranks)
-    report, interrupted = run_scaling(arguments.dataset, options, arguments.out, html=not arguments.no_html)
-    print_scale_report(report, report_console())
+    options, output = from_flags(arguments, ScaleOptions), from_flags(arguments, OutputOptions)
+    report, interrupted = run_scaling(arguments.dataset, options, output.folder("scale"), html=output.html)
+    if output.json:
+        print_json(report)
+    else:
+        print_scale_report(report, report_console())
     return exit_code(report.cut_off, interrupted=interrupted)
 
 

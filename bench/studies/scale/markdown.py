@@ -42,7 +42,7 @@ def measured_rows(report: ScaleReport) -> list[list[str]]:
 
 
 def curve_rows(report: ScaleReport) -> list[list[str]]:
-    """Every second doubling of each curve, and its last point."""
+    """Return every second doubling of each curve, and its last point."""
     rows = []
     for curve in report.curves:
         for number, point in enumerate(curve.points):
@@ -64,7 +64,7 @@ def curve_rows(report: ScaleReport) -> list[list[str]]:
 
 
 def render_markdown(report: ScaleReport) -> str:
-    """The whole report as one text."""
+    """Return the whole report as one text."""
     lines = table(MEASURED_HEADER, measured_rows(report))
     if report.curves:
         lines += ["", *table(CURVES_HEADER, curve_rows(report))]

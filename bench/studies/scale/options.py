@@ -13,13 +13,24 @@ from fuelrail.pipeline.settings import Settings, check_types
 _LARGE = 1e9  # msgspec knows no "finite"
 
 
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as ``1,2,4``. Raises ConfigError."""
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError("it must be a list of numbers such as 1,2,4")
+    return tuple(map(int, words))
+
+
 class ScaleOptions(Settings, frozen=True, kw_only=True):
-    """Options of `fuelrail.scale`. What has a description is a flag of ``fuelrail bench scale`` too.
+    """Options of `fuelrail.scale`, and the flags of ``fuelrail bench scale``."""
 
-    ``ranks``: numbers of ranks to measure, 1 among them.
-    """
-
-    ranks: tuple[Positive, ...] = (1, 2, 4)
+    ranks: Annotated[
+        tuple[Positive, ...],
+        msgspec.Meta(
+            description="numbers of ranks to measure, 1 among them (default: 1,2,4)",
+            extra={"metavar": "LIST", "parse": parse_ranks},
+        ),
+    ] = (1, 2, 4)
     split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
     batch_size: Annotated[Positive, msgspec.Meta(description="samples per rank in weak scaling")] = 2
     steps: Annotated[Positive, msgspec.Meta(description="steps of each run")] = 50
@@ -55,11 +66,3 @@ class ScaleOptions(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_types(self, ConfigError)
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list such as ``1,2,4``. Raises ConfigError."""
-    words = text.split(",")
-    if not all(word.isdigit() and int(word) for word in words):
-        raise ConfigError(f"--ranks {text!r} must be a list of numbers such as 1,2,4")
-    return tuple(map(int, words))

@@ -28,7 +28,7 @@ _METHOD = (
 
 
 def render_page(report: ScaleReport) -> str:
-    """The page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it refers to nothing outside itself."""
     device = str(report.accelerator.get("name", "cuda"))
     about = f"Emulated <b>{escape(device)}</b>, dataset {escape(report.dataset.name)}"
     parts = head(report, "Fuelrail scaling report", "How does training scale?", about)

@@ -104,7 +104,7 @@ def efficiencies(points: Sequence[tuple[int, float]]) -> list[float]:
 
 
 def with_efficiencies(runs: Sequence[Measured]) -> list[Measured]:
-    """The runs, each with its efficiency on every curve that it is a point of and that begins with fewer ranks."""
+    """Return the runs, each with its efficiency on every curve that has a run with fewer ranks."""
     found: dict[int, dict[Scaling, float]] = {number: {} for number in range(len(runs))}
     for scaling in ("weak", "strong"):
         numbers = sorted((n for n, run in enumerate(runs) if scaling in run.scalings), key=lambda n: runs[n].num_ranks)

@@ -1,4 +1,4 @@
-"""Measures how training scales on this host, and what the simulation needs to know."""
+"""Measure how training scales on this host, and the inputs of the simulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuelrail.bench.measure.processes import NOTHING_MEASURED
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scale_model import Fit, Overhead
 from fuelrail.bench.report.files import prepare_folder, write_report
-from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import LoaderChoice
 from fuelrail.bench.studies.scale.options import ScaleOptions
@@ -32,6 +32,7 @@ from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.loaders import Transforms
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import make_options
 
 if TYPE_CHECKING:
     import os
@@ -171,7 +172,7 @@ class ScalePlan:
         return measure_all(self.runs[count])
 
     def point(self, report: Report) -> Measured | None:
-        """A report as a point; None where its window was too short for figures."""
+        """Return a report as a point; None where its window was too short for figures."""
         if report.figures is None:
             return None
         count, size = report.num_ranks, report.options["batch_size"]
@@ -197,7 +198,7 @@ class ScalePlan:
     def fit(self, reports: Sequence[Report]) -> Fit:
         """Measure the loader alone and put together what the simulation draws from.
 
-        Only runs of up to ``FITTED_RANKS`` ranks are looked at: the others are there to try the model.
+        Only runs of up to ``FITTED_RANKS`` ranks are used: the others test the model.
         """
         dataset, settings = open_dataset(self._dataset), self.runs[self.ranks[0]][0].settings
         choice = LoaderChoice(
@@ -240,12 +241,12 @@ class ScalePlan:
 
 
 def _communication_ms(report: Report) -> float:
-    """Exposed all-reduce of the rank that came last, which waits for nobody; mean over steps."""
+    """Exposed all-reduce of the rank that came last, which does not wait; mean over steps."""
     return float(_column(report, "all_reduce").min(axis=0).mean())
 
 
 def _column(report: Report, name: str) -> NDArray[np.float64]:
-    """The measured window of one column [ranks, steps], in ms."""
+    """Return the measured window of one column [ranks, steps], in ms."""
     first, count = report.window.num_warmup_steps, report.window.num_measured_steps
     columns = [series.wall_ms if name == "wall" else series.phases_ms[name] for series in report.series]
     return np.array([column[first : first + count] for column in columns], dtype=np.float64)
@@ -291,7 +292,7 @@ def _report(plan: ScalePlan, reports: list[Report], fit: Fit | None, cut_off: st
 
 
 def merged_warnings(warnings: Sequence[Sequence[str]]) -> list[str]:
-    """The runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
+    """Return the runs' warnings, each once: those that differ in figures alone are one, in the first run's words."""
     alike: dict[str, list[str]] = {}
     for warning in (warning for run in warnings for warning in run):
         alike.setdefault(re.sub(r"\d[\d.,]*", "#", warning), []).append(warning)

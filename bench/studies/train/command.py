@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from fuelrail.bench.measure.processes import exit_code
 from fuelrail.bench.report.files import TRACE_JSON, report_files
-from fuelrail.bench.report.options import add_dataset, add_output_flags, print_json, print_partial
+from fuelrail.bench.report.options import OutputOptions, add_dataset, print_partial
 from fuelrail.bench.studies.train.run import run_training
-from fuelrail.bench.trainer.settings import LeaveOut, TrainOptions
-from fuelrail.pipeline.cli import add_flags, from_flags
+from fuelrail.bench.trainer.settings import TrainOptions
+from fuelrail.pipeline.cli import add_flags, from_flags, print_json
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-    from pathlib import Path
 
     from fuelrail.bench.studies.train.report import Report
 
@@ -34,36 +32,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fuelrail bench train``."""
     add_dataset(parser)
     add_flags(parser, TrainOptions)
-    parser.add_argument(
-        "--leave-out",
-        action="append",
-        default=[],
-        choices=get_args(LeaveOut),
-        help="switch one part off, to measure what it costs; may be repeated: loading (train on batches in memory), "
-        "all-reduce (each rank trains alone), or the work of a loader stage",
-    )
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="write trace.json for ui.perfetto.dev: the loader's stages, the trainer's phases and, for a few steps, "
-        "the events of torch's profiler, on one clock",
-    )
-    add_output_flags(parser, "bench-train")
+    add_flags(parser, OutputOptions)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, write the report's files and print the figures."""
-    options = from_flags(arguments, TrainOptions)
-    options = msgspec.structs.replace(options, leave_out=tuple(arguments.leave_out), trace=arguments.trace)
-    out: Path = arguments.out
-    made = run_training(arguments.dataset, options, out, html=not arguments.no_html)
+    options, output = from_flags(arguments, TrainOptions), from_flags(arguments, OutputOptions)
+    out = output.folder("train")
+    made = run_training(arguments.dataset, options, out, html=output.html)
     (report,) = made.reports
-    if arguments.json:
+    if output.json:
         names = ("cut_off", "window", "figures", "warnings")
         print_json({name: getattr(report, name) for name in names})
     else:
         print_report(report, Console(soft_wrap=True))
-        files = report_files(out, html=not arguments.no_html)
+        files = report_files(out, html=output.html)
         Console(soft_wrap=True).print("\nwritten: " + ", ".join(map(str, files)), highlight=False)
     if options.trace:
         sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def render_markdown(report: Report) -> str:
-    """The whole report as one text."""
+    """Return the whole report as one text."""
     accelerator = report.accelerator
     emulated = accelerator["kind"] == "emulated"
     device = f"emulated {accelerator['device']} ({accelerator['network']})" if emulated else accelerator["device"]

@@ -54,7 +54,7 @@ _EMULATED_PHASES = (
 
 
 def render_page(report: Report) -> str:
-    """The page as one string; it refers to nothing outside itself."""
+    """Return the page as one string; it refers to nothing outside itself."""
     drawn = plots(report)
     parts = [
         *_head(report),
@@ -71,7 +71,7 @@ def render_page(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """The run in two or three sentences for somebody who reads nothing else."""
+    """Return the run in two or three sentences."""
     figures = report.figures
     if figures is None:
         return f"No occupancy figure: {report.window.too_short}."

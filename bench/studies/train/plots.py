@@ -53,7 +53,7 @@ _SHORTEST_MS = 0.01
 
 
 def plots(report: Report) -> dict[str, str]:
-    """All plots that the report has data for, by name, each an ``<svg>`` element."""
+    """Return all plots that the report has data for, by name, each an ``<svg>`` element."""
     drawn: dict[str, str] = {}
     # A rank that died before its first step has nothing to draw, and must not cut the others short.
     report = msgspec.structs.replace(report, series=[series for series in report.series if series.end_s])
@@ -63,7 +63,7 @@ def plots(report: Report) -> dict[str, str]:
         drawn["occupancy"] = _occupancy(report)
         drawn["breakdown"] = _breakdown(report)
         if report.figures is not None:
-            if report.options["accumulation"] == 1:  # else phases take turns, which a step's sums don't tell
+            if report.options["accumulation"] == 1:  # else phases take turns, which a step's sums do not show
                 drawn["timeline"] = _timeline(report)
             drawn["waits"] = _waits(report)
             drawn["histogram"] = _histogram(report)
@@ -89,7 +89,7 @@ def _occupancy(report: Report) -> str:
     axes.set_ylim(0, 1.05)
     axes.set_xlim(left=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("time since the first step began [s]")
+    axes.set_xlabel("time since the start of the first step [s]")
     axes.set_ylabel("occupancy")
     legend_above(axes)
     return to_svg(figure, "Occupancy over time, one line a rank")
@@ -146,13 +146,13 @@ def _breakdown(report: Report) -> str:
 
 
 def _measured(report: Report, columns: Sequence[list[float]]) -> NDArray[np.float64]:
-    """The measured window of one column a rank, joined."""
+    """Return the measured window of one column a rank, joined."""
     first = report.window.num_warmup_steps
     return np.concatenate([column[first : first + report.window.num_measured_steps] for column in columns])
 
 
 def _waits(report: Report) -> str:
-    """How many steps waited how long for data, on a logarithmic axis from 10 us: most waits are tiny, some are not."""
+    """Draw a histogram of the steps' waits for data, on a logarithmic axis from 10 us."""
     assert report.figures is not None
     values = np.maximum(_measured(report, [series.phases_ms["data_wait"] for series in report.series]), _SHORTEST_MS)
     longest = max(float(values.max()), 10 * _SHORTEST_MS)

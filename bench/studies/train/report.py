@@ -130,7 +130,7 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Report(ReportHeader, frozen=True, kw_only=True):
     """A whole report.
 
-    ``cpu`` says who used the host's CPUs from the ranks' start to their end.
+    ``cpu`` is the use of the host's CPUs by the ranks and by others, from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
     ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.

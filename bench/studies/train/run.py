@@ -16,12 +16,13 @@ from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gp
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder, write_report
-from fuelrail.bench.report.options import make_options, output_folder
+from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.train.report import Report, build_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class TrainRun:
         check_decoder(self.settings)
 
     def report(self, machine: MachineFacts, outcome: Outcome, cpu: CpuUse | None, gpus: list[GpuUse] | None) -> Report:
-        """The report of what the ranks left; raises FuelrailError, or KeyboardInterrupt, where there is no step."""
+        """Return the report of the ranks' records; raises FuelrailError, or KeyboardInterrupt, without any step."""
         logs = [read_rank(rank_path(self.records, rank)) for rank in range(self.num_ranks)]
         # Whole even if what came after it was not: the next run on the same ranks, or the ranks' end.
         complete = all(log.end is not None for log in logs)
@@ -125,7 +126,7 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
     """Make several runs one after the other in the same processes, and return a report of each.
 
     The folder of the first one's records holds the ranks' log. A run that is cut off is reported too, as partial, if
-    it made a step; later runs are left out. Where there is no step at all, raises what :meth:`TrainRun.report`
+    it made a step; later runs are left out. Without any step, raises what :meth:`TrainRun.report`
     raises. The use of the CPUs is reported for all runs together.
     """
     for run in runs:
@@ -148,6 +149,10 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
                 raise
             cut_off = str(error) or "the run was interrupted"
             break
+        if gpus.reason is not None:
+            report = msgspec.structs.replace(
+                report, warnings=[*report.warnings, f"No facts of the GPUs from NVML: {gpus.reason}."]
+            )
         reports.append(report)
         cut_off = report.cut_off
         if cut_off is not None:
@@ -190,7 +195,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
 
 
 def _profile(choice: str) -> AcceleratorProfile | None:
-    """The profile to emulate, or None for CUDA."""
+    """Return the profile to emulate, or None for CUDA."""
     if choice == "auto":
         return None if installed_gpus() else load_profile(DEFAULT_PROFILE)
     if choice == "cuda":

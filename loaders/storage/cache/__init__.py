@@ -1,1 +1,1 @@
-"""The cache on local disk, which keeps the samples that are needed soonest."""
+"""The cache on local disk, which keeps the samples that are used soonest."""

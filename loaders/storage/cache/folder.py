@@ -1,4 +1,4 @@
-"""The folder of a span cache on disk: whose it is, what is in it, who uses it.
+"""The folder of a span cache on disk: its owner, its files, its users.
 
 ::
 
@@ -10,7 +10,7 @@
       data/5/14a2    one file a sample: its span, nothing else; names are row numbers in hexadecimal
       tmp/           files being written
 
-The folder and all in it belong to one user and are for nobody else: mode 0700, no links, other owners refused
+The folder and all in it belong to one user and are closed to all others: mode 0700, no links, other owners refused
 (:mod:`fuelrail.pipeline.storage.private`). What the loader did not make is never removed.
 
 A file appears under its name by rename, when it is whole. Nothing is synced: after a power cut a file may be short or
@@ -67,7 +67,7 @@ class CacheFolder:
     def __init__(
         self, path: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
     ) -> None:
-        """Open the cache in ``path``, or begin one; ``length_of`` tells a sample's bytes.
+        """Open the cache in ``path``, or create one; ``length_of`` returns a sample's number of bytes.
 
         Raises ConfigError where it is of another dataset or version.
         """
@@ -112,19 +112,19 @@ class CacheFolder:
                 fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def holds(self, index: int) -> bool:
-        """Whether sample ``index`` is here."""
+        """Return whether sample ``index`` is here."""
         return bool(self._table[index])
 
     def held(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """All samples that are here."""
+        """Return all samples that are here."""
         return np.flatnonzero(self._table)
 
     def file(self, index: int) -> Path:
-        """Where a sample's file lies, if it is here."""
+        """Return the path of a sample's file, if it exists."""
         return self.path / "data" / _name(index)
 
     def open_file(self, index: int) -> int:
-        """A descriptor of a sample's file, to read; raises OSError where it is not here."""
+        """Return a descriptor of a sample's file, to read; raises OSError where it is not here."""
         return os.open(_name(index), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._data_fd)
 
     def write(self, index: int, span: memoryview) -> None:
@@ -248,7 +248,7 @@ class CacheFolder:
         self.used_bytes = used
 
     def _stored(self) -> Iterator[int]:
-        """The samples whose files are here, whole or not. Files by other names and links are nobody's samples."""
+        """Yield the samples whose files are here, whole or not. Links and files with other names are no samples."""
         for group, fd in self._groups():
             for entry in os.scandir(fd):
                 index = int(entry.name, 16) if _NUMBER.fullmatch(entry.name) else -1
@@ -257,7 +257,7 @@ class CacheFolder:
                     yield index
 
     def _groups(self) -> Iterator[tuple[str, int]]:
-        """The folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
+        """Yield the folders in ``data``, each with its descriptor. Raises ConfigError for a link or another owner."""
         for group in filter(_NUMBER.fullmatch, _names_in(self._data_fd)):
             fd = open_folder(self.path / "data" / group, self._data_fd)
             try:
@@ -272,12 +272,12 @@ def _names_in(folder_fd: int) -> list[str]:
 
 
 def _name(index: int) -> str:
-    """The file of a sample in ``data``."""
+    """Return the file of a sample in ``data``."""
     return f"{index >> _FOLDER_BITS:x}/{index:x}"
 
 
 def _kept(stack: contextlib.ExitStack, fd: int) -> int:
-    """A descriptor, closed with the stack."""
+    """Return a descriptor, closed with the stack."""
     stack.callback(os.close, fd)
     return fd
 

@@ -68,7 +68,7 @@ class FutureUses:
         return times
 
     def used(self, first: int, end: int) -> NDArray[np.int64]:
-        """The rows used at times ``first`` to ``end - 1``, without times before the horizon."""
+        """Return the rows used at times ``first`` to ``end - 1``, without times before the horizon."""
         self._see(first)
         assert self._rows is not None
         rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
@@ -86,7 +86,7 @@ class FutureUses:
 def coming_rows(
     rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]], walk: Walk, ranks: range, per_position: int = 1
 ) -> tuple[Coming, int]:
-    """The rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the number in each step.
+    """Return the rows that ``ranks`` (of the data-parallel world, in step) take on a walk, and the number in each step.
 
     Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` gives the rows that are read for
     positions of an epoch, ``per_position`` of them for each, in the order of reading.
@@ -145,7 +145,7 @@ def build_future_uses(
 
 
 def ranks_on_host(world: World) -> range:
-    """The data-parallel ranks that share this host, from the launcher's LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """Return the data-parallel ranks that share this host, from the launcher's LOCAL_RANK and LOCAL_WORLD_SIZE.
 
     All ranks where these do not fit the world (model parallelism, no launcher): too many cost hits, not correctness.
     """
@@ -206,7 +206,7 @@ class FarthestFirst:
             self._walked = end
 
     def next_use(self, row: int) -> int:
-        """When a row is used next after now."""
+        """Return when a row is used next."""
         return int(self._future_uses.next_use(np.array([row]), self.now)[0])
 
     def pop(self) -> tuple[int, int] | None:

@@ -48,7 +48,7 @@ class CachedSpan:
         self._cache, self._index, self._length, self._fd = cache, index, length, fd
 
     def read(self) -> memoryview | None:
-        """Its bytes, unchecked; None where the file is gone or cut."""
+        """Return its bytes, unchecked; None where the file is gone or cut."""
         try:
             if self._fd < 0:
                 self._fd = self._cache.folder.open_file(self._index)
@@ -85,7 +85,7 @@ class SpanCache:
     def __init__(
         self, folder: Path, fingerprint: str, num_samples: int, length_of: Callable[[int], int], max_bytes: int
     ) -> None:
-        """Open the cache in ``folder``, or begin one; ``length_of`` tells a sample's bytes.
+        """Open the cache in ``folder``, or create one; ``length_of`` returns a sample's number of bytes.
 
         Raises ConfigError where it is of another dataset, version or user.
         """
@@ -101,7 +101,7 @@ class SpanCache:
 
     @classmethod
     def open_for(cls, dataset: Dataset, cache_dir: str | os.PathLike[str], cache_size: int | str | None) -> Self:
-        """The cache of a dataset in a folder that may hold those of others; see :func:`parse_size` for the size."""
+        """Open the cache of a dataset in a folder for several datasets; see :func:`parse_size` for the size."""
         base = Path(cache_dir) / "spans"
         fingerprint = dataset.manifest.fingerprint
         folder = base / fingerprint
@@ -126,7 +126,7 @@ class SpanCache:
             return cls.open_for(dataset, cache_dir, cache_size)
         except ConfigError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
-                _LOG.warning("%s; going on without a cache", error)
+                _LOG.warning("%s; continuing without a cache", error)
                 return None
             raise
 
@@ -141,7 +141,7 @@ class SpanCache:
             self._has_stock = False
 
     def open(self, index: int, length: int) -> CachedSpan | None:
-        """The span of sample ``index`` if it is here; the kernel starts reading it."""
+        """Return the span of sample ``index`` if it is here; the kernel starts reading it."""
         if not self.folder.holds(index):
             with self.folder.thread_lock:
                 self._counts = self._counts._replace(misses=self._counts.misses + 1)
@@ -198,7 +198,7 @@ class SpanCache:
             self._counts = counts._replace(hits=counts.hits + 1, hit_bytes=counts.hit_bytes + num_bytes)
 
     def add_stats(self, stats: StorageStats) -> StorageStats:
-        """The statistics of a storage with this cache's added."""
+        """Return the statistics of a storage with this cache's added."""
         counts = self._counts
         return stats._replace(
             cache_hits=counts.hits, cache_misses=counts.misses, cache_hit_bytes=counts.hit_bytes,
@@ -221,7 +221,7 @@ class SpanCache:
             next_use = NEVER
             if policy is not None and time is not None:
                 policy.advance(time)
-                if policy.wants_stock:  # not before the cache is full: until then nobody asks what should go
+                if policy.wants_stock:  # not before the cache is full: until then nothing is evicted
                     policy.rebuild(self.folder.held(), time)
                     self._has_stock = True
                 next_use = policy.next_use(index)
@@ -262,7 +262,7 @@ class SpanCache:
     def _give_up_writing(self, error: OSError) -> None:
         self._writes = False
         _LOG.warning(
-            "cache '%s' takes no more samples: %s; going on without, at the speed of the remote storage",
+            "cache '%s' disabled for new samples: %s; continuing without it, at the speed of the remote storage",
             self.folder.path, error,
         )  # fmt: skip
 
@@ -284,7 +284,7 @@ _UNITS: Final = {
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes from a number or a text such as ``500GB``, ``1.5TiB``. Raises ConfigError."""
+    """Return the bytes from a number or a text such as ``500GB``, ``1.5TiB``. Raises ConfigError."""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", size.upper())
         if match is None or match[2] not in _UNITS:
@@ -298,7 +298,7 @@ def parse_size(size: int | str) -> int:
 
 
 def part_of_free_space(base: Path, folder: Path) -> int:
-    """The default size [bytes] of the cache in ``folder``: 80 % of what is free on its disk and of what it holds."""
+    """Return the default size [bytes] of the cache in ``folder``: 80 % of the free disk space and its own files."""
     free = shutil.disk_usage(base).free
     try:
         with os.fdopen(open_file(folder / "table", os.O_RDONLY), "rb") as table:

@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import xxhash
 
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.pipeline.sample.schema import Boxes
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
+from fuelrail.sharding.sources.columns.tokens import TokenColumn, Tokens
+from fuelrail.sharding.sources.frames.boxes import stable_id, velocities
+from fuelrail.sharding.sources.frames.classes import CLASSES, NUSCENES10, ClassMap, check_mapped
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     Instance,
@@ -25,7 +27,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,13 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.frames.classes import ClassOption
     from fuelrail.sharding.sources.scan_report import ScanReport
-
-CLASSES: Final = (
-    "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle", "pedestrian",
-    "traffic_cone",
-)  # fmt: skip
-"""The ten detection classes, in the order that mmdetection3d and its descendants use."""
 
 DETECTION_CLASS: Final = {
     "movable_object.barrier": "barrier",
@@ -66,9 +62,6 @@ OUTSIDE: Final = frozenset((
     "vehicle.emergency.ambulance", "vehicle.emergency.police",
 ))  # fmt: skip
 """nuScenes' other nine categories, which are no detection class: label -1."""
-
-MAX_GAP_S: Final = 1.5
-"""Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
 
 _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
     "sample": (np.int64, ()),
@@ -97,9 +90,11 @@ NOT_STATED: Final = "not stated"
 class Annotations:
     """All annotations of a dataroot as columns on disk, found by sample."""
 
-    def __init__(self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64]) -> None:
+    def __init__(
+        self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64], classes: ClassOption
+    ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        self._spill, self._timestamp_us = spill, timestamp_us
+        self._spill, self._timestamp_us, self._class_option = spill, timestamp_us, classes
         attributes = read_all(folder, "attribute", Named)
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
@@ -122,7 +117,10 @@ class Annotations:
         categories = read_all(folder, "category", Named)
         tokens = Tokens("category", self._spill, [record.token for record in categories])
         self._categories = [record.name for record in categories]
-        self._label_of = np.array([label_of(name) for name in self._categories], np.int16)
+        option = self._class_option
+        known = ClassMap(option, self._categories)
+        labels = map(label_of, self._categories) if option == NUSCENES10 else known.labels(self._categories)
+        self.classes, self._label_of = known.names, np.array(list(labels), np.int16)
         self._per_category = np.zeros(len(categories), np.int64)
         self._instances = Tokens("instance", self._spill)
         category, number = self._spill.column(np.int32), self._spill.column(np.int64)
@@ -131,7 +129,7 @@ class Annotations:
             self._instances.extend(own)
             linked = [record.category_token for record in piece]
             category.append(tokens.need(linked, table="instance", column="category_token", owners=own))
-            number.append([_stable_id(token) for token in own])
+            number.append([stable_id(token) for token in own])
         self._instances.check_unique()
         self._instance_category: NDArray[np.int32] = category.values
         self._instance_id: NDArray[np.int64] = number.values
@@ -249,16 +247,19 @@ class Annotations:
             yield Boxes(**{name: values[part] for name, values in found.items()})
 
     def report(self, report: ScanReport) -> None:
-        """Add what is known of all boxes that :meth:`of_samples` gave."""
+        """Add what is known of all boxes that :meth:`of_samples` gave; raises SourceError where none has a class."""
         report.boxes = int(self._per_category.sum())
         report.unknown_points = self._unknown_points
         for name, label, count in zip(self._categories, self._label_of, self._per_category.tolist(), strict=True):
             if label < 0 and count:
-                names = report.outside_classes if name in OUTSIDE else report.unmapped
+                option = self._class_option
+                on_purpose = name in (option if isinstance(option, dict) else OUTSIDE)
+                names = report.outside_classes if on_purpose else report.unmapped
                 names[name] = names.get(name, 0) + count
         for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
             if level not in _VISIBILITY and count:
                 report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
+        check_mapped(report)
 
 
 def label_of(category: str) -> int:
@@ -272,24 +273,6 @@ def _point_counts(stated: list[int | None]) -> NDArray[np.int32]:
     return np.fmax(np.array(stated, np.float64), -1).astype(np.int32)  # NaN stands for null; fmax takes the other
 
 
-def velocities(
-    centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else NaN.
-
-    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
-    positive, the velocity is unknown: NaN.
-    """
-    own = np.arange(len(centre))
-    first, last = np.where(prev < 0, own, prev), np.where(following < 0, own, following)
-    span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
-    limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
-    usable = (span_s > 0) & (span_s <= limit_s)
-    found = np.full(centre.shape, np.nan)
-    found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
-    return found
-
-
 def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
     """Matrices (S, 4, 4) of frames' rotations (S, 4) for which ``rotation @ matrix.T`` is conj(frame) * rotation.
 
@@ -298,8 +281,3 @@ def _left_factors(frame_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
     w, x, y, z = (frame_wxyz / np.linalg.norm(frame_wxyz, axis=1, keepdims=True)).T
     rows = [w, x, y, z, -x, w, z, -y, -y, -z, w, x, -z, y, -x, w]
     return np.stack(rows, -1).reshape(-1, 4, 4)
-
-
-def _stable_id(token: str) -> int:
-    """63-bit number of a track's token, the same on every machine."""
-    return xxhash.xxh3_64_intdigest(token.encode()) >> 1

@@ -20,6 +20,7 @@ from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
+from fuelrail.sharding.sources.columns.tokens import Sieve, TokenColumn, Tokens
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.tables import (
     CalibratedSensor,
@@ -35,7 +36,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     read_table,
     vectors,
 )
-from fuelrail.sharding.sources.tokens import Sieve, TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.pipeline.storage.spill import Spill, SpilledColumn
-    from fuelrail.sharding.sources.tokens import Owners
+    from fuelrail.sharding.sources.columns.tokens import Owners
+    from fuelrail.sharding.sources.frames.classes import ClassOption
 
 RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
@@ -83,7 +84,7 @@ class Frame(NamedTuple):
 class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
-    def __init__(self, folder: Path, spill: Spill) -> None:
+    def __init__(self, folder: Path, spill: Spill, classes: ClassOption) -> None:
         self._spill = spill
         self.log = read_all(folder, "log", Log)
         self.scene = read_all(folder, "scene", Scene)
@@ -94,7 +95,7 @@ class Keyframes:
         )
         self._read_samples(folder, scene_tokens)
         self._read_sensors(folder)
-        self.annotations = Annotations(folder, spill, self.sample_tokens, self.timestamp_us)
+        self.annotations = Annotations(folder, spill, self.sample_tokens, self.timestamp_us, classes)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Scene row and its samples in time order, scenes in table order; those without samples left out.
@@ -234,21 +235,23 @@ class Keyframes:
             found[at] = self._poses.of_row[nearest]
         return found
 
-    def have_pictures(self, samples: NDArray[np.int64], is_file: Callable[[str], bool] | None) -> NDArray[np.bool_]:
+    def have_pictures(
+        self, samples: NDArray[np.int64], are_files: Callable[[list[str]], list[bool]] | None
+    ) -> NDArray[np.bool_]:
         """For each of some samples whether it has the image of one camera at least.
 
-        ``is_file`` says whether a file exists. None where an absent row or file is no mask but an error: both count.
+        ``are_files`` says which files exist. None where an absent row or file is no mask but an error: both count.
         """
         found = np.empty(len(samples), np.bool_)
         for first in range(0, len(samples), ROWS_AT_ONCE):
             rows = self.sensor_rows[samples[first : first + ROWS_AT_ONCE], : len(self.cameras)]
             usable = self._is_valid[rows]
-            if is_file is None:
+            if are_files is None:
                 found[first : first + len(rows)] = (usable | (rows < 0)).any(axis=1)
             else:
                 usable &= rows >= 0
-                for at, (own, of_own) in enumerate(zip(rows, usable, strict=True), first):
-                    found[at] = any(is_file(self.filenames[row]) for row in own[of_own].tolist())
+                usable[usable] = are_files(self.filenames.take(rows[usable]))
+                found[first : first + len(rows)] = usable.any(axis=1)
             self._spill.used(rows.size)
         return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta
-from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.frames.classes import count_column
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
 from fuelrail.sharding.sources.scan_table import frame_key
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene
     from fuelrail.sharding.sources.scan_table import Reference
 
-_COUNTS: Final = tuple(f"num_{name}" for name in CLASSES)
-ATTRIBUTE_TYPES: Final[dict[str, type]] = {
+_TYPES: Final[dict[str, type]] = {
     "clip_name": str,
     "log_id": str,
     "vehicle": str,
@@ -34,8 +33,13 @@ ATTRIBUTE_TYPES: Final[dict[str, type]] = {
     "rain": bool,
     "num_cameras": int,
     "num_boxes": int,
-    **dict.fromkeys(_COUNTS, int),
 }
+
+
+def attribute_types(classes: Sequence[str]) -> dict[str, type]:
+    """The columns of attributes, with a count for each class."""
+    return {**_TYPES, **dict.fromkeys(map(count_column, classes), int)}
+
 
 _CONDITIONS: Final = {
     "night": re.compile(r"\bnight(?:[ -]?time)?\b"),
@@ -69,11 +73,23 @@ def clip_ids(scenes: Sequence[Scene]) -> list[str]:
 class SceneFacts:
     """Facts that all samples of a scene share."""
 
-    def __init__(self, scene: Scene, log: Log, clip_id: str, kept: NDArray[np.bool_], cameras: Sequence[str]) -> None:
-        """``kept``: which of the scene's frames are in the dataset; ``cameras``: the names of the rig's cameras."""
+    def __init__(
+        self,
+        scene: Scene,
+        log: Log,
+        clip_id: str,
+        kept: NDArray[np.bool_],
+        cameras: Sequence[str],
+        classes: Sequence[str],
+    ) -> None:
+        """``kept``: which of the scene's frames are in the dataset; ``cameras``: the names of the rig's cameras.
+
+        ``classes``: those that boxes are counted by.
+        """
         conditions = _conditions(scene, log)
         self._cameras = [name.lower() for name in cameras]
         self._has_frame = np.pad(kept, 1)
+        self._counts = [count_column(name) for name in classes]
         self._common: dict[str, Any] = {
             "schema": SCHEMA,
             "dataset": "",
@@ -135,14 +151,15 @@ class SceneFacts:
 
     def attributes(self, num_cameras: int, boxes: Boxes | None) -> dict[str, Any]:
         """The row of ``attributes.parquet`` of a frame; what is not known is null."""
-        counts: Sequence[int | None] = [None] * len(CLASSES)
+        names = self._counts
+        counts: Sequence[int | None] = [None] * len(names)
         if boxes is not None:
-            counts = np.bincount(boxes.label + 1, minlength=len(CLASSES) + 1).tolist()[1:]
+            counts = np.bincount(boxes.label + 1, minlength=len(names) + 1).tolist()[1 : len(names) + 1]
         return {
             **self._attributes,
             "num_cameras": num_cameras,
             "num_boxes": None if boxes is None else len(boxes.label),
-            **dict(zip(_COUNTS, counts, strict=True)),
+            **dict(zip(names, counts, strict=True)),
         }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
@@ -19,27 +19,29 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.manifest import LidarEntry
-from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD, encode_arrays, encode_points, encode_stacked
+from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
-from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER, channel_members, load_channels
-from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
-from fuelrail.sharding.sources.nuscenes.samples import ATTRIBUTE_TYPES, SceneFacts, clip_ids
+from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
+from fuelrail.sharding.sources.nuscenes.members import KeyframeFiles
+from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
 from fuelrail.sharding.sources.scan_report import ScanReport
-from fuelrail.sharding.sources.scan_table import Reference
-from fuelrail.sharding.sources.source import Camera, ScanInfo
+from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.sharding.sources.nuscenes.geometry import Frame, SensorRow
+    from fuelrail.pipeline.sample.schema import Geometry
+    from fuelrail.sharding.sources.nuscenes.geometry import Frame
     from fuelrail.sharding.sources.scan_table import ScanWriter
+    from fuelrail.sharding.sources.source import Reads
 
 SPLITS_FILE: Final = "splits.json"
 
@@ -98,16 +100,10 @@ _TABLE_FILES: Final = (*(f"{table}.json" for table in TABLES), SPLITS_FILE, CHAN
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 
 
-_IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
-
-
 _FRAMES_AT_ONCE: Final = 256
 
 
 _NO_IMAGE: Final = "no camera image"
-
-
-_NOT_VALID: Final = "marked as not valid"
 
 
 class NuScenesOptions(Settings, frozen=True):
@@ -131,7 +127,7 @@ class NuScenesOptions(Settings, frozen=True):
             "invalid; samples without any image are dropped (default: error)"
         ),
     ] = "error"
-    points: Annotated[bool, Meta(description="leave lidar sweeps out")] = True
+    points: Annotated[bool, Meta(description="false leaves lidar sweeps out")] = True
     sweeps: Annotated[
         int,
         Meta(
@@ -139,6 +135,13 @@ class NuScenesOptions(Settings, frozen=True):
             "default: 0)"
         ),
     ] = 0
+    classes: Annotated[
+        ClassOption,
+        Meta(
+            description="classes of boxes: nuscenes10 (its ten detection classes), source (all categories of the "
+            "tables), or a YAML file that maps category to class"
+        ),
+    ] = NUSCENES10
 
     def __post_init__(self) -> None:
         """Check that the options go together."""
@@ -150,22 +153,31 @@ class NuScenesSource:
     """A nuScenes dataroot: a folder, or a URL that fsspec knows."""
 
     kind = "nuscenes"
-    attribute_types = ATTRIBUTE_TYPES
+    settings = NuScenesOptions
+    requires: ClassVar[Mapping[str, str]] = {}
+    reads: Reads = "random"
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         self._files = source_files(location)
-        self._options = convert(options, NuScenesOptions, "options of source nuscenes")
+        given = convert(options, NuScenesOptions, "options of source nuscenes")
+        self._options = msgspec.structs.replace(given, classes=loaded(given.classes))
+
+    @property
+    def attribute_types(self) -> dict[str, type]:
+        """Columns of attributes; classes of the source's own are not known before the tables are read: no counts."""
+        return attribute_types(ClassMap(self._options.classes, ()).names)
 
     @property
     def options(self) -> dict[str, Any]:
         """All options; the version is that of the one folder of tables where none was given."""
         return {**msgspec.structs.asdict(self._options), "version": self._version()}
 
-    def path(self, ref: str) -> str | None:
+    def place(self, ref: str) -> Place | None:
         """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
         if _is_sweep(ref) or ref.startswith("["):
             return None
-        return self._files.path(ref)
+        path = self._files.path(ref)
+        return None if path is None else Place(path)
 
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
@@ -189,7 +201,7 @@ class NuScenesSource:
             return self._scan(folder, out)
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
-        keyframes = Keyframes(folder, out.spill)
+        keyframes = Keyframes(folder, out.spill, self._options.classes)
         report = ScanReport()
         channels = load_channels(folder)
         num_masked = self._append_samples(folder, keyframes, out, report, channels)
@@ -202,7 +214,7 @@ class NuScenesSource:
                 LidarEntry(channel=name.lower(), source_name=name, columns=POINT_COLUMNS) for name in keyframes.lidars
             ],
             channels=channels,
-            classes=list(CLASSES),
+            classes=keyframes.annotations.classes,
             attributes=keyframes.annotations.attribute_names,
             names=out.member_names(
                 [*(name.lower() for name in (*keyframes.cameras, *keyframes.lidars)), *(one.name for one in channels)]
@@ -215,16 +227,17 @@ class NuScenesSource:
         )
 
     def _with_pictures(
-        self, keyframes: Keyframes, report: ScanReport
+        self, keyframes: Keyframes, files: KeyframeFiles, report: ScanReport
     ) -> list[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
         """Scene row, its samples in time order, and which of them have an image; scenes without any left out."""
 
-        def is_file(filename: str) -> bool:
-            return self._file_bytes(filename, []) is not None
+        def are_files(filenames: list[str]) -> list[bool]:
+            files.look_at(filenames)
+            return [files.file_bytes(filename, []) is not None for filename in filenames]
 
         scenes = []
         for row, samples in keyframes.scenes():
-            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else is_file)
+            kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else are_files)
             num_kept = int(np.count_nonzero(kept))
             report.samples += num_kept
             if num_kept < len(kept):
@@ -251,18 +264,27 @@ class NuScenesSource:
         """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
         sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
+        counted = ClassMap(self._options.classes, ()).names
         num_masked = 0
-        scenes = self._with_pictures(keyframes, report)
+        options = self._options
+        files = KeyframeFiles(self._files, options.missing_camera, points=options.points, num_sweeps=options.sweeps)
+        scenes = self._with_pictures(keyframes, files, report)
         places = ((row, kept, int(number)) for row, _, kept in scenes for number in np.flatnonzero(kept))
         order = np.concatenate([samples[kept] for _, samples, kept in scenes])
         current = -1
         for first in range(0, len(order), _FRAMES_AT_ONCE):
             geometry, frames = keyframes.frames(order[first : first + _FRAMES_AT_ONCE])
+            files.look_at([row.filename for frame in frames for row in frame.sensors if row is not None])
             stamps: list[list[str]] = [[] for _ in frames]
-            found = [self._members(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
+            found = [files.of(keyframes, *of, report) for of in zip(frames, stamps, strict=True)]
+            if files.findings.num_found:
+                for _ in frames:
+                    next(places)
+                continue  # no rows any more, but the other faults
             for at, members in enumerate(found):
                 present = {member.name.partition(".")[0] for member in members}
                 geometry.cam_valid[at] = [name.lower() in present for name in keyframes.cameras]
+            self._note_offsets(keyframes, geometry, frames, report)
             num_cameras = geometry.cam_valid.sum(axis=1).tolist()
             num_masked += geometry.cam_valid.size - sum(num_cameras)
             for name, count in zip(keyframes.cameras, keyframes.num_distorted(geometry), strict=True):
@@ -274,18 +296,26 @@ class NuScenesSource:
                     current = scene_row
                     scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
                     out.begin_clip(ids[scene_row], scene.name, scene.token)
-                    facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras)
+                    facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras, counted)
                 if sweeps is not None:
-                    members += self._earlier(keyframes, sweeps, frame, stamps[at])
+                    members += files.earlier(keyframes, sweeps, frame, stamps[at])
                 if channels:
-                    found_bytes = partial(self._file_bytes, stamps=stamps[at])
+                    found_bytes = partial(files.file_bytes, stamps=stamps[at])
                     members += channel_members(channels, frame.token, found_bytes)
                 boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
                 meta = facts.meta(number, frame, members)
                 attributes = facts.attributes(num_cameras[at], frame.boxes)
                 stamp = xxhash.xxh3_64_intdigest(" ".join(stamps[at]).encode())
                 out.append(meta, encoded, boxes, members, attributes, stamp)
+        files.findings.check()
         return num_masked
+
+    def _note_offsets(self, keyframes: Keyframes, geometry: Geometry, frames: list[Frame], report: ScanReport) -> None:
+        """Largest time between a sample and each of its images."""
+        times = np.array([frame.timestamp_us for frame in frames])[:, None] * NS_PER_US
+        offsets = np.where(geometry.cam_valid > 0, np.abs(geometry.cam_timestamp_ns - times), 0).max(axis=0)
+        for name, offset_ns in zip(keyframes.cameras, offsets.tolist(), strict=True):
+            report.offset(name.lower(), offset_ns)
 
     def _version(self) -> str:
         """Name of the tables' folder."""
@@ -294,11 +324,11 @@ class NuScenesSource:
             found = self._files.folders_with("sample.json")
             if len(found) != 1:
                 listed = ", ".join(found) or "none"
-                raise ConfigError(f"'{shown}' needs --version to choose the tables; there are: {listed}")
+                raise ConfigError(f"'{shown}' needs the option version to choose the tables; there are: {listed}")
             version = found[0]
         elif version not in (found := self._files.folders_with("sample.json")):
             if version in ("", "..") or Path(version).name != version:
-                raise ConfigError(f"--version {version!r} is not the name of a folder in '{shown}'")
+                raise ConfigError(f"version {version!r} is not the name of a folder in '{shown}'")
             if found:
                 raise SourceError(
                     f"nuScenes version '{version}': '{shown}/{version}' is not a folder with tables; there are: "
@@ -306,93 +336,6 @@ class NuScenesSource:
                 )
         return version
 
-    def _members(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
-        """References of the sample's sensor files that are there, in rig order."""
-        members: list[Reference] = []
-        for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
-            if row is None:
-                self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
-                report.mask(camera.lower(), "no row")
-                continue
-            if not row.is_valid:
-                report.mask(camera.lower(), _NOT_VALID)
-                continue
-            size = self._file_bytes(row.filename, stamps)
-            if size is None:
-                self._refuse_missing(
-                    f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-                )
-                report.mask(camera.lower(), "no file")
-                continue
-            extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
-            if extension is None:
-                raise _of_no_known_kind(row.filename, camera)
-            if row.width <= 0 or row.height <= 0:
-                raise SourceError(
-                    f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
-                )
-            members.append(Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height))
-        for lidar, row in self._lidars(keyframes, frame):
-            if not row.is_valid:
-                report.mask(lidar.lower(), _NOT_VALID)
-                continue
-            size = self._file_bytes(row.filename, stamps)
-            if size is None:
-                what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
-                raise SourceError(f"{what}; --no-points leaves all lidar sweeps out")
-            if not row.filename.endswith(".bin"):
-                raise _of_no_known_kind(row.filename, lidar)
-            members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
-        return members
-
-    def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
-        """The lidars of which points are to be stored, with their rows."""
-        if self._options.points:
-            for lidar, row in zip(keyframes.lidars, frame.sensors[len(keyframes.cameras) :], strict=True):
-                if row is not None:
-                    yield lidar, row
-
-    def _earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
-        """References of the sweeps before the sample's own ones, which are valid as these are."""
-        members = []
-        for lidar, row in self._lidars(keyframes, frame):
-            if not row.is_valid:
-                continue
-            found = sweeps.before(row.token, self._options.sweeps)
-            num_bytes = 0
-            for filename in found.files:
-                size = self._file_bytes(filename, stamps)
-                if size is None:
-                    what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
-                    raise SourceError(f"lidar {what}; --sweeps 0 leaves earlier sweeps out")
-                num_bytes += size
-            if found.files:
-                members.append(Reference(f"{lidar.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
-        return members
-
-    def _file_bytes(self, filename: str, stamps: list[str]) -> int | None:
-        """Size of a source file, None where it is not there; SourceError for a name that leads out of the root.
-
-        Its stamp is added to ``stamps``.
-        """
-        if filename.startswith("/") or ".." in filename.split("/"):
-            raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
-        facts = self._files.facts(filename)
-        if facts is None:
-            return None
-        if facts.num_bytes == 0:
-            raise SourceError(f"file '{self._files.shown}/{filename}' of table 'sample_data' is empty (0 bytes)")
-        stamps.append(facts.stamp)
-        return facts.num_bytes
-
-    def _refuse_missing(self, what: str) -> None:
-        if self._options.missing_camera == "error":
-            raise SourceError(f"{what}; --missing-camera mask makes it an absent member instead")
-
 
 def _is_sweep(ref: str) -> bool:
     return ref.endswith(".bin") and not ref.startswith(f"{CHANNELS_FOLDER}/")
-
-
-def _of_no_known_kind(filename: str, sensor: str) -> SourceError:
-    return SourceError(f"file '{filename}' of {sensor} is of a kind this adapter does not read")

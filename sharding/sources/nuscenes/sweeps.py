@@ -13,9 +13,9 @@ import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import Sweeps, encode_arrays
+from fuelrail.sharding.sources.columns.tokens import TokenColumn, Tokens
 from fuelrail.sharding.sources.nuscenes.geometry import Calibrations, Poses
 from fuelrail.sharding.sources.nuscenes.tables import SampleData, read_table
-from fuelrail.sharding.sources.tokens import TokenColumn, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,6 +12,8 @@ import pytest
 
 from fuelrail.bench.measure.processes import process_group, signal_group
 
+pytestmark = pytest.mark.process
+
 WITH_A_WORKER = """
 import subprocess, sys
 worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -30,7 +32,6 @@ def test_workers_are_gone_with_it(tmp_path):
     assert not signal_group(process, 0)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_while_it_is_started_leaves_nothing(sent, tmp_path, monkeypatch):
     started = []

@@ -45,6 +45,7 @@ def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
     assert kept[0] is kept[4]
 
 
+@pytest.mark.slow
 def test_a_rank_leaves_its_whole_record(dataset, tmp_path):
     settings = msgspec.structs.replace(SETTINGS, num_steps=6, num_warmup_steps=2, profile=QUICK)
     with loader_of(dataset) as loader, RankWriter(rank_path(tmp_path, 0)) as writer:

@@ -13,7 +13,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from support.loaders import make_loader
 from support.nuscenes_sweeps import WALL, add_sweeps
@@ -180,7 +180,7 @@ def test_missing_sweep_files_are_named(made, tmp_path) -> None:
     data = path.read_bytes()
     path.unlink()
     try:
-        with pytest.raises(SourceError, match=f"{lost['filename']}.* is not there; --sweeps 0"):
+        with pytest.raises(SourceError, match=f"{lost['filename']}.* is not there; the option sweeps=0"):
             shard_nuscenes(made.root, tmp_path / "out", sweeps=PER_KEYFRAME)
     finally:
         path.write_bytes(data)

@@ -272,7 +272,7 @@ class TestLibrary:
         (tmp_path / build.LIBRARY_NAME).write_bytes(b"no library")
         assert "cannot be loaded" in open_library(tmp_path / build.LIBRARY_NAME)
         monkeypatch.setattr(commands, "load_native", lambda: "it was not built: install a C compiler")
-        finding = next(f for f in commands.examine() if f.subject == "native JPEG")
+        finding = next(f for f in commands.doctor().findings if f.subject == "native JPEG")
         assert finding.advice == "it was not built: install a C compiler"
         monkeypatch.setenv("CC", "false")
         with pytest.raises(build.BuildError, match="the C compiler 'false' failed"):

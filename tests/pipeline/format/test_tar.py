@@ -243,6 +243,7 @@ def test_every_damaged_byte_of_headers_and_padding_is_found(flip) -> None:
             assert [f.name for f in found] != [f.name for f in FOUND]
 
 
+@pytest.mark.slow
 def test_cut_shards_are_refused_wherever_they_are_cut() -> None:
     for length in range(len(PACKED)):
         with pytest.raises(TruncatedShardError) as caught:

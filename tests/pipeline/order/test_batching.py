@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import WorldError
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 
 SIZES = st.integers(1, 64)
 
@@ -125,7 +125,7 @@ def test_a_walk_takes_the_steps_that_iterating_takes(data, n, size, rank_batch, 
     global_batch = size * rank_batch
     n += global_batch * drop_last
     whole = Batching(n, global_batch, World(0, size), drop_last=drop_last)
-    start, share = Cursor(2, data.draw(st.integers(0, n))), Share(data.draw(st.integers(0, of - 1)), of)
+    start, share = Cursor(2, data.draw(st.integers(0, n))), WorkerShard(data.draw(st.integers(0, of - 1)), of)
     walk = Walk(start, whole, share)
     ranks = range(data.draw(st.integers(0, size - 1)), size)
     expected, number = [], 0
@@ -150,13 +150,13 @@ def test_a_walk_says_where_a_run_is_after_some_of_its_steps():
     whole = Batching(26, 4, World(), drop_last=False)
     walk = Walk(Cursor(3, 8), whole)
     assert [walk.after(k).samples_consumed for k in range(walk.num_steps + 1)] == [8, 12, 16, 20, 24, 26]
-    turns = Walk(Cursor(3, 8), whole, Share(1, 2))
+    turns = Walk(Cursor(3, 8), whole, WorkerShard(1, 2))
     assert [turns.after(k).samples_consumed for k in range(turns.num_steps + 1)] == [8, 16, 24]
     assert walk.following == turns.following == Cursor(4)
 
 
 def test_a_share_without_steps_makes_an_empty_walk():
-    assert list(Walk(Cursor(), Batching(8, 4, World()), Share(2, 3))) == []
+    assert list(Walk(Cursor(), Batching(8, 4, World()), WorkerShard(2, 3))) == []
 
 
 def test_a_cursor_resumes_with_the_rest_of_its_epoch():

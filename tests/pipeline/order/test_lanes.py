@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
-from fuelrail.pipeline.order.lanes import Lanes
+from fuelrail.pipeline.order.lanes import LaneOrder
 
 
 def make(lengths, shuffle_seed=None):
@@ -36,12 +36,12 @@ def test_an_epoch_shows_every_clip_once_in_time(lengths, num_lanes, pieces, seed
     table, clips, frames = make(lengths, shuffle_seed=seed)
     num_pieces = sum(min(pieces, length) for length in lengths)
     num_lanes = min(num_lanes, num_pieces)
-    lanes = Lanes(table, num_lanes, pieces_per_clip=pieces)
-    order = lanes.epoch(seed, epoch)
-    assert len(order) == len(lanes) == lanes.num_steps * num_lanes
+    lanes = LaneOrder(table, num_lanes, seed=seed, pieces_per_clip=pieces)
+    order = lanes.epoch(epoch)
+    assert len(order) == lanes.epoch_length == lanes.num_steps * num_lanes
     samples, valid, prev_exists = (part.reshape(lanes.num_steps, num_lanes) for part in columns(order))
     assert np.array_equal(np.sort(samples[valid]), np.arange(len(clips)))
-    assert (~valid).sum() == lanes.num_padding
+    assert (~valid).sum() == lanes.epoch_length - lanes.num_selected
     assert (~prev_exists & valid).sum() == num_pieces
     for lane in range(num_lanes):
         seen, clip, frame = valid[:, lane], clips[samples[:, lane]], frames[samples[:, lane]]
@@ -59,16 +59,16 @@ def test_an_epoch_shows_every_clip_once_in_time(lengths, num_lanes, pieces, seed
 @given(LENGTHS, st.integers(1, 8), st.integers(0, 99))
 def test_longest_first_ends_within_a_third_of_the_best(lengths, num_lanes, seed):
     num_lanes = min(num_lanes, len(lengths))
-    lanes = Lanes(make(lengths)[0], num_lanes)
+    lanes = LaneOrder(make(lengths)[0], num_lanes, seed=seed)
     best = max(-(-sum(lengths) // num_lanes), max(lengths))
     assert best <= lanes.num_steps <= best * 4 / 3 + max(lengths)
-    assert {len(lanes.epoch(seed, epoch)) for epoch in range(3)} == {lanes.num_steps * num_lanes}
+    assert {len(lanes.epoch(epoch)) for epoch in range(3)} == {lanes.num_steps * num_lanes}
 
 
 @given(LENGTHS, st.integers(1, 8), st.data())
 def test_any_position_alone_is_what_it_is_in_the_whole(lengths, num_lanes, data):
-    lanes = Lanes(make(lengths)[0], min(num_lanes, len(lengths)))
-    order = lanes.epoch(1, 2)
+    lanes = LaneOrder(make(lengths)[0], min(num_lanes, len(lengths)), seed=1)
+    order = lanes.epoch(2)
     whole = order.entries(np.arange(len(order)))
     at = np.array(data.draw(st.lists(st.integers(0, len(order) - 1), max_size=10)), dtype=np.int64)
     some = order.entries(at)
@@ -82,8 +82,8 @@ def test_any_position_alone_is_what_it_is_in_the_whole(lengths, num_lanes, data)
 def test_a_selection_cuts_clips_where_it_leaves_frames_out(lengths, data):
     table, clips, frames = make(lengths, shuffle_seed=3)
     selected = np.array(sorted(data.draw(st.sets(st.integers(0, len(clips) - 1), min_size=1))))
-    lanes = Lanes(table, 1, selected=selected)
-    samples, valid, prev_exists = columns(lanes.epoch(0, 0))
+    lanes = LaneOrder(table, 1, selected=selected)
+    samples, valid, prev_exists = columns(lanes.epoch(0))
     assert valid.all()
     assert np.array_equal(np.sort(samples), selected)
     for before, now, exists in zip(samples[:-1], samples[1:], prev_exists[1:], strict=True):
@@ -98,18 +98,17 @@ def test_a_selection_cuts_clips_where_it_leaves_frames_out(lengths, data):
 def test_nuscenes_sized_training_has_few_pads():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.normal(40.2, 0.7, 700).round(), 38, 41).astype(int)
-    lanes = Lanes(make(lengths)[0], 16, pieces_per_clip=2)
-    assert lanes.num_samples == lengths.sum()
-    assert lanes.num_padding <= 0.01 * lengths.sum()
+    lanes = LaneOrder(make(lengths)[0], 16, pieces_per_clip=2)
+    assert lanes.num_selected == lengths.sum()
+    assert lanes.epoch_length - lanes.num_selected <= 0.01 * lengths.sum()
 
 
 def test_epochs_and_seeds_shuffle_clips_companions_and_lanes():
-    lanes = Lanes(make([10] * 40)[0], 4)
-    orders = {
-        tuple(lanes.epoch(seed, epoch)(np.arange(len(lanes))).tolist()) for seed in range(4) for epoch in range(4)
-    }
+    table = make([10] * 40)[0]
+    seeded = [LaneOrder(table, 4, seed=seed) for seed in range(4)]
+    orders = {tuple(lanes.epoch(epoch)(np.arange(400)).tolist()) for lanes in seeded for epoch in range(4)}
     assert len(orders) == 16
-    first_clips = np.array([lanes.epoch(0, epoch)(np.arange(4)) // 10 for epoch in range(2000)])
+    first_clips = np.array([seeded[0].epoch(epoch)(np.arange(4)) // 10 for epoch in range(2000)])
     counts = np.bincount(first_clips.ravel(), minlength=40)
     assert 130 < counts.min() <= counts.max() < 270  # 200 expected of each, standard deviation 14
     assert all(len(set(row)) == 4 for row in first_clips.tolist())
@@ -117,9 +116,9 @@ def test_epochs_and_seeds_shuffle_clips_companions_and_lanes():
 
 def test_lanes_are_those_of_every_release():
     # Saved training states rely on these, as on the values in test_permutation.py.
-    lanes = Lanes(make([3, 1, 4, 2, 5, 3])[0], 3)
-    assert lanes.epoch(7, 0)(np.arange(len(lanes))).tolist() == GOLDEN_0
-    assert lanes.epoch(7, 1)(np.arange(len(lanes))).tolist() == GOLDEN_1
+    lanes = LaneOrder(make([3, 1, 4, 2, 5, 3])[0], 3, seed=7)
+    assert lanes.epoch(0)(np.arange(18)).tolist() == GOLDEN_0
+    assert lanes.epoch(1)(np.arange(18)).tolist() == GOLDEN_1
 
 
 GOLDEN_0 = [8, 10, 0, 9, 11, 1, 4, 12, 2, 5, 13, 15, 6, 14, 16, 7, 3, 17]
@@ -128,17 +127,17 @@ GOLDEN_1 = [3, 4, 0, 10, 5, 1, 11, 6, 2, 12, 7, 15, 13, 8, 16, 14, 9, 17]
 
 def test_fewer_pieces_than_lanes_are_refused_with_what_works():
     with pytest.raises(OrderError, match=r"3 pieces of clips for 4 lanes.*batch of at most 3.*pieces_per_clip than 1"):
-        Lanes(make([5, 5, 5])[0], 4)
-    assert Lanes(make([5, 5, 5])[0], 4, pieces_per_clip=2).num_steps == 5
+        LaneOrder(make([5, 5, 5])[0], 4)
+    assert LaneOrder(make([5, 5, 5])[0], 4, pieces_per_clip=2).num_steps == 5
 
 
 @pytest.mark.parametrize(("num_lanes", "pieces"), [(0, 1), (1, 0)])
 def test_numbers_below_1_are_refused(num_lanes, pieces):
-    with pytest.raises(OrderError, match="1 or more"):
-        Lanes(make([5])[0], num_lanes, pieces_per_clip=pieces)
+    with pytest.raises(OrderError, match=">= 1"):
+        LaneOrder(make([5])[0], num_lanes, pieces_per_clip=pieces)
 
 
 def test_positions_outside_are_refused():
-    order = Lanes(make([5, 5])[0], 2).epoch(0, 0)
+    order = LaneOrder(make([5, 5])[0], 2).epoch(0)
     with pytest.raises(OrderError, match="position 10 is outside"):
         order([10])

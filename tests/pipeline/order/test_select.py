@@ -95,11 +95,11 @@ def test_rows_come_in_order_from_large_tables():
     [
         ("nigth", "at character 1: no attribute 'nigth'; did you mean night?"),
         ("n > 1 and zzz", "at character 11: no attribute 'zzz'; there are: city, frame, n,"),
-        ("n >", "no expression: invalid syntax"),
-        ("", "no expression"),
-        ("n = 1", "no expression"),
-        ("n > 1; n < 2", "no expression"),
-        ("import os", "no expression"),
+        ("n >", "not an expression: invalid syntax"),
+        ("", "not an expression"),
+        ("n = 1", "not an expression"),
+        ("n > 1; n < 2", "not an expression"),
+        ("import os", "not an expression"),
         ("n + 1", "a condition is needed here, not `n \\+ 1`"),
         ("1", "a condition is needed here, not `1`"),
         ("n.real", "not `n.real`"),
@@ -128,7 +128,7 @@ def test_rows_come_in_order_from_large_tables():
         ("not " * (MAX_DEPTH + 1) + "night", f"nested more than {MAX_DEPTH} deep"),
         ("+".join(["n"] * 4000) + " > 1", "nested"),
         ("n > 1" + " " * MAX_LENGTH, f"may have {MAX_LENGTH} characters"),
-        ("n > 1\0", "no expression"),
+        ("n > 1\0", "not an expression"),
     ],
 )
 def test_anything_else_is_refused_with_its_place(text, message):

@@ -74,6 +74,14 @@ def test_the_command_reads_a_real_endpoint(capsys):
     assert "rank 2" in capsys.readouterr().out
 
 
+def test_the_function_returns_what_the_command_shows():
+    seconds, seen = itertools.count(1), []
+    with MetricsServer(lambda: at(next(seconds), 0.2), port=0) as server:
+        (one,) = top.top(server.url, once=True, interval=0.05, progress=seen.append)
+    assert seen == [[one]]
+    assert (one.rank, one.bottleneck) == ("2", "decode")
+
+
 def test_it_ends_with_the_trainer():
     console = Console(file=io.StringIO(), width=120)
     drawn = []
@@ -86,10 +94,10 @@ def test_it_ends_with_the_trainer():
         return at(len(drawn), 0.2)
 
     server = MetricsServer(collect, port=0)
-    top.run([server.url], 0.05, once=False, console=console)
+    top.show([server.url], top.TopOptions(interval=0.05), console)
     assert "the trainer has ended" in console.file.getvalue()
     with pytest.raises(ConfigError, match="no metrics at"):
-        top.run([server.url], 0.05, once=False, console=console)
+        top.top(server.url, interval=0.05)
 
 
 @pytest.mark.parametrize(

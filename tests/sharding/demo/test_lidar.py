@@ -59,6 +59,7 @@ def test_a_sweep_repeats_and_rings_climb() -> None:
     assert (np.diff(means) > 0).all()
 
 
+@pytest.mark.slow
 def test_casting_agrees_with_a_ray_at_a_time() -> None:
     clip, solids, capture_us = _sweep(0)
     points = cast(clip, solids, capture_us)

@@ -11,7 +11,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.sharding.engines.ray import inputs_here, share_inputs
 from fuelrail.sharding.planning.recipe import make_recipe
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.write.shard_writer import WriteJob
 
 
@@ -49,7 +49,7 @@ def test_in_a_shared_folder_they_are_there(job):
 def test_a_node_that_does_not_see_the_output_says_so(job, tmp_path):
     share_inputs(job, "run1")
     elsewhere = dataclasses.replace(job, scan_table=tmp_path / "elsewhere" / "scan.arrow")
-    says = r"node 1\.2\.3\.4 does not see the output folder .*a file system that all nodes share.*or at a URL"
+    says = r"node 1\.2\.3\.4 cannot read the output folder .*a file system that all nodes share.*or at a URL"
     with pytest.raises(DatasetError, match=says):
         inputs_here(elsewhere, "run1", "1.2.3.4")
     with pytest.raises(DatasetError, match=says):  # a folder of the same name, of another machine or run
@@ -59,5 +59,5 @@ def test_a_node_that_does_not_see_the_output_says_so(job, tmp_path):
 def test_a_node_that_does_not_see_the_source_says_so(job, tmp_path):
     share_inputs(job, "run1")
     elsewhere = dataclasses.replace(job, source=job.source._replace(location=str(tmp_path / "elsewhere")))
-    with pytest.raises(ConfigError, match=r"node 1\.2\.3\.4 does not see the source .*elsewhere"):
+    with pytest.raises(ConfigError, match=r"node 1\.2\.3\.4 cannot read the source .*elsewhere"):
         inputs_here(elsewhere, "run1", "1.2.3.4")

@@ -26,7 +26,7 @@ from fuelrail.sharding.output.workspace import Workspace
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
-from fuelrail.sharding.sources.source import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.shard_writer import WriteJob
 from support.nuscenes_tables import build_nuscenes
@@ -246,7 +246,7 @@ def test_a_source_at_a_url_gives_the_same_bytes(source, expected, bucket, url, t
     bucket.rm_file(f"{url}/v1.0-mini/scene.json")
     with pytest.raises(SourceError, match=rf"nuScenes tables in '{url}/v1\.0-mini': scene\.json missing"):
         shard_nuscenes(url, tmp_path / "out2", **OPTIONS)
-    with pytest.raises(ConfigError, match=r"needs --version to choose the tables; there are: none"):
+    with pytest.raises(ConfigError, match=r"needs the option version to choose the tables; there are: none"):
         shard_nuscenes(f"{url}/samples", tmp_path / "out2", **OPTIONS)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.files import FileFacts, source_files
+from fuelrail.sharding.sources.files import FileFacts, looks, source_files
 
 
 @pytest.mark.network
@@ -53,3 +53,45 @@ def test_a_listing_that_is_refused(monkeypatch):
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "ls", refuse)
     with files.fetched("tables", ()), pytest.raises(SourceError, match="samples' may not be read: check credentials"):
         files.facts("samples/x.jpg")
+
+
+def test_many_looks_at_a_slow_file_system_are_made_at_once():
+    """Where a look takes a millisecond, 2,000 take a fiftieth of the time that one after the other takes."""
+    import threading
+    import time
+
+    lock, at_once, most = threading.Lock(), 0, 0
+
+    def look(number):
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.001)
+        with lock:
+            at_once -= 1
+        return number
+
+    assert looks(look, range(2000)) == list(range(2000))
+    assert most >= 50
+
+
+def test_looks_at_a_fast_disk_need_no_threads():
+    import threading
+
+    names = {thread.name for thread in threading.enumerate()}
+    found = looks(lambda _: threading.current_thread().name, range(100))
+    assert set(found) <= names
+
+
+def test_ranges_and_listings(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.bin").write_bytes(bytes(range(100)))
+    files = source_files(str(tmp_path))
+    assert files.listed() == ["a.bin", "b"]
+    assert files.read("a.bin", 10, 5) == bytes(range(10, 15))
+    assert files.read("a.bin", 90) == bytes(range(90, 100))
+    with pytest.raises(SourceError, match="nowhere"):
+        files.listed("nowhere")
+    with pytest.raises(SourceError, match=r"a\.bin' is not a folder"):
+        files.listed("a.bin")

@@ -14,7 +14,7 @@ from fuelrail.pipeline.format.dataset import open_dataset, read_members
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import repair, shard
-from fuelrail.sharding.sources.source import SourceSpec, make_source
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import digests, shard_nuscenes

@@ -22,9 +22,9 @@ from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, deco
 from fuelrail.pipeline.transforms.lens import read_lens
 from fuelrail.sharding.planning.recipe import parse_images
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from fuelrail.sharding.sources.source import SourceSpec, make_source
 from fuelrail.sharding.verify.dataset import verify
 from support.loaders import make_loader
 from support.nuscenes_sweeps import add_sweeps
@@ -303,7 +303,7 @@ def test_nuscenes_f5_a_sample_without_any_image_is_dropped(made, tmp_path):
     for channel in TWO:
         for row in data_rows(made, channel, [2, 4, 5, 6]):  # one of clip a, all of clip b
             (made.root / row["filename"]).unlink()
-    with pytest.raises(SourceError, match="--missing-camera mask"):
+    with pytest.raises(SourceError, match="missing_camera=mask"):
         scan(made, tmp_path)
     info, table = scan(made, tmp_path, missing_camera="mask")
     assert info.report.dropped_samples == {"no camera image": 4}
@@ -362,6 +362,7 @@ def test_nuscenes_the_scan_report_is_printed_and_in_the_manifest(made, tmp_path,
         "scan: kept 6 of 7 samples, 24 boxes",
         "  dropped samples: no camera image 1",
         "  absent sensor members: cam_back, marked as not valid 1",
+        "  largest time offsets from the sample [ms]: cam_back 14.0, cam_front 7.0",
         "  images with lens distortion (undistort=True rectifies them): cam_front 6",
         r"  unmapped categories, boxes have label -1: 'other\x1b]0;x\x07vehicle' 6",
         "  unknown visibility levels, boxes have visibility -1: not stated 6, unavailable 6",
@@ -392,9 +393,17 @@ def test_nuscenes_f2_boxes_without_any_class_are_said(made, tmp_path):
     for category in made.tables["category"]:
         category["name"] = f"Voiture {category['name']}"
     made.write("category")
-    info, _ = scan(made, tmp_path)
-    assert sum(info.report.unmapped.values()) == info.report.boxes == 28
-    assert info.report.lines()[-1] == "  no box has a class: the label of all 28 is -1"
+    with pytest.raises(SourceError, match=r"none of the 28 boxes has a class.*Voiture vehicle\.car 7.*classes=source"):
+        scan(made, tmp_path)
+    info, _ = scan(made, tmp_path, classes="source")
+    assert info.classes == [category["name"] for category in made.tables["category"]]
+    assert not info.report.unmapped
+    names = {category["name"]: None for category in made.tables["category"]}
+    names["Voiture vehicle.car"] = "auto"
+    (tmp_path / "map.yaml").write_text("".join(f"{name}: {value or 'null'}\n" for name, value in names.items()))
+    info, _ = scan(made, tmp_path, classes=str(tmp_path / "map.yaml"))
+    assert info.classes == ["auto"]
+    assert sum(info.report.outside_classes.values()) == 21
 
 
 def test_a_long_list_in_a_report_is_cut():

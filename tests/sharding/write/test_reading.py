@@ -71,5 +71,5 @@ def test_a_file_that_is_not_stored_as_it_is_leaves_the_others_together(folder):
 @pytest.mark.parametrize("size", [99, 101])
 def test_a_file_of_another_size_is_named(folder, size):
     (folder / "changed").write_bytes(bytes(100))
-    with pytest.raises(SourceError, match=rf"changed' had {size} bytes when the run began and has 100 now"):
+    with pytest.raises(SourceError, match=rf"changed' had {size} bytes when the run started and has 100 now"):
         ReadBuffer().read(str(folder / "changed"), size)

@@ -13,6 +13,8 @@ import pytest
 from fuelrail.bench.measure.processes import process_group
 from fuelrail.bench.studies.compare.laps import LapProcess
 
+pytestmark = pytest.mark.process
+
 # Two "workers" count beside it, so that what is stopped with it can be seen.
 TICKER = textwrap.dedent("""
     import array, subprocess, sys, time
@@ -73,7 +75,6 @@ def test_what_ends_or_never_begins_is_noticed(tmp_path):
     assert not process.is_alive()
 
 
-@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped group may outlive who stopped it")
 def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     arrivals, worker, log = (str(tmp_path / name) for name in ("arrivals", "worker", "log"))

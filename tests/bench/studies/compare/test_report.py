@@ -8,10 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from fuelrail.bench.measure.rates import ratio_interval
-from fuelrail.bench.studies.compare.markdown import render_markdown
+from fuelrail.bench.measure.rates import MIN_REPEATS, ratio_interval
+from fuelrail.bench.report.files import RESULTS
+from fuelrail.bench.report.markdown import table
+from fuelrail.bench.studies.compare.markdown import HEADER, render_markdown, rows
 from fuelrail.bench.studies.compare.page import render_page
-from fuelrail.bench.studies.compare.report import make_run, ranking
+from fuelrail.bench.studies.compare.report import load_compare_report, make_run, ranking
 from fuelrail.bench.studies.diff.changes import compare
 from fuelrail.pipeline.errors import ConfigError
 from support.compare_runs import IMAGES_PER_BATCH, compare_report_of, contestant, timed
@@ -122,3 +124,12 @@ def test_comparisons_differ_by_what_both_timed():
     assert change.is_worse(0.1)
     with pytest.raises(ConfigError, match="nothing to compare"):
         compare(before, compare_report_of([contestant("wds:cv2", [300.0])]))
+
+
+def test_the_cited_table_is_the_one_of_its_report():
+    report = load_compare_report(RESULTS / "compare.json")
+    page = (RESULTS.parent / "RESULTS.md").read_text(encoding="utf-8")
+    assert "\n".join(table(HEADER, rows(report))) in page
+    few = [row for row in rows(report) if int(row[-1]) < MIN_REPEATS]
+    assert few
+    assert all(row[2] == row[4] == "" for row in few), "two runs show no range"

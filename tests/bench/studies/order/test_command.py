@@ -101,6 +101,7 @@ def test_where_there_is_no_whole_batch_a_dash_stands(quick, dataset, capsys):
         (["--buffer", "0"], "--buffer 0: Expected `int` >= 1"),
         (["--plot", "order.nonsense"], "plot 'order.nonsense' cannot be written"),
         (["--config", "no-such.yaml"], "no-such.yaml"),
+        (["--config", "configs/orders/object-store-windows.yaml", "--seed", "3"], "config is a whole order"),
     ],
 )
 def test_mistakes_end_in_one_sentence(quick, dataset, capsys, arguments, message):

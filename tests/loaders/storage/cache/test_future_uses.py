@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fuelrail.bench.micro.storage_cache import lru_hits
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses, build_future_uses, coming_rows
-from fuelrail.pipeline.order.batching import Batching, Cursor, Share, Walk, World
+from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard, World
 from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
 
 
@@ -158,7 +158,7 @@ def test_coming_rows_are_those_that_the_ranks_will_take(num_samples, size, batch
 def test_a_share_of_the_steps_knows_when_its_samples_come(first, of, consumed):
     whole, start = Batching(26, 4, World(0, 1), drop_last=True), Cursor(3, consumed)
     order = Order(OrderSpec(kind="shuffled", seed=1), Layout((26,)), 0)
-    share = Share(first, of)
+    share = WorkerShard(first, of)
     walk = Walk(start, whole, share)
     future_uses, uses = build_future_uses(lambda epoch, positions: order(positions) + 100 * epoch, walk)
     assert uses == 4

@@ -238,7 +238,7 @@ class TestTrouble:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, handler)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "takes no more samples" in caplog.text
+        assert "disabled for new samples" in caplog.text
         assert read(cache, 0) == bytes(span(0))
         assert cache.folder.used_bytes == BYTES
         assert not list((tmp_path / "tmp").iterdir())
@@ -253,7 +253,7 @@ class TestTrouble:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, handler)
-        assert "going on without a cache" in caplog.text
+        assert "continuing without a cache" in caplog.text
         assert bytes(storage.span(*rows_of(dataset)[0])) == spans_of(pristine)[0]
         assert storage.stats().cache_bytes == 0
 

@@ -13,8 +13,8 @@ import pytest
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta, decode_points
 from fuelrail.sharding.sources.nuscenes.boxes import CLASSES
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, parse_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
-from fuelrail.sharding.sources.source import SourceSpec, make_source, parse_source
 from fuelrail.sharding.verify.dataset import verify
 from support.nuscenes_tables import CAMERAS, build_nuscenes, token
 from support.sharding import shard_nuscenes
@@ -222,13 +222,13 @@ def test_the_version_may_be_left_out_where_there_is_one(made, tmp_path):
     with pytest.raises(SourceError, match=r"v1\.0-trainval' is not a folder"):
         scan(made.root, tmp_path, version="v1.0-trainval")
     for version in ("..", "../x", ""):
-        with pytest.raises(ConfigError, match="--version"):
+        with pytest.raises(ConfigError, match="version"):
             scan(made.root, tmp_path, version=version)
 
 
 def test_several_versions_must_be_told_apart(copy, tmp_path):
     shutil.copytree(copy.folder, copy.root / "v1.0-other")
-    with pytest.raises(ConfigError, match=r"--version to choose the tables; there are: v1\.0-mini, v1\.0-other"):
+    with pytest.raises(ConfigError, match=r"version to choose the tables; there are: v1\.0-mini, v1\.0-other"):
         scan(copy.root, tmp_path)
     with pytest.raises(SourceError, match="is not a folder"):
         scan(copy.root / "nowhere", tmp_path)
@@ -237,7 +237,7 @@ def test_several_versions_must_be_told_apart(copy, tmp_path):
 def test_a_missing_camera_file(copy, tmp_path):
     gone = copy.files("CAM_BACK")[2]
     gone.unlink()
-    with pytest.raises(SourceError, match=f"{gone.name}.*is not there; --missing-camera mask"):
+    with pytest.raises(SourceError, match=f"{gone.name}.*is not there; the option missing_camera=mask"):
         scan(copy.root, tmp_path)
     _, info, table = scan(copy.root, tmp_path, missing_camera="mask")
     assert info.facts["num_masked_cameras"] == 1
@@ -252,7 +252,7 @@ def test_a_missing_camera_row(copy, tmp_path):
     data = copy.tables["sample_data"]
     data.remove(next(row for row in data if row["is_key_frame"] and "CAM_BACK/" in row["filename"]))
     copy.write("sample_data")
-    with pytest.raises(SourceError, match="has no row for CAM_BACK; --missing-camera mask"):
+    with pytest.raises(SourceError, match="has no row for CAM_BACK; the option missing_camera=mask"):
         scan(copy.root, tmp_path)
     _, _, table = scan(copy.root, tmp_path, missing_camera="mask")
     geometry = decode_arrays(table.row(0).geometry, Geometry)
@@ -263,7 +263,7 @@ def test_a_missing_camera_row(copy, tmp_path):
 
 def test_a_missing_lidar_file(copy, tmp_path):
     copy.files("LIDAR_TOP")[0].unlink()
-    with pytest.raises(SourceError, match=r"lidar file .* is not there; --no-points"):
+    with pytest.raises(SourceError, match=r"lidar file .* is not there; the option points=false"):
         scan(copy.root, tmp_path, missing_camera="mask")
 
 

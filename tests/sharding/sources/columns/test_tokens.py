@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.spill import Spill
-from fuelrail.sharding.sources import tokens as module
-from fuelrail.sharding.sources.tokens import Sieve, TokenColumn, Tokens
+from fuelrail.sharding.sources.columns import tokens as module
+from fuelrail.sharding.sources.columns.tokens import Sieve, TokenColumn, Tokens
 
 
 def test_links(tmp_path):

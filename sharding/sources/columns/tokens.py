@@ -14,6 +14,7 @@ import xxhash
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
+from fuelrail.sharding.sources.scan_report import MOST_FINDINGS, Findings, source_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,16 +96,19 @@ class Tokens(TokenColumn):
         Raises SourceError for a token that is not in this table.
         """
         rows = self.find(tokens)
-        for at in np.flatnonzero(rows < 0).tolist():
-            if tokens[at]:
-                raise self._dangling(table, column, owners[at], tokens[at])
+        dangling = [at for at in np.flatnonzero(rows < 0).tolist() if tokens[at]]
+        if dangling:
+            shown = dangling[:MOST_FINDINGS]
+            raise source_error([self._dangling(table, column, owners[at], tokens[at]) for at in shown], len(dangling))
         return rows
 
     def need(self, tokens: Sequence[str], *, table: str, column: str, owners: Owners) -> NDArray[np.int64]:
         """As :meth:`resolve`, and an empty token is a SourceError too."""
         rows = self.resolve(tokens, table=table, column=column, owners=owners)
-        for at in np.flatnonzero(rows < 0).tolist():
-            raise SourceError(f"table '{table}': row '{owners[at]}' has an empty {column}")
+        empty = np.flatnonzero(rows < 0).tolist()
+        if empty:
+            texts = [f"table '{table}': row '{owners[at]}' has an empty {column}" for at in empty[:MOST_FINDINGS]]
+            raise source_error(texts, len(empty))
         return rows
 
     def resolve_all(
@@ -112,18 +116,20 @@ class Tokens(TokenColumn):
     ) -> NDArray[np.int64]:
         """:meth:`resolve` (or :meth:`need`) of a whole column, to a spilled one."""
         resolved = self._spill.column(np.int64)
+        findings = Findings()
         for part in links.digests():
             rows, first = self._find(part), len(resolved)
             for at in np.flatnonzero(rows < 0).tolist():
                 if token := links[first + at]:
-                    raise self._dangling(table, column, owners[first + at], token)
-                if not may_be_empty:
-                    raise SourceError(f"table '{table}': row '{owners[first + at]}' has an empty {column}")
+                    findings.add(table, self._dangling(table, column, owners[first + at], token))
+                elif not may_be_empty:
+                    findings.add(table, f"table '{table}': row '{owners[first + at]}' has an empty {column}")
             resolved.append(rows)
+        findings.check()
         return resolved.values
 
-    def _dangling(self, table: str, column: str, owner: str, token: str) -> SourceError:
-        return SourceError(f"table '{table}': row '{owner}' has {column} '{token}', not found in table '{self.table}'")
+    def _dangling(self, table: str, column: str, owner: str, token: str) -> str:
+        return f"table '{table}': row '{owner}' has {column} '{token}', not found in table '{self.table}'"
 
     @property
     def _row_bits(self) -> int:

@@ -1,0 +1,62 @@
+"""PandaSet (https://pandaset.org): six cameras at 10 Hz and poses. Lidar and boxes are pickles, which are not read."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.frames.poses import Trajectory, pose
+from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CAMERAS = ("front_camera", "front_right_camera", "front_left_camera", "back_camera", "left_camera", "right_camera")
+FLU = np.array([[0.0, -1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # ego to lidar, whose y is backwards
+
+
+class PandaSet(FrameSource[FrameSettings]):
+    """PandaSet sequences: six cameras with poses."""
+
+    kind = "pandaset"
+    ego_origin = "lidar"
+
+    def sensors(self) -> Sensors:
+        return Sensors.of(CAMERAS)
+
+    def clips(self) -> Iterator[Clip]:
+        for name in self.files.listed():
+            if name.isdecimal():
+                yield Clip(name=name, files=(f"{name}/lidar/poses.json",))
+
+    def _read(self, name: str) -> Any:  # noqa: ANN401 - JSON
+        return json.loads(self.files.read(name))
+
+    def _poses(self, folder: str) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._read(f"{folder}/poses.json")
+        numbers = [[list(row[part].values()) for row in rows] for part in ("heading", "position")]
+        times = np.round(np.array(self._read(f"{folder}/timestamps.json")) * 1e6).astype(np.int64) * 1000
+        return times, pose(*numbers, f"{folder}/poses.json")
+
+    def poses(self, clip: Clip) -> Trajectory:
+        times, lidar2global = self._poses(f"{clip.name}/lidar")
+        return Trajectory(times, lidar2global @ FLU, clip.name)
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        times, _ = self._poses(f"{clip.name}/lidar")
+        ego, images = self.poses(clip), [{} for _ in times]
+        for camera in CAMERAS:
+            folder = f"{clip.name}/camera/{camera}"
+            (stamps, cam2global), k = self._poses(folder), self._read(f"{folder}/intrinsics.json")
+            cam2ego = invert_rigid(ego.at(stamps)) @ cam2global  # both poses at the camera's own time
+            intrinsics = np.array([[k["fx"], 0, k["cx"]], [0, k["fy"], k["cy"]], [0, 0, 1]])
+            for number in sorted(int(name[:-4]) for name in self.files.listed(folder) if name.endswith(".jpg")):
+                images[number][camera] = Image(
+                    ref=f"{folder}/{number:02d}.jpg", timestamp_ns=int(stamps[number]),
+                    intrinsics=intrinsics, cam2ego=cam2ego[number],
+                )  # fmt: skip
+        yield from (Frame(timestamp_ns=int(t), images=found) for t, found in zip(times, images, strict=True) if found)

@@ -1,0 +1,1 @@
+"""Columns on disk, for joins of tables that are larger than memory."""

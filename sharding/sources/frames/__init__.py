@@ -1,0 +1,1 @@
+"""Sources that yield frames: the base class of adapters, and what it makes rows of the scan table from."""

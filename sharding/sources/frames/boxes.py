@@ -1,0 +1,175 @@
+"""The boxes of a clip's frames: categories to classes, global to ego, and velocities along tracks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import xxhash
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
+from fuelrail.pipeline.sample.schema import Boxes
+from fuelrail.sharding.sources.frames.poses import MAX_SKEW, quaternions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.frames.classes import ClassMap
+    from fuelrail.sharding.sources.frames.frame import BoxRows
+    from fuelrail.sharding.sources.scan_report import ScanReport
+
+    F64 = NDArray[np.float64]
+
+MAX_GAP_S: Final = 1.5
+"""Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
+
+
+def clip_boxes(
+    rows: Sequence[BoxRows | None],
+    timestamp_ns: NDArray[np.int64],
+    ego2global: F64,
+    classes: ClassMap,
+    report: ScanReport,
+) -> list[Boxes | None]:
+    """The boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F, 4, 4).
+
+    What is done box by box is done for the whole clip at once. Raises SourceError for columns of other lengths, sizes
+    that are not positive, and rotations that are none.
+    """
+    own = [(at, one) for at, one in enumerate(rows) if one is not None]
+    counts = np.array([len(one.category) for _, one in own], np.int64)
+    frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
+    if not len(frame):
+        return [None if one is None else _empty() for one in rows]
+
+    def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
+        return _column(own, name, shape, unknown).astype(kind)
+
+    in_global = np.repeat([one.in_global for _, one in own], counts)
+    turn = ego2global[frame]
+    to_ego = invert_rigid(turn)
+    centre, size = column("centre", np.float64, 3), column("size_lwh", np.float64, 3)
+    stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
+    moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
+    centre_in_ego = np.where(in_global[:, None], moved, centre)
+    rotation = stated2ego @ _rotations(column("rotation_wxyz", np.float64, 4), column("yaw", np.float64))
+    is_sound = np.isfinite(centre).all(1) & np.isfinite(size).all(1) & (size > 0).all(1)
+    bad = ~(is_sound & np.isfinite(rotation).all((1, 2)))
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise SourceError(
+            f"frame {int(frame[at])}: a box has the centre {centre[at].tolist()} and the size {size[at].tolist()}, or "
+            "its rotation is not of unit length; wanted are finite numbers, sizes over 0, unit quaternions w, x, y, z"
+        )
+    track = [name for _, one in own for name in (one.track or [""] * len(one.category))]
+    velocity = np.einsum("mij,mj->mi", stated2ego, column("velocity", np.float64, 3))
+    follow = np.array([bool(name) for name in track]) & np.repeat([one.velocity is None for _, one in own], counts)
+    if follow.any():
+        in_world = np.einsum("mij,mj->mi", turn[:, :3, :3], centre) + turn[:, :3, 3]
+        in_world[in_global] = centre[in_global]
+        speed = velocities(in_world, timestamp_ns[frame] // 1000, *_neighbours(track))
+        velocity[follow] = np.einsum("mij,mj->mi", to_ego[:, :3, :3], speed)[follow]
+    quaternion = quaternions(rotation)
+    quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
+    lidar, radar = (column(name, np.int32, unknown=-1) for name in ("num_lidar_pts", "num_radar_pts"))
+    report.unknown_points += int(np.count_nonzero((lidar < 0) | (radar < 0)))
+    yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
+    found: dict[str, NDArray[Any]] = {
+        "boxes3d": np.concatenate([centre_in_ego, size, yaw[:, None]], 1).astype(np.float32),
+        "rotation_wxyz": quaternion.astype(np.float32),
+        "velocity": velocity.astype(np.float32),
+        "label": classes.labels([name for _, one in own for name in one.category]),
+        "instance_id": np.array([stable_id(name) if name else -1 for name in track], np.int64),
+        "num_lidar_pts": lidar,
+        "num_radar_pts": radar,
+        "visibility": column("visibility", np.int8, unknown=-1),
+        "attribute": column("attribute", np.int16, unknown=-1),
+        "valid": ((lidar != 0) | (radar != 0)).astype(np.uint8),
+    }
+    ends = np.cumsum(counts).tolist()
+    parts = {at: slice(end - count, end) for (at, _), count, end in zip(own, counts.tolist(), ends, strict=True)}
+    return [
+        Boxes(**{name: np.ascontiguousarray(values[parts[at]]) for name, values in found.items()})
+        if at in parts
+        else None
+        for at in range(len(rows))
+    ]
+
+
+def _column(own: Sequence[tuple[int, BoxRows]], name: str, shape: tuple[int, ...], unknown: float) -> NDArray[Any]:
+    """One column of all boxes; ``own`` are the numbers of frames with their boxes."""
+    parts = []
+    for at, one in own:
+        count, stated = len(one.category), getattr(one, name)
+        part = np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
+        if not count and not part.size:
+            part = part.reshape(0, *shape)
+        if part.shape != (count, *shape):
+            raise SourceError(f"frame {at}: {name} of boxes is {list(part.shape)}, wanted {[count, *shape]}")
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _rotations(wxyz: F64, yaw: F64) -> F64:
+    """Rotation matrices (M, 3, 3) of quaternions, or of yaw where those are NaN; NaN for what is no rotation."""
+    cos, sin, zero, one = np.cos(yaw), np.sin(yaw), np.zeros(len(yaw)), np.ones(len(yaw))
+    of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, one], -1).reshape(-1, 3, 3)
+    is_unit: NDArray[np.bool_] = np.asarray(np.abs(np.linalg.norm(wxyz, axis=1) - 1) <= MAX_SKEW)
+    full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
+    full[~is_unit] = np.nan
+    is_yaw: NDArray[np.bool_] = np.asarray(np.isnan(wxyz).all(1))
+    return np.where(is_yaw[:, None, None], of_yaw, full)
+
+
+def _neighbours(track: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each row the rows before and after in its track, -1 for none."""
+    before, after = np.full((2, len(track)), -1, np.int64)
+    last: dict[str, int] = {}
+    for row, name in enumerate(track):
+        at = last.get(name)
+        if at is not None and name:
+            before[row], after[at] = at, row
+        last[name] = row
+    return before, after
+
+
+def velocities(
+    centre: NDArray[np.float64], timestamp_us: NDArray[np.int64], prev: NDArray[np.int64], following: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Velocity (A, 3) [m/s] in the centres' frame: centred difference, one-sided at a track's ends, else NaN.
+
+    ``prev`` and ``following`` are row numbers, -1 for none. Where the time spanned is over 1.5 s (3 s centred) or not
+    positive, the velocity is unknown: NaN.
+    """
+    own = np.arange(len(centre))
+    first, last = np.where(prev < 0, own, prev), np.where(following < 0, own, following)
+    span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
+    limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
+    usable = (span_s > 0) & (span_s <= limit_s)
+    found = np.full(centre.shape, np.nan)
+    found[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
+    return found
+
+
+def stable_id(token: str) -> int:
+    """63-bit number of a track's token, the same on every machine."""
+    return xxhash.xxh3_64_intdigest(token.encode()) >> 1
+
+
+def _empty() -> Boxes:
+    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "boxes3d": (np.float32, (0, 7)),
+        "rotation_wxyz": (np.float32, (0, 4)),
+        "velocity": (np.float32, (0, 3)),
+        "label": (np.int16, (0,)),
+        "instance_id": (np.int64, (0,)),
+        "num_lidar_pts": (np.int32, (0,)),
+        "num_radar_pts": (np.int32, (0,)),
+        "visibility": (np.int8, (0,)),
+        "attribute": (np.int16, (0,)),
+        "valid": (np.uint8, (0,)),
+    }
+    return Boxes(**{name: np.zeros(shape, kind) for name, (kind, shape) in shapes.items()})

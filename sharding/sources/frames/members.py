@@ -1,0 +1,206 @@
+"""What is known of a clip's files before they are read: size, time of change, and the size of images by their heads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.sample.image_header import probe
+from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
+from fuelrail.sharding.sources.files import looks
+from fuelrail.sharding.sources.frames.frame import Absent, Image, Sweep
+from fuelrail.sharding.sources.scan_table import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.files import FileFacts, SourceFiles
+    from fuelrail.sharding.sources.frames.frame import Frame, Sensors
+    from fuelrail.sharding.sources.scan_report import Findings
+
+HEAD_BYTES: Final = (4 << 10, 64 << 10)
+"""How much of an image is read for its size; the second where the first does not reach the frame header."""
+_RANGE: Final = re.compile(r"(.+)#([0-9]+)\+([0-9]+)\Z", re.DOTALL)
+
+
+MADE: Final = "made:"
+"""Begins the reference of an image that the source makes."""
+POINTS: Final = "points:"
+"""Begins the reference of a lidar sweep."""
+NOT_IN_CLIP: Final = "not in the clip"
+"""Why no frame of a clip has the image of a camera of the rig."""
+NO_POSE: Final = "no ego pose"
+NOTED: Final = "faulty"
+"""Stands for what is noted as a fault of the source, so that it is noted once."""
+_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
+
+
+class Part(NamedTuple):
+    """A file below the root, or ``length`` bytes of it from ``offset`` on."""
+
+    name: str
+    offset: int = 0
+    length: int | None = None
+
+    @classmethod
+    def of(cls, ref: str) -> Part:
+        """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
+        found = _RANGE.match(ref) if "#" in ref else None
+        return cls(ref) if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+
+def check_inside(name: str, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a file name that leads out of the source's root."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise SourceError(f"{where}: the file name '{name}' is not inside the source")
+
+
+def facts_by_name(files: SourceFiles, names: Iterable[str]) -> dict[str, FileFacts | None]:
+    """Size and time of change of each file, None where it is not there; each is looked at once."""
+    unique = list(dict.fromkeys(names))
+    return dict(zip(unique, files.facts_of(unique), strict=True))
+
+
+def head_sizes(files: SourceFiles, parts: Sequence[Part]) -> list[tuple[int, int] | str]:
+    """Width and height [px] of images by their heads; of one that has none, what is wrong with it."""
+
+    def size(part: Part) -> tuple[int, int] | str:
+        text = "it cannot be read"
+        for most in HEAD_BYTES:
+            try:
+                length = most if part.length is None else min(most, part.length)
+                info = probe(files.read(part.name, part.offset, length))
+            except ImageError as error:
+                text = error.message
+            except SourceError as error:
+                return str(error)
+            else:
+                return info.width, info.height
+        return text
+
+    return looks(size, parts)
+
+
+class Found(NamedTuple):
+    """An image or a sweep that is there: its reference, and what changes when its file does."""
+
+    reference: Reference
+    stamp: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberFinder:
+    """Finds the images and sweeps of a clip's frames; notes what is wrong with them."""
+
+    files: SourceFiles
+    sensors: Sensors
+    findings: Findings
+    points: bool
+
+    def find(self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]) -> list[dict[str, Found | str]]:
+        """For each frame by channel, in rig order, the image or sweep that is there, or why it is not.
+
+        ``has_pose`` (F, N) is whether the ego pose of an image is known.
+        """
+        in_clip = {channel for frame in frames for channel in frame.images}
+        parts: dict[str, Part] = {}
+        for frame in frames:
+            for one in (*frame.images.values(), *(frame.sweeps.values() if self.points else ())):
+                if (isinstance(one, Image) and not one.made) or (isinstance(one, Sweep) and one.num_bytes is None):
+                    part = parts[one.ref] = Part.of(one.ref)
+                    check_inside(part.name, where)
+        facts = facts_by_name(self.files, [part.name for part in parts.values()])
+        known = _Known(parts, facts, self._sizes(where, frames, parts, facts))
+        found: list[dict[str, Found | str]] = []
+        for at, frame in enumerate(frames):
+            row: dict[str, Found | str] = {}
+            place = f"{where}: frame {at}"
+            for number, camera in enumerate(self.sensors.cameras):
+                channel = camera.channel
+                image = frame.images.get(channel)
+                if image is None:
+                    row[channel] = "no image" if channel in in_clip else NOT_IN_CLIP
+                elif isinstance(image, Absent):
+                    row[channel] = image.reason
+                elif not has_pose[at, number]:
+                    row[channel] = NO_POSE
+                else:
+                    row[channel] = self._image(place, channel, image, known)
+            for lidar in self.sensors.lidars if self.points else ():
+                sweep = frame.sweeps.get(lidar.channel)
+                row[lidar.channel] = "no sweep" if sweep is None else self._sweep(place, lidar.channel, sweep, known)
+            found.append(row)
+        return found
+
+    def _sizes(
+        self, where: str, frames: Sequence[Frame], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
+    ) -> dict[str, tuple[int, int]]:
+        """Width and height [px] of images that the adapter does not know, by reference."""
+        wanted = {
+            image.ref: parts[image.ref]
+            for frame in frames
+            for image in frame.images.values()
+            if isinstance(image, Image) and not image.made and image.width <= 0 and facts[parts[image.ref].name]
+        }
+        sizes: dict[str, tuple[int, int]] = {}
+        for ref, size in zip(wanted, head_sizes(self.files, list(wanted.values())), strict=True):
+            if isinstance(size, str):
+                self.findings.add("images", f"{where}: image '{self.files.shown}/{ref}': {size}")
+            else:
+                sizes[ref] = size
+        return sizes
+
+    def _image(self, place: str, channel: str, image: Image, known: _Known) -> Found | str:
+        extension = image.extension or _EXTENSIONS.get(image.ref.partition("#")[0].rpartition(".")[2].lower(), "")
+        if extension not in IMAGE_EXTENSIONS:
+            listed = ", ".join(_EXTENSIONS)
+            return self._note(place, channel, f"image '{image.ref}' has none of the extensions {listed}; state it")
+        size = (image.width, image.height) if image.width > 0 and image.height > 0 else known.sizes.get(image.ref)
+        name = f"{channel}.{extension}"
+        if image.made:
+            if size is None or not image.num_bytes:
+                text = f"image '{image.ref}' is made: state its size, and about how many bytes it has"
+                return self._note(place, channel, text)
+            return Found(Reference(name, MADE + image.ref, image.num_bytes, *size, is_estimate=True), "")
+        part = known.parts[image.ref]
+        there = known.facts[part.name]
+        if there is None:
+            return "no file"
+        end = there.num_bytes if part.length is None else part.offset + part.length
+        num_bytes = there.num_bytes if part.length is None else part.length
+        if end > there.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
+            stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
+            return self._note(
+                place, channel, f"image '{image.ref}' has {num_bytes} bytes in a file of {there.num_bytes}{stated}"
+            )
+        if size is None:
+            return NOTED  # with the heads
+        return Found(Reference(name, image.ref, num_bytes, *size), there.stamp)
+
+    def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:
+        num_bytes, stamp = sweep.num_bytes, ""
+        if num_bytes is None:
+            there = known.facts[known.parts[sweep.ref].name]
+            if there is None or not there.num_bytes:
+                what = "is not there" if there is None else "is empty"
+                text = f"lidar file '{self.files.shown}/{sweep.ref}' {what}; the option points=false leaves sweeps out"
+                return self._note(place, channel, text)
+            num_bytes, stamp = there
+        return Found(Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp)
+
+    def _note(self, place: str, channel: str, text: str) -> str:
+        self.findings.add(channel, f"{place}, {channel}: {text}")
+        return NOTED
+
+
+class _Known(NamedTuple):
+    """By reference: the part of a file, and the size of the image; by name: the file's facts."""
+
+    parts: Mapping[str, Part]
+    facts: Mapping[str, FileFacts | None]
+    sizes: Mapping[str, tuple[int, int]]

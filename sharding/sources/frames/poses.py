@@ -1,0 +1,145 @@
+"""Ego poses over time, and the checks on poses that come from files; quaternions are w, x, y, z."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import rigid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    F64 = NDArray[np.float64]
+
+MAX_SKEW: Final = 1e-3
+"""How far a rotation of a file may be from orthonormal, and a quaternion from unit length."""
+_ROUNDED: Final = 1e-9
+_LAST_ROW: Final = np.array([0.0, 0.0, 0.0, 1.0])
+
+
+def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:  # noqa: ANN401 - what numpy makes arrays of
+    """Make transforms (..., 4, 4) of quaternions (..., 4) w, x, y, z and translations (..., 3) [m].
+
+    Raises SourceError, naming ``where``, for what is not finite, and for quaternions that are not of unit length.
+    """
+    q, t = np.asarray(rotation_wxyz, np.float64), np.asarray(translation, np.float64)
+    if q.shape[-1:] != (4,) or t.shape[-1:] != (3,):
+        raise SourceError(
+            f"{where}: a rotation of {list(q.shape)} numbers and a translation of {list(t.shape)}; wanted are "
+            "quaternions of 4 (w, x, y, z) and translations of 3"
+        )
+    bad = ~(np.isfinite(t).all(-1) & (np.abs(np.linalg.norm(q, axis=-1) - 1) <= MAX_SKEW))
+    if bad.any():
+        row = "" if bad.ndim == 0 else f" row {int(np.argmax(bad))}:"
+        at = int(np.argmax(bad)) if bad.ndim else ()
+        raise SourceError(
+            f"{where}:{row} the pose is not finite, or its quaternion is not of unit length: {q[at].tolist()}, "
+            f"translation {t[at].tolist()}"
+        )
+    return np.asarray(rigid(q, t))
+
+
+def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
+    """Transforms (P, 4, 4) with the rotations that are nearest, and which of them were transforms to begin with (P,).
+
+    A rotation of rounded numbers becomes one to 1e-12; what is over 1e-3 away from one is none. The nearest rotation
+    of M is U V^T of its singular value decomposition (Horn et al. 1988).
+    """
+    with np.errstate(all="ignore"):
+        rotation = matrices[:, :3, :3]
+        skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - np.eye(3)).max((1, 2))
+        sound = (
+            (skew <= MAX_SKEW)
+            & (np.linalg.det(rotation) > 0)
+            & np.isfinite(matrices).all((1, 2))
+            & (matrices[:, 3] == _LAST_ROW).all(1)
+        )
+        rounded = sound & (skew > _ROUNDED)
+    if rounded.any():
+        u, _, vt = np.linalg.svd(matrices[rounded, :3, :3])
+        matrices = matrices.copy()
+        matrices[rounded, :3, :3] = u @ vt
+    return matrices, sound
+
+
+def quaternions(matrices: F64) -> F64:
+    """Quaternions (P, 4), w, x, y, z, of rotations (P, 3, 3): the largest component first (Shepperd 1978)."""
+    m = matrices
+    trace = m[:, 0, 0] + m[:, 1, 1] + m[:, 2, 2]
+    squares = np.stack([trace, m[:, 0, 0], m[:, 1, 1], m[:, 2, 2]], 1)
+    # Row k of each: 4 q_k * q.
+    products = np.empty((len(m), 4, 4))
+    diagonal = 1 + 2 * squares - trace[:, None]
+    diagonal[:, 0] = 1 + trace
+    for k in range(4):
+        products[:, k, k] = diagonal[:, k]
+    for k, (i, j) in enumerate(((2, 1), (0, 2), (1, 0)), 1):
+        products[:, 0, k] = products[:, k, 0] = m[:, i, j] - m[:, j, i]
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        products[:, a + 1, b + 1] = products[:, b + 1, a + 1] = m[:, a, b] + m[:, b, a]
+    found = products[np.arange(len(m)), squares.argmax(1)]
+    return np.asarray(found / np.linalg.norm(found, axis=1, keepdims=True))
+
+
+class Trajectory:
+    """Ego poses of one clip: exact at their own times, between them linear and along the shortest rotation (slerp).
+
+    There is no pose before the first and after the last, nor in a gap of over ``max_gap_s`` seconds.
+    """
+
+    def __init__(self, timestamp_ns: Any, ego2global: F64, where: str, *, max_gap_s: float = 0.5) -> None:  # noqa: ANN401
+        """Take poses (P, 4, 4) at times (P,) [ns], ascending; raises SourceError, naming ``where``."""
+        times = np.asarray(timestamp_ns)
+        if times.dtype.kind not in "iu" or times.shape != (len(ego2global),):
+            raise SourceError(
+                f"{where}: times are {times.dtype}{list(times.shape)}, wanted integers, one for each pose"
+            )
+        times = times.astype(np.int64)
+        if len(times) and (np.diff(times) <= 0).any():
+            row = int(np.argmax(np.diff(times) <= 0)) + 1
+            raise SourceError(
+                f"{where}: row {row} has the time {times[row]}, not later than {times[row - 1]} before it"
+            )
+        matrices, sound = nearest_rigid(np.asarray(ego2global, np.float64).reshape(-1, 4, 4))
+        if not sound.all():
+            row = int(np.argmin(sound))
+            raise SourceError(f"{where}: row {row} is not a rotation and a translation: {matrices[row].tolist()}")
+        self._times, self._matrices, self._max_gap_ns = times, matrices, max_gap_s * 1e9
+        self._q = quaternions(matrices[:, :3, :3])
+
+    def at(self, timestamp_ns: Any) -> F64:  # noqa: ANN401 - what numpy makes an array of
+        """(T, 4, 4) at times (T,) [ns]; NaN where there is no pose."""
+        wanted = np.asarray(timestamp_ns, np.int64).reshape(-1)
+        found = np.full((len(wanted), 4, 4), np.nan)
+        if not len(self._times):
+            return found
+        after = np.minimum(np.searchsorted(self._times, wanted), len(self._times) - 1)
+        exact = self._times[after] == wanted
+        found[exact] = self._matrices[after[exact]]
+        before = np.maximum(after - 1, 0)
+        gap = self._times[after] - self._times[before]
+        between = ~exact & (self._times[before] < wanted) & (wanted < self._times[after]) & (gap <= self._max_gap_ns)
+        if between.any():
+            first, last = before[between], after[between]
+            share = (wanted[between] - self._times[first]) / gap[between]
+            moved = self._matrices[first, :3, 3] + share[:, None] * (
+                self._matrices[last, :3, 3] - self._matrices[first, :3, 3]
+            )
+            found[between] = rigid(_slerp(self._q[first], self._q[last], share), moved)
+        return found
+
+
+def _slerp(first: F64, last: F64, share: F64) -> F64:
+    """Quaternions (T, 4) on the shortest way from ``first`` to ``last`` (Shoemake 1985)."""
+    cosine = np.einsum("ti,ti->t", first, last)
+    last = np.where(cosine[:, None] < 0, -last, last)
+    angle = np.arccos(np.clip(np.abs(cosine), 0, 1))
+    sine = np.sin(angle)
+    close = sine < 1e-9
+    safe = np.where(close, 1.0, sine)
+    a = np.where(close, 1 - share, np.sin((1 - share) * angle) / safe)
+    b = np.where(close, share, np.sin(share * angle) / safe)
+    return np.asarray(a[:, None] * first + b[:, None] * last)

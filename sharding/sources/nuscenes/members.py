@@ -1,0 +1,134 @@
+"""The sensor files of nuScenes' keyframes: which are there, which are masked, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, SWEEPS_FIELD
+from fuelrail.sharding.sources.scan_report import Findings
+from fuelrail.sharding.sources.scan_table import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fuelrail.sharding.sources.files import FileFacts, SourceFiles
+    from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
+    from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps
+    from fuelrail.sharding.sources.scan_report import ScanReport
+
+_IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
+_NOT_VALID: Final = "marked as not valid"
+
+
+class KeyframeFiles:
+    """Finds the files of samples; ``findings`` has what is wrong with them, once a whole scan is through."""
+
+    def __init__(self, files: SourceFiles, missing_camera: str, *, points: bool, num_sweeps: int) -> None:
+        """``missing_camera``, ``points`` and ``num_sweeps`` are options of the source."""
+        self._files, self._missing_camera, self._points, self._num_sweeps = files, missing_camera, points, num_sweeps
+        self._facts: dict[str, FileFacts | None] = {}
+        self.findings = Findings()
+
+    def look_at(self, filenames: list[str]) -> None:
+        """Look at many files together; :meth:`file_bytes` knows of them then."""
+        inside = [name for name in filenames if not _leads_out(name)]
+        self._facts = dict(zip(inside, self._files.facts_of(inside), strict=True))
+
+    def of(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
+        """References of the sample's sensor files that are there, in rig order."""
+        members: list[Reference] = []
+        for camera, row in zip(keyframes.cameras, frame.sensors, strict=False):
+            with self.findings.of(camera):
+                member = self._image(frame, camera, row, stamps)
+                if isinstance(member, str):
+                    report.mask(camera.lower(), member)
+                else:
+                    members.append(member)
+        for lidar, row in self._lidars(keyframes, frame):
+            if not row.is_valid:
+                report.mask(lidar.lower(), _NOT_VALID)
+                continue
+            with self.findings.of(lidar):
+                size = self.file_bytes(row.filename, stamps)
+                if size is None:
+                    what = f"lidar file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+                    raise SourceError(f"{what}; the option points=false leaves all lidar sweeps out")
+                if not row.filename.endswith(".bin"):
+                    raise _of_no_known_kind(row.filename, lidar)
+                members.append(Reference(f"{lidar.lower()}.{POINTS_EXTENSION}", row.filename, size))
+        return members
+
+    def _image(self, frame: Frame, camera: str, row: SensorRow | None, stamps: list[str]) -> Reference | str:
+        """Reference of an image, or why it is masked; raises SourceError where it is refused."""
+        if row is None:
+            self._refuse_missing(f"sample '{frame.token}' has no row for {camera}")
+            return "no row"
+        if not row.is_valid:
+            return _NOT_VALID
+        size = self.file_bytes(row.filename, stamps)
+        if size is None:
+            self._refuse_missing(
+                f"camera file '{self._files.shown}/{row.filename}' of table 'sample_data' is not there"
+            )
+            return "no file"
+        extension = _IMAGE_EXTENSIONS.get(row.filename.rpartition(".")[2].lower())
+        if extension is None:
+            raise _of_no_known_kind(row.filename, camera)
+        if row.width <= 0 or row.height <= 0:
+            raise SourceError(
+                f"table 'sample_data': row '{row.token}' of {camera} has the size {row.width} x {row.height}"
+            )
+        return Reference(f"{camera.lower()}.{extension}", row.filename, size, row.width, row.height)
+
+    def _lidars(self, keyframes: Keyframes, frame: Frame) -> Iterator[tuple[str, SensorRow]]:
+        """The lidars of which points are to be stored, with their rows."""
+        if self._points:
+            for lidar, row in zip(keyframes.lidars, frame.sensors[len(keyframes.cameras) :], strict=True):
+                if row is not None:
+                    yield lidar, row
+
+    def earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
+        """References of the sweeps before the sample's own ones, which are valid as these are."""
+        members = []
+        for lidar, row in self._lidars(keyframes, frame):
+            if not row.is_valid:
+                continue
+            found = sweeps.before(row.token, self._num_sweeps)
+            num_bytes = 0
+            for filename in found.files:
+                size = self.file_bytes(filename, stamps)
+                if size is None:
+                    what = f"file '{self._files.shown}/{filename}' of table 'sample_data' is not there"
+                    raise SourceError(f"lidar {what}; the option sweeps=0 leaves earlier sweeps out")
+                num_bytes += size
+            if found.files:
+                members.append(Reference(f"{lidar.lower()}{SWEEPS_FIELD}", found.encode(), num_bytes))
+        return members
+
+    def file_bytes(self, filename: str, stamps: list[str]) -> int | None:
+        """Size of a source file, None where it is not there; SourceError for a name that leads out of the root.
+
+        Its stamp is added to ``stamps``.
+        """
+        if _leads_out(filename):
+            raise SourceError(f"table 'sample_data' names the file '{filename}', which is not inside the dataroot")
+        facts = self._facts[filename] if filename in self._facts else self._files.facts(filename)
+        if facts is None:
+            return None
+        if facts.num_bytes == 0:
+            raise SourceError(f"file '{self._files.shown}/{filename}' of table 'sample_data' is empty (0 bytes)")
+        stamps.append(facts.stamp)
+        return facts.num_bytes
+
+    def _refuse_missing(self, what: str) -> None:
+        if self._missing_camera == "error":
+            raise SourceError(f"{what}; the option missing_camera=mask makes it an absent member instead")
+
+
+def _leads_out(filename: str) -> bool:
+    return filename.startswith("/") or ".." in filename.split("/")
+
+
+def _of_no_known_kind(filename: str, sensor: str) -> SourceError:
+    return SourceError(f"file '{filename}' of {sensor} is of a kind this adapter does not read")

@@ -1,0 +1,214 @@
+"""The kinds of sources: those of Fuelrail, and plug-ins of the entry-point group ``fuelrail.sources``.
+
+A plug-in's package names its class there::
+
+    [project.entry-points."fuelrail.sources"]
+    pandaset = "pandaset_source:PandaSet"
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import yaml
+from msgspec import inspect
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import did_you_mean
+from fuelrail.pipeline.text import json_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from fuelrail.sharding.sources.source import Source
+
+GROUP: Final = "fuelrail.sources"
+_BUILT_IN: Final = {
+    "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
+    "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+}
+_OWN_PACKAGE: Final = "fuelrail"
+
+
+class SourceSpec(NamedTuple):
+    """A source by kind, location and options: everything that a worker needs to open it."""
+
+    kind: str
+    location: str
+    options: dict[str, Any]
+
+
+class SourceOption(msgspec.Struct, frozen=True, kw_only=True):
+    """An option of a kind of source: name, type and default as text, and what it does."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+class SourceKind(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of source. ``package`` brings it; ``missing`` is what `pip install` must bring for it to work."""
+
+    kind: str
+    summary: str
+    package: str
+    missing: list[str]
+    options: list[SourceOption]
+
+    def as_json(self) -> str:
+        """Return the kind as one JSON document."""
+        return json_text(msgspec.json.format(msgspec.json.encode(self), indent=2).decode()) + "\n"
+
+    def as_text(self) -> str:
+        """Return the kind for people, with its options."""
+        lines = [f"{self.kind} ({self.package}): {self.summary}"]
+        lines += [f"  needs: pip install {' '.join(map(repr, self.missing))}"] if self.missing else []
+        lines += [f"  fuelrail shard {self.kind}:PATH OUT -o KEY=VALUE ..."] if self.options else []
+        for option in self.options:
+            lines.append(f"  {option.name} ({option.type}, default {option.default}): {option.description}")
+        return "\n".join(lines) + "\n"
+
+
+def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
+    """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
+    kind, _, location = text.partition(":")
+    if not location:
+        raise ConfigError(
+            f"source {text!r} must be KIND:PATH, such as nuscenes:/data/nuscenes; known kinds: {_listed(_kinds())}"
+        )
+    _entry(kind, f"source {text!r}")
+    return SourceSpec(kind, location, options)
+
+
+def make_source(spec: SourceSpec) -> Source:
+    """Make the source; raises ConfigError where its options are wrong, or a package that it needs is missing."""
+    kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}'"))
+    missing = _missing(kind)
+    if missing:
+        raise ConfigError(f"sources of kind '{spec.kind}' need: pip install {' '.join(map(repr, missing))}")
+    made: Source = kind(spec.location, spec.options)
+    return made
+
+
+def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
+    """Parse options given as ``KEY=VALUE``, each checked against the settings of the kind.
+
+    A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises ConfigError.
+    """
+    settings = _load(_entry(kind, f"source kind {kind!r}")).settings
+    types = {field.name: field.type for field in msgspec.structs.fields(settings)}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"-o {pair!r} must be KEY=VALUE; options of {kind}: {', '.join(types)}")
+        if name not in types:
+            hint = did_you_mean(name, types)
+            raise ConfigError(f"-o {pair}: {kind} has no option {name!r}; allowed: {', '.join(types)}{hint}")
+        if name in found:
+            raise ConfigError(f"-o {name} is given twice: {found[name]!r} and {text!r}")
+        found[name] = _value(text, types[name], f"-o {pair}")
+    return found
+
+
+def source_kinds(kind: str | None = None) -> list[SourceKind]:
+    """Return one kind, or all that are installed, by name; raises ConfigError for an unknown one."""
+    found = _kinds()
+    chosen = sorted(found.values()) if kind is None else [_entry(kind, f"source kind {kind!r}")]
+    return [_described(entry) for entry in chosen]
+
+
+def _described(entry: EntryPoint) -> SourceKind:
+    package = _OWN_PACKAGE if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    try:
+        kind = _load(entry)
+    except ConfigError as error:
+        return SourceKind(kind=entry.name, summary=str(error), package=package, missing=[], options=[])
+    return SourceKind(
+        kind=entry.name,
+        summary=(kind.__doc__ or "").strip().partition("\n")[0],
+        package=package,
+        missing=_missing(kind),
+        options=_options(kind.settings),
+    )
+
+
+def _options(settings: type[msgspec.Struct]) -> list[SourceOption]:
+    info = inspect.type_info(settings)
+    assert isinstance(info, inspect.StructType), "settings are a struct"
+    found = []
+    for field in info.fields:
+        about: dict[str, Any] = {}
+        shown = " or ".join(dict.fromkeys(_type_name(field.type, about)))
+        default = "none" if field.default in (None, msgspec.NODEFAULT) else f"{field.default}"
+        described = str(about.get("description", ""))
+        found.append(SourceOption(name=field.name, type=shown, default=default.lower(), description=described))
+    return [option for option in found if option.description]
+
+
+def _type_name(kind: inspect.Type, about: dict[str, Any]) -> list[str]:
+    """Names of the types that a value may have; ``about`` gets what their Meta says."""
+    if isinstance(kind, inspect.Metadata):
+        about.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
+        return _type_name(kind.type, about)
+    if isinstance(kind, inspect.UnionType):
+        return [name for part in kind.types for name in _type_name(part, about)]
+    if isinstance(kind, inspect.LiteralType):
+        return [str(value) for value in kind.values]
+    if isinstance(kind, inspect.NoneType):
+        return []
+    plain = {"StrType": "text", "BoolType": "true or false", "IntType": "integer", "FloatType": "number"}
+    name = type(kind).__name__
+    return [plain.get(name, "list" if name in ("ListType", "VarTupleType") else "mapping")]
+
+
+def _value(text: str, kind: Any, where: str) -> Any:  # noqa: ANN401 - any type of a field
+    """The value of an option's text, as plain data."""
+    try:
+        if text[:1] in ("[", "{"):
+            return msgspec.to_builtins(msgspec.convert(yaml.safe_load(text), kind, strict=False))
+        return msgspec.to_builtins(msgspec.convert(text, kind, strict=False))
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+
+
+def _kinds() -> dict[str, EntryPoint]:
+    """All kinds by name; Fuelrail's own come first where a plug-in has the same name."""
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    return {**found, **{name: EntryPoint(name, place, GROUP) for name, place in _BUILT_IN.items()}}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(name for name in names if name != "fuelrail"))  # a dataset goes to `fuelrail reshard`
+
+
+def _entry(kind: str, where: str) -> EntryPoint:
+    if kind in _BUILT_IN:
+        return EntryPoint(kind, _BUILT_IN[kind], GROUP)
+    known = _kinds()
+    if kind not in known:
+        raise ConfigError(
+            f"{where} has the unknown kind {kind!r}; known kinds: {_listed(known)}{did_you_mean(kind, known)}; a "
+            f"plug-in's package names its kinds in the entry points '{GROUP}'"
+        )
+    return known[kind]
+
+
+def _load(entry: EntryPoint) -> Any:  # noqa: ANN401 - a class with the protocol of Source
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        package = "" if entry.dist is None else f" of package '{entry.dist.name}'"
+        raise ConfigError(f"source kind '{entry.name}'{package} cannot be imported: {error}") from error
+
+
+def _missing(kind: Any) -> list[str]:  # noqa: ANN401 - a class with the protocol of Source
+    """What is to be installed before this kind works."""
+    needed: Sequence[tuple[str, str]] = list(kind.requires.items())
+    return list(dict.fromkeys(brings for module, brings in needed if importlib.util.find_spec(module) is None))

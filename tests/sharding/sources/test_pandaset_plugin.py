@@ -1,0 +1,120 @@
+"""The example of a plug-in: PandaSet, as a package of at most 50 lines of code."""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.spatial.transform import Rotation
+
+import fuelrail as fr
+from support.neutral_source import install_plugin
+from support.shared_data import shared_data
+from support.source_suite import SourceSuite
+from support.source_world import samples_of
+
+FOLDER = Path(__file__).parents[3] / "configs" / "sources" / "pandaset"
+CAMERAS = ("front_camera", "front_right_camera", "front_left_camera", "back_camera", "left_camera", "right_camera")
+LIDAR2EGO = np.array([[0.0, 1, 0, 0], [-1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
+
+
+@pytest.fixture(autouse=True)
+def plugin(tmp_path_factory, monkeypatch):
+    place = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"]["fuelrail.sources"]
+    folder = tmp_path_factory.mktemp("site")
+    install_plugin(folder, "pandaset", place["pandaset"])
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_it_is_short():
+    tree = ast.parse((FOLDER / "fuelrail_pandaset.py").read_text())
+    docstrings = {id(node.body[0]) for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)}
+    lines = {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and id(node) not in docstrings and not hasattr(node, "body")
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    heads = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt) and hasattr(node, "body")}
+    assert len(lines | heads) <= 50
+
+
+def poses_json(matrices):
+    """As PandaSet writes poses: position and heading by name."""
+    quaternions = Rotation.from_matrix([matrix[:3, :3] for matrix in matrices]).as_quat()
+    return json.dumps([
+        {"position": dict(zip("xyz", matrix[:3, 3].tolist(), strict=True)),
+         "heading": dict(zip("wxyz", [q[3], q[0], q[1], q[2]], strict=True))}
+        for matrix, q in zip(matrices, quaternions.tolist(), strict=True)
+    ])  # fmt: skip
+
+
+class TestPandaSet(SourceSuite):
+    kind = "pandaset"
+
+    def world(self, **changes):
+        cameras = changes.pop("cameras", dict.fromkeys(CAMERAS, (64, 48)))
+        world = super().world(**{"cameras": cameras, "lidars": (), "num_boxes": 0, **changes})
+        for number, clip in enumerate(world.clips):
+            clip.name = f"{number + 1:03d}"
+        return world
+
+    compare = {"labelled": False, "pose_m": 2e-3}  # noqa: RUF012
+
+    def write(self, world, root):
+        from support.source_world import ego_at
+
+        for number, clip in enumerate(world.clips):
+            folder = root / clip.name
+            times = [frame.timestamp_ns for frame in clip.frames]
+            around = [times[0] - 100_000_000, *times, times[-1] + 100_000_000]  # more poses than pictures
+            self._write_sensor(folder / "lidar", around, [ego_at(number, t) @ LIDAR2EGO for t in around])
+            for at, name in enumerate(world.cameras):
+                images = [frame.images[name] for frame in clip.frames]
+                stamps = [image.timestamp_ns for image in images]
+                stamps = [stamps[0] - 100_000_000, *stamps, stamps[-1] + 100_000_000]
+                poses = [ego_at(number, t) @ images[0].cam2ego for t in stamps]
+                self._write_sensor(folder / "camera" / name, stamps, poses)
+                k = images[0].intrinsics
+                (folder / "camera" / name / "intrinsics.json").write_text(
+                    json.dumps({"fx": k[0, 0], "fy": k[1, 1], "cx": k[0, 2], "cy": k[1, 2]})
+                )
+                for frame, image in enumerate(images, 1):
+                    (folder / "camera" / name / f"{frame:02d}.jpg").write_bytes(image.jpeg)
+                assert at < 6
+        return str(root)
+
+    @staticmethod
+    def _write_sensor(folder, times, poses):
+        folder.mkdir(parents=True)
+        (folder / "timestamps.json").write_text(json.dumps([time / 1e9 for time in times]))
+        (folder / "poses.json").write_text(poses_json(poses))
+
+
+@pytest.mark.real
+def test_the_real_clip(tmp_path):
+    root = shared_data("pandaset-002")
+    report = fr.shard(f"pandaset:{root}", tmp_path / "out", workers=1)
+    assert (report.num_samples, report.num_clips) == (12, 1)
+    assert not fr.verify(tmp_path / "out", deep=True).faults
+    looks = {"front_camera": (1, 0), "left_camera": (0, 1), "right_camera": (0, -1), "back_camera": (-1, 0)}
+    for sample in samples_of(tmp_path / "out").values():
+        geometry = sample.geometry
+        for at, name in enumerate(CAMERAS):
+            rows = json.loads((root / "002" / "camera" / name / "poses.json").read_text())
+            stamps = json.loads((root / "002" / "camera" / name / "timestamps.json").read_text())
+            row = int(np.argmin(np.abs(np.array(stamps) * 1e9 - geometry.cam_timestamp_ns[at])))
+            heading, position = rows[row]["heading"], rows[row]["position"]
+            seen = geometry.cam_ego2global[at] @ geometry.cam2ego[at]
+            np.testing.assert_allclose(seen[:3, 3], [position[axis] for axis in "xyz"], atol=1e-6)
+            wanted = Rotation.from_quat([heading[part] for part in "xyzw"]).as_matrix()
+            np.testing.assert_allclose(seen[:3, :3], wanted, atol=1e-6)
+            if name in looks:
+                assert geometry.cam2ego[at][:2, 2] @ looks[name] > 0.95, f"{name} looks elsewhere"
+            # The rig is rigid: extrinsics of a frame are those of the manual, to the noise of the poses.
+            assert np.linalg.norm(geometry.cam2ego[at][:3, 3]) < 3

@@ -1,0 +1,75 @@
+"""Kinds of sources: those of Fuelrail, plug-ins, their options as text."""
+
+from __future__ import annotations
+
+import pytest
+
+import fuelrail as fr
+from fuelrail.__main__ import main
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, parse_source
+from support.neutral_source import install_plugin
+
+
+@pytest.fixture
+def neutral(tmp_path, monkeypatch):
+    install_plugin(tmp_path / "site", "neutral", "support.neutral_source:Neutral")
+    install_plugin(tmp_path / "site", "broken", "support.nowhere:Nothing")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+
+
+@pytest.mark.usefixtures("neutral")
+def test_a_plugin_is_listed_with_its_options(capsys):
+    kinds = {kind.kind: kind for kind in fr.sources()}
+    assert {"nuscenes", "fuelrail", "neutral", "broken"} <= kinds.keys()
+    assert kinds["neutral"].package == "neutral-source 1.0"
+    options = {option.name: option for option in kinds["neutral"].options}
+    assert options["images"].type == "file or made or range"
+    assert (options["points"].type, options["points"].default) == ("true or false", "true")
+    assert options["classes"].description.startswith("classes of boxes")
+    assert "nowhere" in kinds["broken"].summary
+    assert main(["sources", "neutral"]) == 0
+    assert "missing_camera (drop or error or mask, default error)" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"'broken' of package 'broken-source' cannot be imported"):
+        make_source(SourceSpec("broken", "/x", {}))
+
+
+@pytest.mark.usefixtures("neutral")
+def test_an_unknown_kind_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"unknown kind 'nuscene'; known kinds: .*neutral.*did you mean 'nuscenes'"):
+        parse_source("nuscene:/data", {})
+    assert main(["sources", "nuscene"]) == 2
+
+
+def test_what_is_to_be_installed_is_named(monkeypatch, tmp_path):
+    from fuelrail.sharding.sources.nuscenes.source import NuScenesSource
+
+    monkeypatch.setattr(NuScenesSource, "requires", {"no_such_module": "fuelrail[extra]"})
+    assert fr.sources("nuscenes")[0].missing == ["fuelrail[extra]"]
+    assert "pip install 'fuelrail[extra]'" in fr.sources("nuscenes")[0].as_text()
+    with pytest.raises(ConfigError, match=r"pip install 'fuelrail\[extra\]'"):
+        make_source(SourceSpec("nuscenes", str(tmp_path), {}))
+
+
+def test_options_as_text():
+    texts = ["sweeps=3", "points=true", "version=1.0", "classes={car: auto, truck: null}"]
+    assert options_of_texts("nuscenes", texts) == {
+        "sweeps": 3, "points": True, "version": "1.0", "classes": {"car": "auto", "truck": None},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("sweeps", "must be KEY=VALUE"),
+        ("sweep=1", r"no option 'sweep'; allowed: .*did you mean 'sweeps'"),
+        ("sweeps=many", r"-o sweeps=many: Expected `int`"),
+        ("missing_camera=hold", "Invalid enum value 'hold'"),
+        ("classes={car", "not YAML"),
+    ],
+)
+def test_bad_options_are_named(text, match):
+    with pytest.raises(ConfigError, match=match):
+        options_of_texts("nuscenes", [text])
+    with pytest.raises(ConfigError, match="given twice"):
+        options_of_texts("nuscenes", ["sweeps=1", "sweeps=2"])
