@@ -92,7 +92,7 @@ def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exc
     if not reader.channels:
         return parsed, None
     known: dict[int, Mapping[str, Value | None]] = {}
-    extra = []
+    extra: list[Mapping[str, Value | None]] = []
     for number, frame in enumerate(parsed.task.frames):
         if hides and not frame.present:
             extra.append(dict.fromkeys(channel.name for channel in reader.channels))

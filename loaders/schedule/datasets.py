@@ -113,7 +113,7 @@ def _channel_facts(ours: Sequence[Channel], others: Sequence[Channel]) -> dict[s
     by_name = {channel.name: channel for channel in others}
     facts: dict[str, tuple[object, object]] = {}
     for channel in ours:
-        both = [msgspec.to_builtins(one) for one in (channel, by_name[channel.name])]
+        both = [msgspec.json.decode(msgspec.json.encode(one)) for one in (channel, by_name[channel.name])]
         for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
             facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
     return facts
