@@ -100,6 +100,11 @@ if TYPE_CHECKING:
     from fuelrail.sharding.demo.synth import synth as synth
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
     from fuelrail.sharding.sources.registry import SourceKind as SourceKind
+    from fuelrail.sharding.verify.catalogue import DatasetDiff as DatasetDiff
+    from fuelrail.sharding.verify.catalogue import DatasetLog as DatasetLog
+    from fuelrail.sharding.verify.catalogue import dataset_diff as dataset_diff
+    from fuelrail.sharding.verify.catalogue import dataset_log as dataset_log
+    from fuelrail.sharding.verify.catalogue import tag as tag
     from fuelrail.sharding.verify.dataset import VerifyReport as VerifyReport
 
     open = _open_dataset  # noqa: A001 - fr.open
@@ -181,6 +186,10 @@ _PUBLIC: Final = {
     "DecoderError": "fuelrail.pipeline.errors",
     # sharding
     "check_source": "fuelrail.sharding.api",
+    "dataset_diff": "fuelrail.sharding.verify.catalogue",
+    "DatasetDiff": "fuelrail.sharding.verify.catalogue",
+    "dataset_log": "fuelrail.sharding.verify.catalogue",
+    "DatasetLog": "fuelrail.sharding.verify.catalogue",
     "inspect": "fuelrail.sharding.api",
     "Recipe": "fuelrail.sharding.planning.recipe",
     "reshard": "fuelrail.sharding.api",
@@ -191,6 +200,7 @@ _PUBLIC: Final = {
     "sources": "fuelrail.sharding.api",
     "synth": "fuelrail.sharding.demo.synth",
     "SynthOptions": "fuelrail.sharding.demo.synth",
+    "tag": "fuelrail.sharding.verify.catalogue",
     "verify": "fuelrail.sharding.api",
     "VerifyReport": "fuelrail.sharding.verify.dataset",
 }

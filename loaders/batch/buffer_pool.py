@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.records import Requested, Source
     from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan, Storage, StorageStats
     from fuelrail.loaders.storage.reader import FetchedSpan
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.runtime.stages import Stage
 
 LoaderPart = Literal["storage", "decompression", "decode", "transform"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
 FORMAT_VERSION: Final = 1
-MAX_MANIFEST_BYTES: Final = 32 << 20
-"""Of ``dataset.json``: some 100,000 shards."""
+MAX_MANIFEST_BYTES: Final = 16 << 20
+"""Of ``dataset.json``, which has some kilobytes whatever the number of shards."""
 
 _MAX_FREE_BYTES: Final = 4 << 20
 """Of the two objects whose keys are free: as Python objects they may take twenty times as much."""
@@ -43,6 +44,9 @@ _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
 _MAX_TEXT: Final = 4096
+_MAX_SPLITS: Final = 1 << 10
+MAX_ANCESTORS: Final = 128
+"""Of ``lineage``: the nearest ones are kept."""
 _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
@@ -54,26 +58,15 @@ LIDAR: Final = "lidar"
 
 
 class FileEntry(Settings, frozen=True):
-    """A file of the dataset other than a shard: size and SHA-256 (hex)."""
+    """A file of the dataset other than a shard and its listing for DALI: size and SHA-256 (hex)."""
 
     name: str
-    bytes: int
-    sha256: str
-
-
-class ShardEntry(Settings, frozen=True):
-    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this order."""
-
-    name: str
-    split: str
-    first_sample: int
-    num_samples: int
     bytes: int
     sha256: str
 
 
 class SplitEntry(Settings, frozen=True):
-    """One split: a run of rows of the index and of shards of the manifest, and how many clips it has."""
+    """One split: a run of rows of the index and of shards, and how many clips it has."""
 
     first_sample: int
     num_samples: int
@@ -98,6 +91,40 @@ class LidarEntry(Settings, frozen=True):
     columns: tuple[str, ...]
 
 
+class Ancestor(Settings, frozen=True):
+    """A dataset that this one was made of, itself or by way of others: ``parents`` are the fingerprints of its own."""
+
+    fingerprint: str
+    name: str
+    num_samples: int
+    made_by: str
+    """The kind of the source that it was sharded from, or ``append``."""
+    parents: tuple[str, ...]
+
+
+class Lineage(Settings, frozen=True):
+    """The datasets that a dataset was made of: fingerprints of its parents, and all ancestors, the nearest first."""
+
+    parents: tuple[str, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()
+
+    @classmethod
+    def of(cls, parents: Sequence[Manifest]) -> Lineage:
+        """The lineage of a dataset that is made of these."""
+        found: dict[str, Ancestor] = {}
+        for parent in parents:
+            made_by = str(parent.provenance.get("recipe", {}).get("source", "unknown"))
+            found[parent.fingerprint] = Ancestor(
+                fingerprint=parent.fingerprint, name=parent.name, num_samples=parent.num_samples, made_by=made_by,
+                parents=parent.lineage.parents,
+            )  # fmt: skip
+        generations = [parent.lineage.ancestors for parent in parents]
+        for ancestor in (one for row in itertools.zip_longest(*generations) for one in row if one is not None):
+            found.setdefault(ancestor.fingerprint, ancestor)
+        own = tuple(dict.fromkeys(parent.fingerprint for parent in parents))
+        return cls(parents=own, ancestors=tuple(found.values())[:MAX_ANCESTORS])
+
+
 class _Head(msgspec.Struct):
     """What is looked at before Python objects are made of the rest."""
 
@@ -119,6 +146,8 @@ class Manifest(Settings, frozen=True):
     fingerprint: str
     num_samples: int
     num_clips: int
+    num_bytes: int
+    """Bytes of all shards."""
     seed: int
     order_unit: str
     channels: tuple[Channel, ...]
@@ -129,10 +158,19 @@ class Manifest(Settings, frozen=True):
     license: str | None
     compression: dict[str, Any]
     splits: dict[str, SplitEntry]
-    shards: tuple[ShardEntry, ...]
     files: tuple[FileEntry, ...]
+    lineage: Lineage
     provenance: dict[str, Any]
     digest: str = ""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of all splits."""
+        return sum(split.num_shards for split in self.splits.values())
+
+    def file(self, name: str) -> FileEntry | None:
+        """The entry of a file, None where the manifest does not name it."""
+        return next((entry for entry in self.files if entry.name == name), None)
 
     @property
     def has_poses(self) -> bool:
@@ -252,10 +290,10 @@ def _lacks_poses(provenance: object) -> bool:
 
 
 _NOT_IN_FINGERPRINT: Final = frozenset(
-    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest"}
+    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
 )
 """How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
-_READ_BY_LOADERS: Final = ("index.arrow", "zstd.dict")
+_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "zstd.dict")
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -361,11 +399,18 @@ def _check_limits(manifest: Manifest, where: str) -> None:
         ("lidars", manifest.lidars, _MAX_LIDARS),
         ("classes", manifest.classes, _MAX_NAMES),
         ("attributes", manifest.attributes, _MAX_NAMES),
+        ("splits", manifest.splits, _MAX_SPLITS),
+        ("files", manifest.files, _MAX_SPLITS),
+        ("ancestors", manifest.lineage.ancestors, MAX_ANCESTORS),
+        ("parents", manifest.lineage.parents, _MAX_NAMES),
     ):
         if len(names) > most:
             raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
     texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
-    longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes)))
+    ancestors = (
+        text for one in manifest.lineage.ancestors for text in (one.name, one.made_by, one.fingerprint, *one.parents)
+    )
+    longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes, *ancestors)))
     if longest > _MAX_TEXT:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     for name in ("recipe", "facts"):
@@ -378,7 +423,7 @@ def _check_limits(manifest: Manifest, where: str) -> None:
 
 def _check_names(manifest: Manifest, where: str) -> None:
     """Names become paths, keys and member names: they must be plain, and none may occur twice."""
-    files = [*(shard.name for shard in manifest.shards), *(file.name for file in manifest.files)]
+    files = [file.name for file in manifest.files]
     for name in files:
         is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
         if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
@@ -419,20 +464,13 @@ def _check_channels(manifest: Manifest, where: str) -> None:
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:
-    """Shards and splits must tile the rows without gap or overlap."""
-    row = 0
-    for shard in manifest.shards:
-        if shard.first_sample != row or shard.num_samples < 1 or shard.split not in manifest.splits:
-            raise ManifestError(f"'{where}': shard '{shard.name}' does not continue at sample {row}")
-        row += shard.num_samples
-    total = sum(split.num_samples for split in manifest.splits.values())
-    if row != manifest.num_samples or total != manifest.num_samples:
-        raise ManifestError(f"'{where}': shards hold {row} samples, splits {total}, stated {manifest.num_samples}")
-    for name, split in manifest.splits.items():
-        run = manifest.shards[split.first_shard : split.first_shard + split.num_shards]
-        if (
-            any(shard.split != name for shard in run)
-            or sum(shard.num_samples for shard in run) != split.num_samples
-            or (run and run[0].first_sample != split.first_sample)
-        ):
-            raise ManifestError(f"'{where}': split '{name}' does not match its shards")
+    """Splits must tile the rows and the shards without gap or overlap."""
+    row = shard = 0
+    for name, split in sorted(manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)):
+        if (split.first_sample, split.first_shard) != (row, shard) or not 0 <= split.num_shards <= split.num_samples:
+            raise ManifestError(f"'{where}': split '{name}' does not continue at sample {row} and shard {shard}")
+        if split.num_samples and not split.num_shards:
+            raise ManifestError(f"'{where}': split '{name}' has {split.num_samples} samples and no shard")
+        row, shard = row + split.num_samples, shard + split.num_shards
+    if row != manifest.num_samples:
+        raise ManifestError(f"'{where}': the splits hold {row} samples, stated are {manifest.num_samples}")

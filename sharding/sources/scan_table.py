@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.format.attributes import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.codecs import member_cap
+from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
 from fuelrail.pipeline.storage.spill import Spill, numpy_dtype

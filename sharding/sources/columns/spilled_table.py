@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.format.attributes import AttributesFile
+from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 from fuelrail.pipeline.storage.spill import numpy_dtype
 
 if TYPE_CHECKING:

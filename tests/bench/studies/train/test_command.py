@@ -82,7 +82,7 @@ def _row_of_step(folder, step):
     from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
 
     dataset = open_dataset(folder)
-    order = Order(OrderSpec(kind="shuffled", seed=0), Layout.of_split(dataset.manifest, "train"), 0)
+    order = Order(OrderSpec(kind="shuffled", seed=0), Layout.of_split(dataset, "train"), 0)
     return dataset.index.row(dataset.split("train").first_sample + int(order(np.array([step]))[0]))
 
 

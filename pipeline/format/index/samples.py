@@ -7,8 +7,8 @@ of a host share its pages. Rows are in the order of the samples in the shards. R
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
 import threading
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,16 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.codecs import suffix
-from fuelrail.pipeline.format.index_checks import check_caps, check_plain, check_spans, check_texts
-from fuelrail.pipeline.format.index_row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
-from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.format.index.blocks import BlockFile
+from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
+from fuelrail.pipeline.format.index.row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
 from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
+    import mmap
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -38,10 +39,13 @@ __all__ = ["INDEX_FILE", "ROWS_PER_BATCH", "IndexRow", "IndexWriter", "MemberEnt
 
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
-ROWS_PER_BATCH: Final = 1 << 16
+ROWS_PER_BATCH: Final = 1 << 13
+"""Some 2.5 MB: the least that a reader at a URL fetches for a sample."""
 _ROWS_PER_PART: Final = 1 << 10
 _KINDS_KEPT: Final = 1 << 10
 """Different lists of members that are remembered."""
+_BATCHES_KEPT: Final = 1 << 14
+"""Checked batches that are kept as Python objects of some 3 kB."""
 
 _MEMBER_TYPE = pa.struct(
     [
@@ -72,6 +76,16 @@ _make_row = partial(tuple.__new__, IndexRow)
 """An IndexRow from a tuple, at half the price of the call."""
 
 
+def index_schema(names: Sequence[str], codecs: Sequence[str]) -> pa.Schema:
+    """The schema of an index of these field names and codecs."""
+    metadata = {
+        _VERSION_KEY: str(INDEX_VERSION),
+        _NAMES_KEY: json.dumps(list(names)),
+        _CODECS_KEY: json.dumps(list(codecs)),
+    }
+    return pa.schema(_COLUMNS, metadata=metadata)
+
+
 class IndexWriter:
     """Writes an index file row by row; use as a context manager. A batch is collected on disk, beside the file.
 
@@ -82,14 +96,7 @@ class IndexWriter:
     def __init__(self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]) -> None:
         self._name_code = {name: code for code, name in enumerate(names)}
         self._codec_code = {codec: code for code, codec in enumerate(codecs)}
-        self._schema = pa.schema(
-            _COLUMNS,
-            metadata={
-                _VERSION_KEY: str(INDEX_VERSION),
-                _NAMES_KEY: json.dumps(list(names)),
-                _CODECS_KEY: json.dumps(list(codecs)),
-            },
-        )
+        self._schema = index_schema(names, codecs)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
@@ -232,20 +239,19 @@ class SampleIndex:
     ``names`` and ``codecs`` are all that occur in the dataset.
     """
 
-    def __init__(self, path: str | os.PathLike[str], num_shards: int | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], num_shards: int | None = None, file: BlockFile | None = None
+    ) -> None:
         """Map the file; raises IndexFileError where it is not a whole index file of this version.
 
-        Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at.
+        Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at. ``file`` is the
+        file itself where parts of it may have to be fetched.
         """
         self._path, self._num_shards = str(path), num_shards
         self._lock = threading.Lock()
-        try:
-            with open_file(path) as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._file = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self._map)))
-        except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: an empty file
-            why = (isinstance(error, OSError) and error.strerror) or error
-            raise IndexFileError(f"index '{self._path}' cannot be opened: {why}") from error
+        self._source = file or BlockFile(Path(path))
+        self._map = self._source.map
+        self._file = self._source.open_arrow()
         metadata = self._file.schema.metadata or {}
         version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
         if version != str(INDEX_VERSION):
@@ -263,8 +269,11 @@ class SampleIndex:
                 raise IndexFileError(f"index '{self._path}': {error}") from error
         self._kinds = _Kinds(self.names, self.codecs)
         self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
+        self._num_kept = 0
         # Only the last batch may be short, so its length alone gives the total.
         last = len(self._batches) - 1
+        if last >= 0:
+            self._source.need_batch(last)
         self._length = last * ROWS_PER_BATCH + self._record_batch(last).num_rows if last >= 0 else 0
 
     def __len__(self) -> int:
@@ -287,9 +296,7 @@ class SampleIndex:
         at = _SCALARS.index(name)
         end = self._length if end is None else end
         numbers = range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
-        parts = [
-            self._batch(n).scalars[at][max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH] for n in numbers
-        ]
+        parts = [self._column(n, name)[max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH] for n in numbers]
         return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
@@ -302,7 +309,7 @@ class SampleIndex:
         end = self._length if end is None else end
         parts = []
         for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
-            array, low = getattr(self._batch(n), name), max(first - n * ROWS_PER_BATCH, 0)
+            array, low = self._column(n, name), max(first - n * ROWS_PER_BATCH, 0)
             parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
         return pa.chunked_array(parts, pa.string())
 
@@ -315,14 +322,6 @@ class SampleIndex:
         encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
         numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
-
-    def find(self, key: str) -> int | None:
-        """The row of a key, or None; reads the key column from the start."""
-        for number in range(len(self._batches)):
-            at = pc.index(self._batch(number).key, key).as_py()
-            if at >= 0:
-                return number * ROWS_PER_BATCH + int(at)
-        return None
 
     @property
     def mapped(self) -> mmap.mmap:
@@ -341,7 +340,7 @@ class SampleIndex:
 
     def release(self) -> None:
         """Give the pages that were looked at back to the page cache; what was handed out stays good."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self._source.release()
 
     def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
         try:
@@ -352,17 +351,39 @@ class SampleIndex:
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
+            self._source.need_batch(number)  # not under the lock: others go on while this waits for storage
             with self._lock:  # Arrow's file reader has a read position
-                batch = self._batches[number] = self._batches[number] or self._view(number)
+                batch = self._batches[number]
+                if batch is None:
+                    if self._num_kept == _BATCHES_KEPT:
+                        self._batches, self._num_kept = [None] * len(self._batches), 0
+                    batch = self._batches[number] = self._view(number)
+                    self._num_kept += 1
         return batch
+
+    def _column(self, number: int, name: str) -> Any:  # noqa: ANN401 - texts are an Arrow array, numbers numpy's
+        """One column of a batch, checked by itself: nothing else of the mapped batch is read."""
+        if (batch := self._batches[number]) is not None:
+            return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
+        self._source.need_batch(number)
+        with self._lock:
+            record = self._record_batch(number)
+        with _damaged_at(self._path, number):
+            record.validate()
+            array = record.column(record.schema.get_field_index(name))
+            if name in _TEXTS:
+                check_texts(array, name)
+                array.validate(full=True)
+                return array
+            values = array.to_numpy(zero_copy_only=True)
+            check_spans(**{name: values}, num_shards=self._num_shards)
+            return values
 
     def _record_batch(self, number: int) -> pa.RecordBatch:
         """Map one record batch, unchecked but for its number of rows; raises IndexFileError."""
-        try:
+        with _damaged_at(self._path, number):
             check_plain(memoryview(self._map), number)
             record = self._file.get_batch(number)
-        except (OSError, pa.ArrowException, IndexFileError) as error:
-            raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
         wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
         if not wanted <= record.num_rows <= ROWS_PER_BATCH:
             raise IndexFileError(f"index '{self._path}': record batch {number} has {record.num_rows} rows")
@@ -370,9 +391,9 @@ class SampleIndex:
 
     def _view(self, number: int) -> _Batch:
         record = self._record_batch(number)
-        try:
+        with _damaged_at(self._path, number):
             # Arrow trusts offsets once a batch is accepted: a damaged one would end the process, not raise. The check
-            # takes about a millisecond for each batch of 65,536 samples, on first use.
+            # takes about 100 microseconds for each batch, on first use.
             record.validate()
             columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
             for name in _TEXTS:
@@ -392,9 +413,7 @@ class SampleIndex:
                 _MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
             self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
-        except (OSError, pa.ArrowException, IndexFileError) as error:
-            raise IndexFileError(f"index '{self._path}' is damaged at record batch {number}: {error}") from error
-        return batch
+            return batch
 
     def _check(self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]) -> None:
         for codes, known in zip(parts, (self.names, self.codecs), strict=False):
@@ -402,7 +421,15 @@ class SampleIndex:
                 raise IndexFileError("no such name or codec")
         check_caps(starts, parts, self.names, self.codecs)
         columns = dict(zip(_SCALARS, batch.scalars, strict=True))
-        check_spans(columns["offset"], columns["length"], columns["shard"], self._num_shards)
+        check_spans(num_shards=self._num_shards, **columns)
+
+
+@contextlib.contextmanager
+def _damaged_at(path: str, number: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, IndexFileError) as error:
+        raise IndexFileError(f"index '{path}' is damaged at record batch {number}: {error}") from error
 
 
 def _texts(column: pa.StringArray) -> _Texts:

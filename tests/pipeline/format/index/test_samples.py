@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, OrderError
-from fuelrail.pipeline.format import index as index_module
-from fuelrail.pipeline.format.index import INDEX_FILE, IndexWriter, SampleIndex, write_index
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index import samples as index_module
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter, SampleIndex, write_index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,14 +89,6 @@ def test_columns_have_the_stated_dtype_empty_or_not(tmp_path: Path, name: str) -
     assert index.column(name).dtype == np.dtype({"frame": "i4", "shard": "i4", "xxh3": "u8"}.get(name, "i8"))
 
 
-def test_find(tmp_path: Path, small_batches: int) -> None:
-    rows = make_rows(20)
-    write_index(tmp_path / INDEX_FILE, rows, NAMES, CODECS)
-    index = SampleIndex(tmp_path / INDEX_FILE)
-    assert [index.find(row.key) for row in rows] == list(range(20))
-    assert index.find("clip-9999-000000") is None
-
-
 def test_pyarrow_reads_the_same_table(tmp_path: Path, small_batches: int) -> None:
     rows = make_rows(20)
     write_index(tmp_path / INDEX_FILE, rows, NAMES, CODECS)
@@ -164,7 +156,6 @@ class TestDamage:
             read_all(index)
             index.strings("key")
             index.column("xxh3")
-            index.find("clip-0000-000003")
         except FuelrailError as error:
             assert "index" in str(error)
 

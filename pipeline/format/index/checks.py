@@ -16,14 +16,17 @@ from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES, MAX_MEMBERS, MAX_S
 from fuelrail.pipeline.format.tar import MAX_KEY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import pyarrow as pa
     from numpy.typing import NDArray
 
 _END: Final = b"ARROW1"
+_TAIL_BYTES: Final = 10
+"""At the end of an Arrow file: the footer's size, and ``_END``."""
 _CONTINUED: Final = 0xFFFFFFFF
 _BLOCK_BYTES: Final = 24
+_NONE: Final = np.zeros(0, np.int64)
 _BUFFER_BYTES: Final = 16
 # Numbers of fields in Arrow's flatbuffers (File.fbs, Message.fbs).
 _FOOTER_BATCHES: Final = 3
@@ -37,14 +40,7 @@ def check_plain(view: memoryview, number: int) -> None:
     Arrow decompresses a buffer to whatever size it states as soon as the batch is read, so this looks first.
     """
     try:
-        footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - 10)
-        if end != _END:
-            raise IndexFileError("it does not end as an Arrow file does")
-        footer = view[len(view) - 10 - footer_bytes : len(view) - 10]
-        blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
-        if not 0 <= number < count:
-            raise IndexFileError(f"it has no record batch {number}")
-        start, metadata_bytes, body_bytes = struct.unpack_from("<qi4xq", footer, blocks + _BLOCK_BYTES * number)
+        start, metadata_bytes, body_bytes = _block(view, number)
         (first,) = struct.unpack_from("<I", view, start)
         at = start + (8 if first == _CONTINUED else 4)
         message = view[at : start + metadata_bytes]
@@ -61,6 +57,54 @@ def check_plain(view: memoryview, number: int) -> None:
                 raise IndexFileError(f"a buffer of {length} bytes at {offset} lies outside the file")
     except (struct.error, ValueError, OverflowError) as error:
         raise IndexFileError(f"it is not an Arrow file: {error}") from error
+
+
+def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
+    """First byte and end of what follows the record batches; raises IndexFileError for what is no Arrow file.
+
+    ``need`` has bytes of the file read or fetched before they are looked at.
+    """
+    if len(view) < _TAIL_BYTES:
+        raise IndexFileError("it is too short for an Arrow file")
+    need(len(view) - _TAIL_BYTES, len(view))
+    footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
+    if end != _END or not 0 < footer_bytes <= len(view) - _TAIL_BYTES:
+        raise IndexFileError("it does not end as an Arrow file does")
+    return len(view) - _TAIL_BYTES - footer_bytes, len(view)
+
+
+def batch_range(view: memoryview, number: int) -> tuple[int, int]:
+    """First byte and end of a record batch, as the footer states them; raises IndexFileError outside the file."""
+    try:
+        start, metadata_bytes, body_bytes = _block(view, number)
+    except (struct.error, ValueError, OverflowError) as error:
+        raise IndexFileError(f"it is not an Arrow file: {error}") from error
+    end = start + metadata_bytes + body_bytes
+    if min(start, metadata_bytes, body_bytes) < 0 or end > len(view):
+        raise IndexFileError(f"record batch {number} lies outside the file")
+    return start, end
+
+
+def footer_blocks(view: memoryview) -> tuple[int, int, int]:
+    """Where the footer of an Arrow file lists its record batches: first byte, number of entries, bytes of each."""
+    (footer_bytes,) = struct.unpack_from("<i", view, len(view) - _TAIL_BYTES)
+    first = len(view) - _TAIL_BYTES - footer_bytes
+    footer = view[first : len(view) - _TAIL_BYTES]
+    blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
+    return first + blocks, count, _BLOCK_BYTES
+
+
+def _block(view: memoryview, number: int) -> tuple[int, int, int]:
+    """Where a record batch is: first byte, bytes of its metadata, bytes of its body."""
+    footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
+    if end != _END:
+        raise IndexFileError("it does not end as an Arrow file does")
+    footer = view[len(view) - _TAIL_BYTES - footer_bytes : len(view) - _TAIL_BYTES]
+    blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
+    if not 0 <= number < count:
+        raise IndexFileError(f"it has no record batch {number}")
+    found: tuple[int, int, int] = struct.unpack_from("<qi4xq", footer, blocks + _BLOCK_BYTES * number)
+    return found
 
 
 def _root(data: memoryview) -> int:
@@ -100,7 +144,14 @@ def _most(values: NDArray[Any]) -> int:
     return int(values.view(f"u{values.itemsize}").max(initial=0))
 
 
-def check_spans(offset: NDArray[Any], length: NDArray[Any], shard: NDArray[Any], num_shards: int | None) -> None:
+def check_spans(
+    *,
+    num_shards: int | None,
+    offset: NDArray[Any] = _NONE,
+    length: NDArray[Any] = _NONE,
+    shard: NDArray[Any] = _NONE,
+    **_others: NDArray[Any],
+) -> None:
     """Raise IndexFileError for a span that is too long or begins before its shard, or for a shard that is not there."""
     if _most(length) > MAX_SAMPLE_BYTES:
         raise IndexFileError(f"a span of {_signed(_most(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}")
