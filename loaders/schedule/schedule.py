@@ -60,10 +60,9 @@ class Schedule(NamedTuple):
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
-        index, storage = source.dataset.index, source.storage
         numbers = RequestNumbers() if len(self.sources) > 1 else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
-        return RequestStream(index, storage.session(future_uses, uses_per_step), numbers)
+        return RequestStream(source.reader, source.storage.session(future_uses, uses_per_step), numbers)
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""

@@ -10,6 +10,7 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
+from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ class SampleReader:
     ) -> None:
         self._dataset = dataset
         self.storage = open_storage(dataset) if storage is None else storage
+        self._rig = Rig.of(dataset.manifest)
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
         self.lidars = [lidar.channel for lidar in dataset.manifest.lidars]
         self.channels = tuple(channels)
         self._fields = frozenset(channel.field for channel in channels)
-        self._rig = Rig.of(dataset.manifest)
+        whole = self.storage.needs_whole_spans
+        self._left_out = frozenset() if whole else frozenset(self._rig.fields) - self._fields
         self.needs_lidar = False
         """Whether a sample is bad where the first lidar has no pose."""
         self._wanted = frozenset(
@@ -67,8 +70,18 @@ class SampleReader:
 
     def fetch(self, index: int) -> FetchedSpan:
         """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
-        row = self._dataset.index.row(index)
+        row = self.row(index)
         return FetchedSpan(row, self.storage.span(index, row))
+
+    def row(self, index: int) -> IndexRow:
+        """The row of the index for the part of a sample that is read; raises OrderError outside the dataset.
+
+        Channels that are not selected are not in it: its span ends with the last member that may be read.
+        """
+        row = self._dataset.index.row(index)
+        if not self._left_out or is_framed(self._shard_name(row)):
+            return row
+        return row.without(self._left_out)
 
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member.

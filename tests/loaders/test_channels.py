@@ -12,16 +12,21 @@ import torch
 
 from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
 from fuelrail.loaders.batch import assemble, temporal
-from fuelrail.loaders.batch.channels import OWN_NAMES
+from fuelrail.loaders.batch.channels import OWN_NAMES, choose_channels
+from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
-from fuelrail.pipeline.errors import ConfigError, ManifestError, SchemaError, StateMismatchError
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, ManifestError, SchemaError, StateMismatchError
+from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import LIDAR, build_dataset
 from support.edits import reseal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from fuelrail.loaders.storage import StorageStats
 
 WORDS = Vocabulary("words", 1000)
 POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
@@ -80,11 +85,12 @@ def stored(name: str, row: int) -> Any:
     }[name]()  # fmt: skip
 
 
-def build(root: Path, channels: tuple[Channel, ...] = CHANNELS) -> Path:
+def build(root: Path, channels: tuple[Channel, ...] = CHANNELS, **options: Any) -> Path:
     def maker(name: str) -> Callable[[int], Any]:
         return lambda row: stored(name, row)
 
-    build_dataset(root, {"train": (8, 4)}, extra=[(channel, maker(channel.name)) for channel in channels])
+    extra = [(channel, maker(channel.name)) for channel in channels]
+    build_dataset(root, {"train": (8, 4)}, extra=extra, **options)
     return root
 
 
@@ -222,8 +228,9 @@ def test_a_transform_may_leave_other_things_in_their_place(root) -> None:
     assert batch["words"] == [0, 1, 0, 3]
 
 
-def test_a_batch_without_any_value_keeps_its_shapes(root) -> None:
-    order = OrderSpec(kind="sequential", subset=["clip-0000-000002", "clip-0001-000003"])
+def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:
+    (tmp_path / "keys.txt").write_text("clip-0000-000002\nclip-0001-000003\n")
+    order = OrderSpec(kind="sequential", subset=str(tmp_path / "keys.txt"))
     (batch,) = batches(loader(root, 2, order=order, transforms=AUGMENTED))
     assert batch["mask"].shape == (2, 32, 48)
     assert batch["mask"].dtype == torch.uint16
@@ -244,6 +251,65 @@ def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> No
     assert len(batches(loader(tmp_path / "d", channels=["radar"]))) == 3
     with pytest.raises(SchemaError, match=re.escape("channel 'occupancy' is uint8[8, 6]; the table has uint8[8, 7]")):
         batches(loader(tmp_path / "d", channels=["occupancy"]))
+
+
+def read(root: Path, names: list[str] | None, **options: Any) -> StorageStats:
+    """Read each sample once, as a loader that selects these channels does; returns what that took."""
+    dataset = open_dataset(root)
+    reader = SampleReader(dataset, storage=open_storage(dataset, **options), channels=choose_channels(dataset, names))
+    for number in range(len(dataset)):
+        assert len(reader.sample(number).images) == 2
+    return reader.storage.stats()
+
+
+@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, storage) -> None:
+    index = open_dataset(root).index
+    rows = [index.row(number) for number in range(len(index))]
+
+    def up_to(last: str) -> int:
+        ends = [max(m.offset + m.stored_bytes for m in row.members if m.name == last) for row in rows]
+        return sum(-(-end // 512) * 512 for end in ends)
+
+    whole = sum(row.length for row in rows)
+    nothing = read(root, None, backend=storage)
+    assert nothing.span_bytes == up_to(f"{LIDAR}.npy") < 0.7 * whole
+    assert nothing.request_bytes == (nothing.span_bytes if storage == "remote" else 0)
+    assert read(root, ["occupancy"], backend=storage).span_bytes == up_to("occupancy.npy") < whole
+    assert read(root, NAMES, backend=storage).span_bytes == whole
+    with loader(root, 12, channels=None, storage=storage) as made:
+        next(iter(made))
+        stats = made.stats().storage
+    assert stats.span_bytes < 0.7 * whole * stats.spans / len(rows)
+    if storage == "remote":  # what is cached serves loaders that select others
+        options = {"backend": "remote", "cache_dir": tmp_path / "cache"}
+        assert read(root, None, **options).request_bytes == whole
+        assert read(root, ["radar"], **options).cache_hits == len(rows)
+
+
+@pytest.mark.parametrize("layout", ["member", "none", "frame"])
+def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -> None:
+    build(tmp_path / "d", layout=layout)
+    chosen = {"channels": ["mask"], "storage": "pread"}
+    assert same(batches(loader(tmp_path / "d", **chosen)), batches(loader(root, **chosen)))
+    row = open_dataset(tmp_path / "d").index.row(1)
+    shard = tmp_path / "d" / ("train-000000.tar.zst" if layout == "frame" else "train-000000.tar")
+    for name, is_read in (("topics.npy", layout == "frame"), ("cam_back.jpg", True)):
+        entry = next(entry for entry in row.members if entry.name == name)
+        at = row.offset + min(entry.offset, row.length - 9)
+        data = bytearray(shard.read_bytes())
+        data[at] ^= 1
+        shard.write_bytes(data)
+        if is_read:
+            text = "checksum mismatch" if layout == "frame" else f"member '{name}': checksum mismatch"
+            with pytest.raises(ChecksumError, match=text):
+                batches(loader(tmp_path / "d", **chosen))
+        else:
+            assert len(batches(loader(tmp_path / "d", **chosen))) == 3
+        with pytest.raises(ChecksumError, match="checksum mismatch"):
+            batches(loader(tmp_path / "d", storage="pread"))
+        data[at] ^= 1
+        shard.write_bytes(data)
 
 
 def spoil(root: Path, name: str, **changes: Any) -> None:

@@ -171,7 +171,7 @@ def build_dataset(
                 ]
                 span = pack_sample(key, stored)
                 entries = tuple(
-                    MemberEntry(n, offset, len(s.data), len(members[n]), codec[n])
+                    MemberEntry(n, offset, len(s.data), len(members[n]), codec[n], xxhash.xxh3_64_intdigest(s.data))
                     for n, offset, s in zip(members, span.offsets, stored, strict=True)
                 )
                 joined = b"".join(span.pieces)
