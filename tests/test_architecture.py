@@ -38,13 +38,13 @@ MANY_METHODS = {
 MANY_PARAMETERS = {
     "bench/studies/loader/report.py build_loader_report": 10,
     "bench/studies/scale/report.py build_scale_report": 10,
-    "bench/trainer/loop.py train": 9,
     "loaders/loader.py DataLoader.__init__": 23,
     "sharding/api.py reshard": 9,
 }
 # Private names of other libraries that are used because there is no public way: ruff's SLF001, switched off there.
 PRIVATE_REACH = {
     "bench/gpu/base.py",
+    "bench/measure/memory.py",
     "bench/peers/torch_workers.py",
     "loaders/integrations/mmengine.py",
     "loaders/storage/clients.py",
@@ -73,6 +73,7 @@ SMALL = {
     "bench/trainer/experiment.py": "makes the loader of a run; the worker is about the process",
     "bench/trainer/gradients.py": "DDP refuses postponed annotations, so its hook needs a module without them",
     "loaders/storage/ranges.py": "pure arithmetic with property tests, apart from sessions and threads",
+    "pipeline/sample/notebook.py": "HTML apart from the reading of datasets",
     "sharding/write/dictionary.py": "a step of the run that belongs to what is written",
 }
 

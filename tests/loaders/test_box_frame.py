@@ -16,9 +16,9 @@ from pyquaternion import Quaternion
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.manifest import channel_table
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.transforms.ego import BevAugment
 from support.datasets import build_dataset

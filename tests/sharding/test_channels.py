@@ -16,9 +16,9 @@ from tests.support.edits import reseal
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms, World
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values, select
+from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL
 from fuelrail.pipeline.errors import ManifestError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.manifest import BOXES_CHANNEL
 from fuelrail.pipeline.rigid import rotation_matrices
 from fuelrail.sharding.api import reshard, shard, verify
 from fuelrail.sharding.demo.synth import synth

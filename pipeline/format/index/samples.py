@@ -47,16 +47,9 @@ _KINDS_KEPT: Final = 1 << 10
 _BATCHES_KEPT: Final = 1 << 14
 """Checked batches that are kept as Python objects of some 3 kB."""
 
-_MEMBER_TYPE = pa.struct(
-    [
-        ("name", pa.int16()),
-        ("codec", pa.int16()),
-        ("offset", pa.int64()),
-        ("stored_bytes", pa.int64()),
-        ("raw_bytes", pa.int64()),
-        ("xxh3", pa.uint64()),
-    ]
-)
+_INT64, _UINT64 = pa.int64(), pa.uint64()
+_MEMBER_NUMBERS: Final = {"offset": _INT64, "stored_bytes": _INT64, "raw_bytes": _INT64, "xxh3": _UINT64}
+_MEMBER_TYPE = pa.struct([("name", pa.int16()), ("codec", pa.int16()), *_MEMBER_NUMBERS.items()])
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
     pa.field("clip_id", pa.string(), nullable=False),
@@ -170,7 +163,7 @@ class IndexWriter:
         columns["num_members"] = [len(row.members) for row in rows]
         columns["members.name"] = [self._name_code[member.name] for member in members]
         columns["members.codec"] = [self._codec_code[member.codec] for member in members]
-        for name in ("offset", "stored_bytes", "raw_bytes", "xxh3"):
+        for name in _MEMBER_NUMBERS:
             columns[f"members.{name}"] = [getattr(member, name) for member in members]
         for name, values in columns.items():
             self._columns[name].append(values)
@@ -337,9 +330,8 @@ class SampleIndex:
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
-            np.add.at(totals[0], (name, codec), 1)
-            np.add.at(totals[1], (name, codec), stored)
-            np.add.at(totals[2], (name, codec), raw)
+            for total, amounts in zip(totals, (1, stored, raw), strict=True):
+                np.add.at(total, (name, codec), amounts)
         return totals
 
     def release(self) -> None:
