@@ -330,8 +330,9 @@ class SampleIndex:
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
             name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
-            for total, amounts in zip(totals, (1, stored, raw), strict=True):
-                np.add.at(total, (name, codec), amounts)
+            np.add.at(totals[0], (name, codec), 1)
+            np.add.at(totals[1], (name, codec), stored)
+            np.add.at(totals[2], (name, codec), raw)
         return totals
 
     def release(self) -> None:
