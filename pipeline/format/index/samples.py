@@ -40,7 +40,7 @@ __all__ = ["INDEX_FILE", "ROWS_PER_BATCH", "IndexRow", "IndexWriter", "MemberEnt
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
 ROWS_PER_BATCH: Final = 1 << 13
-"""Some 2.5 MB: the least that a reader at a URL fetches for a sample."""
+"""Some 3 MB: the least that a reader at a URL fetches for a sample."""
 _ROWS_PER_PART: Final = 1 << 10
 _KINDS_KEPT: Final = 1 << 10
 """Different lists of members that are remembered."""
