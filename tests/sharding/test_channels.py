@@ -116,7 +116,7 @@ def test_masks_lie_in_the_boxes_of_their_instances(drive) -> None:
 def test_other_tools_read_the_shards(drive) -> None:
     out = drive / "out"
     dataset = open_dataset(out)
-    name = dataset.shards.name(0)
+    (name, *_) = (entry.name for entry in dataset.shards)
     listed = subprocess.run(["tar", "tf", str(out / name)], check=True, capture_output=True, text=True).stdout.split()
     row = dataset.index.row(0)
     assert listed[: len(row.members)] == [f"{row.key}.{member.name}" for member in row.members]

@@ -12,12 +12,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -110,7 +112,7 @@ class TestMemory:
             open_dataset(tmp_path / "DS").index.row(0)
 
     @pytest.mark.parametrize(
-        "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS -o s.png", "reshard DS OUT"]
+        "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS --output s.png", "reshard DS OUT"]
     )
     def test_m2_four_members_of_480_mib_stay_within_a_gibibyte(self, case, tmp_path, words):
         place = case("zstd/four-allowed")
@@ -258,7 +260,12 @@ def test_l4_l5_reports_print_no_escapes(case):
 
 def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
-    os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
+    sizes = {"index.arrow": 1 << 30, "blocks.sha256": 32 * (1 + (1 << 10) + 1)}  # a digest for every MiB of a table
+    for name, size in sizes.items():
+        os.truncate(tmp_path / "DS" / name, size)
+    manifest = load_manifest(tmp_path / "DS")
+    files = tuple(msgspec.structs.replace(one, bytes=sizes.get(one.name, one.bytes)) for one in manifest.files)
+    (tmp_path / "DS" / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
     program = """
 import resource, sys
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -337,5 +344,5 @@ def endless():
 
 @pytest.mark.network
 def test_l2_a_manifest_without_end_over_http(endless):
-    with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 33554432 bytes"):
+    with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 16777216 bytes"):
         open_dataset(endless)
