@@ -101,7 +101,7 @@ class DataLoader:
             axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
         channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
-            out are not decoded.
+            out are not decoded, and a sample is fetched up to the last one selected.
         transforms: image size, augmentation, decoder, normalization, frame of the boxes.
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: restrict it to numpy and torch
