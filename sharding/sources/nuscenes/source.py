@@ -151,7 +151,7 @@ class NuScenesOptions(Settings, frozen=True):
         Meta(
             description="further channels to store, as a list: radar (all radars), can (CAN bus messages between "
             "keyframes), boxes2d (2-D boxes), tokens (tokens of the tables of each box), trajectories (past and future "
-            "of ego vehicle and boxes), description (text)"
+            "of ego vehicle and boxes), description (text), map (vectors of the map expansion about the ego vehicle)"
         ),
     ] = ()
     radar_sweeps: Annotated[

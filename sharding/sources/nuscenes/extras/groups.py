@@ -14,6 +14,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.nuscenes.extras.batch import Inline, inline
 from fuelrail.sharding.sources.nuscenes.extras.boxes2d import BoxTokens, ImageBoxes
 from fuelrail.sharding.sources.nuscenes.extras.can import CanBus, CanMessages
+from fuelrail.sharding.sources.nuscenes.extras.maps import Maps, MapWindow
 from fuelrail.sharding.sources.nuscenes.extras.radar import RadarFiles, Radars
 from fuelrail.sharding.sources.nuscenes.extras.trajectories import Trajectories
 
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
     from fuelrail.sharding.sources.scan_table import Reference
 
-Group = Literal["radar", "can", "boxes2d", "tokens", "trajectories", "description"]
+Group = Literal["radar", "can", "boxes2d", "tokens", "trajectories", "description", "map"]
 """Names that the option ``channels`` takes."""
 MADE: Final = "{"
 """Begins a reference that :func:`made` knows."""
-_DECODER: Final[msgspec.json.Decoder[Inline | RadarFiles | CanMessages]] = msgspec.json.Decoder(
-    Inline | RadarFiles | CanMessages
+_DECODER: Final[msgspec.json.Decoder[Inline | RadarFiles | CanMessages | MapWindow]] = msgspec.json.Decoder(
+    Inline | RadarFiles | CanMessages | MapWindow
 )
 
 
@@ -79,6 +80,7 @@ class Extras:
             "tokens": lambda: BoxTokens(has_boxes=has_boxes),
             "trajectories": lambda: Trajectories(spill, keyframes),
             "description": Descriptions,
+            "map": Maps,
         }
         self._groups = [make[name]() for name in make if name in chosen]
 
