@@ -125,8 +125,7 @@ def occupancy_grid(points: NDArray[np.float64], age_s: NDArray[np.float64], boxe
 
 def _inside(offset: NDArray[np.float64], turn: NDArray[np.float64], half: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which offsets (P, 3) from a box's centre are in it."""
-    found: NDArray[np.bool_] = (np.abs(offset @ turn) <= half).all(1)
-    return found
+    return np.asarray((np.abs(offset @ turn) <= half).all(1), np.bool_)
 
 
 def _centres_inside(
