@@ -29,6 +29,7 @@ GROUP: Final = "fuelrail.sources"
 _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+    "argoverse2": "fuelrail.sharding.sources.research.argoverse2:Argoverse2",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 
