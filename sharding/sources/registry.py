@@ -30,6 +30,7 @@ _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
     "argoverse2": "fuelrail.sharding.sources.research.argoverse2:Argoverse2",
+    "waymo": "fuelrail.sharding.sources.research.waymo.source:Waymo",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 
