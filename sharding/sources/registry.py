@@ -33,6 +33,7 @@ _BUILT_IN: Final = {
     "kitti": "fuelrail.sharding.sources.research.kitti.raw:Kitti",
     "kitti_object": "fuelrail.sharding.sources.research.kitti.object:KittiObject",
     "waymo": "fuelrail.sharding.sources.research.waymo.source:Waymo",
+    "waymo_v2": "fuelrail.sharding.sources.research.waymo.parquet:WaymoParquet",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 

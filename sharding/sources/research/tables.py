@@ -53,7 +53,7 @@ def read_feather(files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
 
 
 def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
-    """Columns of a table by name, cast where no value changes; texts are arrays of objects.
+    """Columns of a table by name, cast where no value changes; texts are arrays of objects, lists are rows.
 
     Raises SourceError, naming ``where``, for a column that is missing, has nulls, or is of a type that does not go:
     floating-point numbers are never taken for integers, because times in nanoseconds do not fit into them.
@@ -72,7 +72,11 @@ def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> di
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
             raise SourceError(f"{where}: column '{name}' is {column.type}, wanted is {wanted}: {text}") from error
-        found[name] = values.to_numpy() if values.num_chunks else np.empty(0, wanted.to_pandas_dtype())
+        if pa.types.is_fixed_size_list(wanted):
+            parts = [chunk.flatten().to_numpy() for chunk in values.chunks]
+            found[name] = np.concatenate([np.empty(0), *parts]).reshape(-1, wanted.list_size)
+        else:
+            found[name] = values.to_numpy() if values.num_chunks else np.empty(0, wanted.to_pandas_dtype())
     return found
 
 

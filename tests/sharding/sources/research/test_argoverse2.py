@@ -19,6 +19,7 @@ from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.research.argoverse2 import RING, matched
 from support.shared_data import shared_data
+from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import ego_at, samples_of
 
@@ -86,7 +87,7 @@ def write_log(folder, clip, late_ns=0) -> None:
     (folder / "map" / f"log_map_archive_{clip.name}____PIT_city_31785.json").write_text("{}")
 
 
-class TestArgoverse2(SourceSuite):
+class TestArgoverse2(AtUrl, SourceSuite):
     kind = "argoverse2"
     options: ClassVar = {"match": "nearest"}
 

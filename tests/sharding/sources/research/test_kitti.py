@@ -16,6 +16,7 @@ from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.sources.research.kitti.raw import EDGE_NS, with_edges
 from support.kitti_files import FIRST, as_kitti, write_drive, write_object
 from support.shared_data import shared_data
+from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of, turn
 
@@ -27,7 +28,7 @@ def kitti_world(**changes):
     return as_kitti(make_world(**{"lidars": ("velodyne",), **changes}))
 
 
-class TestKitti(SourceSuite):
+class TestKitti(AtUrl, SourceSuite):
     kind = "kitti"
     compare: ClassVar = {"pose_m": 1e-3}
 
@@ -40,7 +41,7 @@ class TestKitti(SourceSuite):
         return str(root)
 
 
-class TestKittiObject(SourceSuite):
+class TestKittiObject(AtUrl, SourceSuite):
     kind = "kitti_object"
     options: ClassVar = {"right": True}
     compare = None  # there are no times and poses

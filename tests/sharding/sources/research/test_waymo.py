@@ -15,12 +15,13 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from support.shared_data import shared_data
+from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import samples_of
 from support.waymo_files import CAMERAS, field, frame_message, image_message, message, record, write_segment
 
 
-class TestWaymo(SourceSuite):
+class TestWaymo(AtUrl, SourceSuite):
     kind = "waymo"
 
     def world(self, **changes):
