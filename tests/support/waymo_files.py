@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import struct
+import zlib
 
 import google_crc32c
 import numpy as np
+from scipy.spatial.transform import Rotation
 
-from support.source_world import OPTICAL
+from support.source_world import OPTICAL, WorldSweep
 
 CAMERAS = {"cam_front": 1, "cam_front_left": 2, "cam_front_right": 3, "cam_side_left": 4, "cam_side_right": 5}
 TYPES = {"vehicle": 1, "pedestrian": 2}
@@ -67,7 +70,56 @@ def context(name, frame, without=()) -> bytes:
                 (3, transform(to_camera_axes(image.cam2ego))), (4, image.size[0]), (5, image.size[1]), (6, 2),
             ))  # fmt: skip
     stats = message((2, "Night"), (3, "location_sf"), (4, "rain"))
-    return message((1, name), *((2, one) for one in calibrations), (4, stats))
+    return message(
+        (1, name), *((2, one) for one in calibrations), *((3, one) for one in LASERS.values()), (4, stats)
+    )  # fmt: skip
+
+
+TOP_MOUNT, FRONT_MOUNT = np.eye(4), np.eye(4)
+TOP_MOUNT[:3, :3], TOP_MOUNT[:3, 3] = Rotation.from_euler("z", 2.6).as_matrix(), (1.4, 0, 2.2)
+FRONT_MOUNT[:3, 3] = 4, 0, 0.7
+INCLINATIONS = (-0.3, -0.2, -0.05, 0.04)
+LASERS = {
+    1: message((1, 1), *((2, value) for value in INCLINATIONS), (5, transform(TOP_MOUNT))),
+    2: message((1, 2), (3, -0.4), (4, 0.2), (5, transform(FRONT_MOUNT))),
+}
+
+
+def add_sweep(frame) -> None:
+    """Give a frame range images, and the points that they are, worked out pixel by pixel."""
+    rng = np.random.default_rng(frame.timestamp_ns // 1_000_000)
+    points, frame.lasers = [], []
+    late = frame.ego2global.copy()
+    late[:3, 3] += (0.5, -0.25, 0.125)
+    for number, (rows, columns), mount in ((1, (4, 8), TOP_MOUNT), (2, (2, 3), FRONT_MOUNT)):
+        image = rng.uniform(1, 60, (rows, columns, 4)).astype(np.float32)
+        image[0, 1] = -1
+        yaw, pitch, roll = Rotation.from_matrix(late[:3, :3]).as_euler("ZYX")
+        poses = np.tile(np.array([roll, pitch, yaw, *late[:3, 3]], np.float32), (rows, columns, 1))
+        for row in range(rows):
+            inclination = INCLINATIONS[rows - 1 - row] if number == 1 else -0.4 + 0.6 * (rows - row - 0.5) / rows
+            for column in range(columns):
+                distance = float(image[row, column, 0])
+                if distance < 0:
+                    continue
+                azimuth = math.pi * (2 * (columns - column - 0.5) / columns - 1) - math.atan2(mount[1, 0], mount[0, 0])
+                in_lidar = [
+                    distance * math.cos(azimuth) * math.cos(inclination),
+                    distance * math.sin(azimuth) * math.cos(inclination), distance * math.sin(inclination), 1,
+                ]  # fmt: skip
+                in_ego = mount @ in_lidar
+                if number == 1:
+                    in_ego = np.linalg.inv(frame.ego2global) @ late @ in_ego
+                points.append([*in_ego[:3], *image[row, column, 1:3]])
+        images = [(2, matrix(image)), *([(4, matrix(poses))] if number == 1 else [])]
+        frame.lasers.append(message((1, number), (2, message(*images))))
+    frame.sweeps = {"lidar": WorldSweep(np.array(points, np.float32), frame.timestamp_ns, np.eye(4), frame.ego2global)}
+
+
+def matrix(values) -> bytes:
+    """A compressed MatrixFloat."""
+    shape = message(*((1, size) for size in values.shape))
+    return zlib.compress(message((1, values.tobytes()), (2, shape)))
 
 
 def image_message(camera, image) -> bytes:
@@ -96,7 +148,7 @@ def frame_message(name, frame, *, boxes=True, **options) -> bytes:
     return message(
         (1, context(name, frame, **options)), (2, frame.timestamp_ns // 1000), (3, transform(frame.ego2global)),
         *((4, image_message(camera, image)) for camera, image in frame.images.items()),
-        (5, message((1, 1), (2, bytes(3000)))), *((6, label) for label in labels), (9, bytes(500)),
+        *((5, laser) for laser in getattr(frame, "lasers", ())), *((6, label) for label in labels), (9, bytes(500)),
     )  # fmt: skip
 
 

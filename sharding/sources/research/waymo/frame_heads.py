@@ -70,13 +70,14 @@ class ImageHead(NamedTuple):
 
 
 class FrameHead(NamedTuple):
-    """A frame; ``context`` are the bytes of the message, ``labels`` a message each."""
+    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images."""
 
     timestamp_us: int
     pose: tuple[float, ...]
     context: bytes
     images: list[ImageHead]
     labels: list[bytes]
+    laser_bytes: int
 
 
 def read_frame(window: Window, record: Record, context: bytes | None) -> FrameHead:
@@ -99,7 +100,7 @@ def read_frame(window: Window, record: Record, context: bytes | None) -> FrameHe
 
 
 def _read(window: Window, record: Record, context: bytes | None) -> FrameHead:
-    time, pose, images, labels = -1, None, [], []
+    time, pose, images, labels, laser_bytes = -1, None, [], [], 0
     for field in field_places(window, record.start, record.end):
         if field.number == _FRAME_CONTEXT:
             _expect(field, BYTES, "context")
@@ -117,13 +118,16 @@ def _read(window: Window, record: Record, context: bytes | None) -> FrameHead:
             _expect(field, BYTES, "images")
             image = _image(window, field)
             images += [] if image is None else [image]
+        elif field.number == _FRAME_LASERS:
+            _expect(field, BYTES, "lasers")
+            laser_bytes += field.end - field.start
         elif field.number == _FRAME_LABELS:
             _expect(field, BYTES, "laser_labels")
             labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
     if context is None or time <= 0 or pose is None:
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
-    return FrameHead(time, pose, context, images, labels)
+    return FrameHead(time, pose, context, images, labels, laser_bytes)
 
 
 def _expect(field: FieldPlace, wire: int, name: str) -> None:

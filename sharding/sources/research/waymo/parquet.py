@@ -175,6 +175,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                 )
             if not stamps[row] > 0:
                 raise SourceError(f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}")
+            exposure_ns, readout_ns = shutter_times(*shutters[row])
             found.setdefault(time, {})[channel(CAMERAS[camera])] = Image(
                 ref=f"{name}@{row}",
                 timestamp_ns=microseconds(stamps[row]) * 1000,
@@ -189,7 +190,8 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                 dist=lens.dist,
                 dist_model="opencv_radtan",
                 rolling_shutter=lens.shutter,
-                **shutter_times(*shutters[row]),
+                exposure_ns=exposure_ns,
+                readout_ns=readout_ns,
             )
         return found
 
@@ -203,7 +205,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                 for column in range(about.num_columns)
                 if about.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
             ]
-            return max(sum(sizes) // max(about.num_rows, 1), 1)
+            return int(max(sum(sizes) // max(about.num_rows, 1), 1))
 
     def _boxes(self, files: Mapping[str, str]) -> dict[int, LabelColumns] | None:
         """By time of the frame [us]; None where the segment is not labelled."""

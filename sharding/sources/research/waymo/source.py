@@ -15,7 +15,8 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors
+from fuelrail.pipeline.format.manifest import LidarEntry
+from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.waymo.frame_heads import (
     CAMERAS,
@@ -25,14 +26,19 @@ from fuelrail.sharding.sources.research.waymo.frame_heads import (
     read_frame,
     read_labels,
 )
+from fuelrail.sharding.sources.research.waymo.range_images import POINT_COLUMNS, frame_points
 from fuelrail.sharding.sources.research.waymo.records import opened, records
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration, FrameHead
+    from numpy.typing import NDArray
 
+    from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration, FrameHead
+    from fuelrail.sharding.sources.research.waymo.records import Record
+
+LIDAR: Final = "lidar"
 SPLITS: Final = {"training": "train", "validation": "val", "testing": "test"}
 """Folder to split."""
 _SEGMENT: Final = re.compile(r"(?:individual_files_\w+?_)?segment-(.+?)(?:_with_camera_labels)?\Z")
@@ -70,8 +76,8 @@ class Waymo(FrameSource[WaymoFileSettings]):
     license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
-        """The five cameras in the order of their numbers."""
-        return rig()
+        """The five cameras in the order of their numbers, and the five lidars as one."""
+        return rig()._replace(lidars=[LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
 
     def category_names(self) -> tuple[str, ...]:
         """Types of labels, without the unknown one."""
@@ -113,7 +119,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
                                 f"{place}: record {record.number} is of {segment}, those before of {first}"
                             )
                         first, context = segment, head.context
-                    frames.append(self._frame(name, head, cameras, stats))
+                    frames.append(self._frame(name, record, head, cameras, stats))
                 except ValueError as error:
                     raise SourceError(f"{place}: record {record.number}: {error}") from error
         if not any(frame.images for frame in frames):
@@ -121,12 +127,25 @@ class Waymo(FrameSource[WaymoFileSettings]):
         is_labelled = any(frame.boxes is not None and len(frame.boxes.category) for frame in frames)
         return iter(frames if is_labelled else [msgspec.structs.replace(frame, boxes=None) for frame in frames])
 
-    def _frame(self, file: str, head: FrameHead, cameras: dict[str, CameraCalibration], stats: dict[str, str]) -> Frame:
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 5) first returns of all lidars; reads the whole record."""
+        return frame_points(bytes(self.open(ref)), f"file '{self.files.shown}/{ref}'")
+
+    def _frame(
+        self,
+        file: str,
+        record: Record,
+        head: FrameHead,
+        cameras: dict[str, CameraCalibration],
+        stats: dict[str, str],
+    ) -> Frame:
+        pose = np.array(head.pose).reshape(4, 4)
         images = {}
         for image in head.images:
             found = cameras.get(image.name)
             if found is None:
                 raise ValueError(f"the camera {image.name} has no calibration; the context has {', '.join(cameras)}")
+            exposure_ns, readout_ns = shutter_times(image.shutter, image.trigger, image.done)
             images[channel(image.name)] = Image(
                 ref=f"{file}#{image.offset}+{image.num_bytes}",
                 timestamp_ns=microseconds(image.pose_timestamp) * 1000,
@@ -139,13 +158,22 @@ class Waymo(FrameSource[WaymoFileSettings]):
                 dist=found.dist,
                 dist_model="opencv_radtan",
                 rolling_shutter=found.shutter,
-                **shutter_times(image.shutter, image.trigger, image.done),
+                exposure_ns=exposure_ns,
+                readout_ns=readout_ns,
             )
         labels = read_labels(head.labels, camera_synced=self.given.boxes == "camera_synced")
+        sweep = Sweep(
+            ref=f"{file}#{record.start}+{record.end - record.start}",
+            timestamp_ns=head.timestamp_us * 1000,
+            lidar2ego=np.eye(4),
+            ego2global=pose,
+            num_bytes=head.laser_bytes,
+        )
         return Frame(
             timestamp_ns=head.timestamp_us * 1000,
-            ego2global=np.array(head.pose).reshape(4, 4),
+            ego2global=pose,
             images=images,
+            sweeps={LIDAR: sweep} if head.laser_bytes else {},
             boxes=box_rows(labels),
             attributes=weather_columns(stats),
         )
@@ -166,11 +194,11 @@ def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def shutter_times(shutter: float, trigger: float, done: float) -> dict[str, int | None]:
-    """``exposure_ns`` and ``readout_ns``: what passes from trigger to done is both (``dataset.proto``)."""
+def shutter_times(shutter: float, trigger: float, done: float) -> tuple[int | None, int | None]:
+    """Exposure and read-out [ns]: what passes from trigger to done is both (``dataset.proto``)."""
     exposure, span = round(shutter * 1e9) if shutter > 0 else None, done - trigger
     readout = microseconds(span - shutter) * 1000 if exposure is not None and span > shutter else None
-    return {"exposure_ns": exposure, "readout_ns": readout}
+    return exposure, readout
 
 
 def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:

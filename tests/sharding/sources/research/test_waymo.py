@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
+from typing import ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,16 +20,28 @@ from support.shared_data import shared_data
 from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
 from support.source_world import samples_of
-from support.waymo_files import CAMERAS, field, frame_message, image_message, message, record, write_segment
+from support.waymo_files import (
+    CAMERAS,
+    add_sweep,
+    field,
+    frame_message,
+    image_message,
+    matrix,
+    message,
+    record,
+    write_segment,
+)
 
 
 class TestWaymo(AtUrl, SourceSuite):
     kind = "waymo"
+    compare: ClassVar = {"points_m": 1e-4}
 
     def world(self, **changes):
         sizes = {name: (64, 48) if number < 4 else (64, 32) for name, number in CAMERAS.items()}
         world = super().world(**{"cameras": sizes, "lidars": (), **changes})
         for _, _, frame in world.frames():
+            add_sweep(frame)
             for box in frame.boxes:
                 box.category = {"car": "vehicle"}.get(box.category, box.category)
         return world
@@ -111,6 +125,31 @@ def test_boxes_when_a_camera_sees_them(tmp_path):
     file, _ = one_segment(tmp_path)
     assert scanned(file).report.boxes == 12
     assert scanned(file, boxes="camera_synced").report.boxes == 8, "one box of each frame is seen by no camera"
+
+
+def test_points_of_a_damaged_range_image(tmp_path):
+    file, world = one_segment(tmp_path)
+    frame = world.clips[0].frames[0]
+    for laser, text in (
+        (message((1, 1), (2, message((2, b"no zlib")))), "range images cannot be read"),
+        (message((1, 1), (2, message((2, zlib.compress(bytes(99)))))), "range images cannot be read"),
+        (message((1, 1), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))), "4 inclinations for 2 rows"),
+        (message((1, 4), (2, message((2, matrix(np.ones((2, 2, 4), np.float32)))))), "lidar 4 has no calibration"),
+    ):
+        frame.lasers = [laser]
+        file.write_bytes(record(frame_message("one", frame)))
+        source = make_source(SourceSpec("waymo", str(file), {}))
+        (found,) = source.frames(next(iter(source.clips())))
+        with pytest.raises(SourceError, match=text):
+            source.points(found.sweeps["lidar"].ref)
+
+
+def test_a_file_without_range_images_has_no_sweeps(tmp_path):
+    file, world = one_segment(tmp_path)
+    frame = world.clips[0].frames[0]
+    frame.lasers = [b""] * 5
+    file.write_bytes(record(frame_message("one", frame)))
+    assert scanned(file).report.masked == {"lidar": {"no sweep": 1}}
 
 
 def test_without_labels_nothing_is_labelled(tmp_path):
