@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
@@ -34,7 +35,6 @@ from fuelrail.pipeline.format.manifest import (
     Lineage,
     Manifest,
     SplitEntry,
-    channel_table,
     decode_manifest,
     encode_manifest,
 )

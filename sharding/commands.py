@@ -188,14 +188,14 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 def _configure_log(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, PrintOptions)
 
 
 def _run_log(args: argparse.Namespace) -> int:
     from fuelrail.sharding.verify.catalogue import dataset_log
 
     report = dataset_log(args.dataset)
-    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
     return 0
 
 
@@ -203,14 +203,14 @@ def _configure_diff(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare two datasets by manifests and tables. Shards are not read."
     parser.add_argument("a", metavar="DATASET", help=_DATASET)
     parser.add_argument("b", metavar="OTHER", help="the dataset to compare it with")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, PrintOptions)
 
 
 def _run_diff(args: argparse.Namespace) -> int:
     from fuelrail.sharding.verify.catalogue import dataset_diff
 
     report = dataset_diff(args.a, args.b)
-    sys.stdout.write(report.as_json() if args.json else report.as_text())
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
     return 0
 
 

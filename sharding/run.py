@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.channels.selection import check_table
+from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.format.index.blocks import BlockFile
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, CameraEntry, Manifest, channel_table, load_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_manifest
 from fuelrail.pipeline.format.rules import Rig
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.engines.local import LocalEngine

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fuelrail.bench.gpu.base import (
     CheckFailed,
@@ -23,7 +24,8 @@ from fuelrail.bench.gpu.base import (
 )
 from fuelrail.bench.gpu.images import cameras
 from fuelrail.bench.measure.machine import usable_cpus
-from fuelrail.bench.trainer.resnet import ResNet50
+from fuelrail.bench.trainer.models.resnet import ResNet
+from fuelrail.bench.trainer.models.settings import ResNetSettings
 from fuelrail.loaders import StaticBatches, Transforms
 
 if TYPE_CHECKING:
@@ -140,14 +142,15 @@ def contention(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
 
     Median and 99th percentile, by events. At the demand of a trainer the median may rise by 5 %.
     """
-    model = ResNet50().to(bench.device).eval()
-    images = torch.zeros(bench.pick(64, 1), 3, bench.pick(224, 64), bench.pick(224, 64), device=bench.device)
-    images = images.contiguous(memory_format=torch.channels_last)
+    resnet = ResNet(ResNetSettings())
+    model = nn.Sequential(resnet.stem, *resnet.blocks).to(bench.device).eval()
+    side = bench.pick(224, 64)
+    images = torch.zeros(bench.pick(64, 1), 1, 3, side, side, dtype=torch.uint8, device=bench.device)
 
     def step() -> tuple[Mark, Mark]:
         start = Mark(bench)
         with torch.no_grad(), torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
-            model.backbone(images)
+            model(images)
         return start, Mark(bench)
 
     for _ in range(bench.pick(10, 1)):

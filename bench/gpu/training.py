@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.gpu.base import CheckFailed, make_loader, require_dali, train
 from fuelrail.bench.gpu.images import cameras
-from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
-from fuelrail.bench.trainer.settings import MODELS
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,8 +118,7 @@ def no_wait_in_a_step(bench: Bench, facts: dict[str, Any], decoder: str) -> None
     The loader works beside the steps; torch warns of each wait of any thread, and those of the loader's own threads,
     which must wait for their copies, are counted only.
     """
-    settings = MODELS[bench.pick("base", "light")]
-    model = BevOccupancy(settings).to(bench.device)
+    model = build_model(MODELS[bench.pick("base", "light")]).to(bench.device)
     optimiser = torch.optim.AdamW(model.parameters())
     waits: dict[str, int] = {}
     places: list[str] = []
@@ -145,7 +144,7 @@ def no_wait_in_a_step(bench: Bench, facts: dict[str, Any], decoder: str) -> None
             # The first steps may: kernels are chosen, memory is reserved.
             if bench.on_gpu and number == 2:
                 torch.cuda.set_sync_debug_mode("warn")
-            inputs = tuple(tensor.to(bench.device, non_blocking=True) for tensor in model_inputs(batch, settings))
+            inputs = tuple(tensor.to(bench.device, non_blocking=True) for tensor in model.inputs(batch))
             with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
                 loss = model(*inputs)
             loss.backward()
@@ -167,12 +166,12 @@ def ranks_of_one(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
     try:
         ones = torch.ones(4, device=bench.device)
         dist.all_reduce(ones)
-        settings = MODELS["light"]
+        network = build_model(MODELS["light"]).to(bench.device)
         devices = [bench.device] if bench.on_gpu else None
-        model = DistributedDataParallel(BevOccupancy(settings).to(bench.device), device_ids=devices)
+        model = DistributedDataParallel(network, device_ids=devices)
         with make_loader(bench, bench.dataset, 2, decoder) as loader:
             for batch in itertools.islice(loader, 2):
-                model(*(tensor.to(bench.device) for tensor in model_inputs(batch, settings))).backward()
+                model(*(tensor.to(bench.device) for tensor in network.inputs(batch))).backward()
         facts |= {"backend": backend, "all_reduce": ones.tolist()}
     finally:
         dist.destroy_process_group()

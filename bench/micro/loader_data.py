@@ -13,11 +13,12 @@ import pyarrow as pa
 from fuelrail.bench.micro.decode import SOURCE_WH, made_image
 from fuelrail.bench.micro.made_dataset import MadeSample, write_made_dataset
 from fuelrail.bench.micro.metadata import CHANNELS, sample_members
+from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, ROWS_PER_BATCH, write_index
 from fuelrail.pipeline.format.index.tables import write_tables
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, CameraEntry, channel_table, encode_manifest
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
 from fuelrail.sharding.write.packer import RawMember
 

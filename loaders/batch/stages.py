@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.loaders.schedule.prefetch import RequestStream
     from fuelrail.loaders.storage import StorageStats
-    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, StageClock

@@ -7,30 +7,30 @@ import itertools
 import re
 from collections import Counter
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from fuelrail.pipeline.channels.selection import check_table
-from fuelrail.pipeline.channels.table import MAX_CHANNELS, ArraySpec, Channel, Law
-from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
-from fuelrail.pipeline.sample.schema import (
-    BOXES,
-    GEOMETRY,
-    IMAGE_EXTENSIONS,
-    META,
-    POINTS_EXTENSION,
-    Boxes,
-    array_specs,
+from fuelrail.pipeline.channels.sensors import (
+    BOXES_CHANNEL,
+    CAMERA,
+    LIDAR,
+    CameraEntry,
+    LidarEntry,
+    camera_channel,
+    lidar_channel,
 )
+from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel
+from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, META
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
@@ -52,10 +52,6 @@ _MAX_NAMES: Final = 1 << 15
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
 WORK_FOLDER: Final = ".fuelrail"
 
-CAMERA: Final = "camera"
-LIDAR: Final = "lidar"
-"""Sensors whose channels every reader knows."""
-
 
 class FileEntry(Settings, frozen=True):
     """A file of the dataset other than a shard and its listing for DALI: size and SHA-256 (hex)."""
@@ -73,22 +69,6 @@ class SplitEntry(Settings, frozen=True):
     first_shard: int
     num_shards: int
     num_clips: int
-
-
-class CameraEntry(Settings, frozen=True):
-    """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
-
-    channel: str
-    source_name: str
-    sizes: tuple[tuple[int, int], ...]
-
-
-class LidarEntry(Settings, frozen=True):
-    """One lidar of the table: its channel, the source's name, and the names of the columns of its points."""
-
-    channel: str
-    source_name: str
-    columns: tuple[str, ...]
 
 
 class Ancestor(Settings, frozen=True):
@@ -199,85 +179,6 @@ class Manifest(Settings, frozen=True):
     def extra_channels(self) -> tuple[Channel, ...]:
         """The channels other than cameras, lidars and boxes."""
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
-
-
-def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
-    """The entry of a camera in the table of channels; ``extension`` is that of most of its images."""
-    return Channel(
-        name=camera.channel,
-        kind="image",
-        field=f"{camera.channel}.{extension}",
-        law=Law("image", camera=camera.channel, interpolation="linear"),
-        dtype="uint8",
-        axes=("height", "width", "colour"),
-        shape=(None, None, 3),
-        frame=f"image:{camera.channel}",
-        sensor=CAMERA,
-        sizes=camera.sizes,
-        optional=True,
-        source_name=camera.source_name,
-    )
-
-
-def lidar_channel(lidar: LidarEntry) -> Channel:
-    """The entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
-    return Channel(
-        name=lidar.channel,
-        kind="points",
-        field=f"{lidar.channel}.{POINTS_EXTENSION}",
-        law=Law("ego_points", roles={"positions": (lidar.columns[:3],)}),
-        dtype="float32",
-        axes=("point", "column"),
-        shape=(None, len(lidar.columns)),
-        columns=lidar.columns,
-        frame=f"sensor:{lidar.channel}",
-        sensor=LIDAR,
-        allows_nan=True,
-        allows_inf=True,
-        optional=True,
-        source_name=lidar.source_name,
-    )
-
-
-BOXES_CHANNEL: Final = Channel(
-    name="boxes",
-    kind="ragged",
-    field=BOXES,
-    law=Law(
-        "ego_boxes",
-        roles={"boxes": (("boxes3d",),), "vectors": (("velocity",),), "rotations": (("rotation_wxyz",),)},
-    ),
-    arrays=tuple(
-        ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
-        for name, dtype, shape in array_specs(Boxes)
-    ),
-    frame="ego",
-    allows_nan=True,
-    optional=True,
-)
-"""The entry of the 3-D annotations in the table of channels."""
-
-
-def channel_table(
-    cameras: Sequence[CameraEntry],
-    lidars: Sequence[LidarEntry],
-    extra: Sequence[Channel] = (),
-    fields: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Channel, ...]:
-    """The table of a dataset: cameras in rig order, lidars, boxes, then other channels.
-
-    ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where they are among
-    them, and a camera without any ``.jpg`` has ``.png``.
-    """
-    names = [camera.channel for camera in cameras]
-    png = {name for name in names if f"{name}.png" in fields and f"{name}.jpg" not in fields}
-    channels = [
-        *(camera_channel(camera, "png" if camera.channel in png else "jpg") for camera in cameras),
-        *map(lidar_channel, lidars),
-        *((BOXES_CHANNEL,) if BOXES in fields else ()),
-        *extra,
-    ]
-    return tuple(msgspec.structs.replace(one, codec=fields.get(one.field, "")) for one in channels)
 
 
 def _lacks_poses(provenance: object) -> bool:

@@ -14,8 +14,8 @@ from fuelrail.pipeline.format.manifest import Lineage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.settings import Settings
     from fuelrail.sharding.sources.scan_report import ScanReport

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
@@ -20,11 +21,9 @@ from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    CameraEntry,
     FileEntry,
     Manifest,
     SplitEntry,
-    channel_table,
     decode_manifest,
     encode_manifest,
 )

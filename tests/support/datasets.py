@@ -9,6 +9,7 @@ import numpy as np
 import simplejpeg
 import xxhash
 
+from fuelrail.pipeline.channels.sensors import CameraEntry, LidarEntry, channel_table
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
@@ -19,12 +20,9 @@ from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    CameraEntry,
-    LidarEntry,
     Lineage,
     Manifest,
     SplitEntry,
-    channel_table,
     encode_manifest,
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample

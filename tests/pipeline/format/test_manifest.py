@@ -12,24 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.manifest import (
-    BOXES_CHANNEL,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
     Ancestor,
-    CameraEntry,
     FileEntry,
-    LidarEntry,
     Lineage,
     Manifest,
     SplitEntry,
-    camera_channel,
     decode_manifest,
     encode_manifest,
     fingerprint,
-    lidar_channel,
     load_manifest,
 )
 

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fuelrail.bench.trainer.gradients import data_parallel
+from fuelrail.bench.trainer.strategies.data_parallel import data_parallel
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 
 
 class Listener:
@@ -21,7 +22,7 @@ class Listener:
     def gradients_ready(self, share):
         self.heard.append(share)
 
-    def all_reduce_started(self):
+    def all_reduce_started(self, num_bytes):
         self.heard.append("start")
 
     def all_reduce_finished(self):
@@ -43,7 +44,7 @@ def network():
 @pytest.mark.usefixtures("one_rank")
 def test_gradients_are_those_of_the_plain_model_and_buckets_are_told_in_order():
     plain, listener = network(), Listener()
-    wrapped = data_parallel(network(), listener)
+    wrapped = data_parallel(network(), listener, ParallelSettings())
     inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
     for number in range(3):
         listener.heard.clear()
@@ -62,7 +63,7 @@ def test_gradients_are_those_of_the_plain_model_and_buckets_are_told_in_order():
 @pytest.mark.usefixtures("one_rank")
 def test_nothing_is_reduced_while_gradients_accumulate():
     listener = Listener()
-    wrapped = data_parallel(network(), listener)
+    wrapped = data_parallel(network(), listener, ParallelSettings())
     for reduces in (False, True):
         with nullcontext() if reduces else wrapped.no_sync():
             wrapped(torch.ones(2, 32)).sum().backward()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.cuda import count_training_flop
-from fuelrail.bench.trainer.resnet import ResNet50
+from fuelrail.bench.trainer.models.resnet import ResNet
+from fuelrail.bench.trainer.models.settings import MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -21,16 +22,16 @@ def inputs(batch, cameras, size, label):
 
 
 def test_it_is_resnet_50():
-    model = ResNet50()
+    model = ResNet(MODELS["resnet50"])
     # torchvision's has 25,557,032 parameters with a head of 1000 classes.
-    assert sum(p.numel() for p in model.parameters()) == 25_557_032 - 2048 * 1000 - 1000 + 2048 + 1
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032 - 2049 * 1000 + 2049 * 10
     # 4.09 G multiply-adds an image at 224, thrice that in training but for the first layer's input: per 64x64 image.
     flop = count_training_flop(model, inputs(2, 1, 64, 1)) / 2
     assert 0.95 < flop / (3 * 2 * 4.09e9 * (64 / 224) ** 2) < 1.02
 
 
 def test_absent_cameras_and_padding_do_not_count():
-    model = ResNet50().eval()
+    model = ResNet(MODELS["resnet50"]).eval()
     images = list(inputs(2, 2, 32, 1))
     images[1] = torch.tensor([[1, 0], [1, 1]], dtype=torch.uint8)
     images[5] = torch.tensor([1.0, 0.0])

@@ -1,9 +1,9 @@
-"""The reference model: cameras to a bird's-eye grid of occupied cells, small, and a true user of the geometry.
+"""What the camera models share: their inputs, pixels, rays, and a head that says which cells of a grid hold a box.
 
-A shared convolutional backbone turns each camera into feature tokens; each token carries the ray of its pixel in the
-ego frame (from the batch's intrinsics and extrinsics, as PETR embeds positions); the cells of a coarse grid around
-the vehicle attend to all tokens of all cameras; a linear layer says whether a box has its centre in the cell. The
-loss (binary cross-entropy) falls when images, geometry and boxes belong together.
+Each token of a feature map carries the ray of its pixel in the ego frame (from the batch's intrinsics and extrinsics,
+as PETR embeds positions, arXiv 2203.05625); the cells of a grid around the vehicle attend to all tokens of all cameras;
+a linear layer says whether a box has its centre in the cell. The loss (binary cross-entropy) falls when images,
+geometry and boxes belong together.
 
 Letters in shape comments: B samples, N cameras, C channels, H W pixels, h w feature cells, T tokens, G grid cells.
 """
@@ -15,56 +15,68 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from fuelrail.bench.trainer.models.staged import mean_over_samples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from fuelrail.bench.trainer.settings import ModelSettings
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 # ImageNet statistics of 0..255 RGB, as everybody's pretrained backbones expect.
 _MEAN = (123.675, 116.28, 103.53)
 _STD = (58.395, 57.12, 57.375)
-_STEM_STRIDE = 4
 
 
-class BevOccupancy(nn.Module):
-    """Multi-camera images and their geometry to the loss of an occupancy grid; see the module's docstring."""
+class Pixels(nn.Module):
+    """uint8 images [B, N, 3, H, W] to normalised pixels [B * N, 3, H/s, W/s], every s-th in both directions."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, subsample: int) -> None:
         super().__init__()
-        self.settings = settings
+        self.subsample = subsample
         self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
-        width = settings.width
-        stages: list[nn.Module] = [_convolution(3, width, stride=2), _convolution(width, width, stride=2)]
-        for _ in range(settings.num_stages - 1):
-            stages += [_Residual(width) for _ in range(settings.blocks_per_stage)]
-            stages.append(_convolution(width, 2 * width, stride=2))
-            width *= 2
-        stages += [_Residual(width) for _ in range(settings.blocks_per_stage)]
-        self.backbone = nn.Sequential(*stages)
-        self.stride = settings.subsample * _STEM_STRIDE * 2 ** (settings.num_stages - 1)
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return normalised pixels."""
+        step = self.subsample
+        pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
+        return (pixels.float() - self.mean) / self.std
+
+
+class OccupancyHead(nn.Module):
+    """Features of all cameras and their geometry to the mean loss of an occupancy grid; see the module's docstring."""
+
+    def __init__(self, width: int, stride: int, grid: int) -> None:
+        super().__init__()
+        self.stride = stride
         self.ray_embedding = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width))
-        self.queries = nn.Parameter(torch.randn(settings.grid**2, width) / width**0.5)
+        self.queries = nn.Parameter(torch.randn(grid**2, width) / width**0.5)
         self.keys_values = nn.Linear(width, 2 * width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1)
 
     def forward(
-        self, img: Tensor, cam_valid: Tensor, intrinsics: Tensor, cam2ego: Tensor, target: Tensor, weight: Tensor
+        self,
+        features: Tensor,
+        img: Tensor,
+        cam_valid: Tensor,
+        intrinsics: Tensor,
+        cam2ego: Tensor,
+        target: Tensor,
+        weight: Tensor,
     ) -> Tensor:
         """Mean loss over the batch's real samples.
 
-        img uint8 [B, N, 3, H, W]; cam_valid [B, N]; intrinsics [B, N, 3, 3] of the delivered pixels; cam2ego
-        [B, N, 4, 4]; target float [B, G] from :func:`occupied_cells`; weight float [B], 0 for padding rows.
+        features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
+        [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4]; target float [B, G] from :func:`occupied_cells`;
+        weight float [B], 0 for padding rows.
         """
         num_samples, num_cameras = img.shape[:2]
-        step = self.settings.subsample
-        pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
-        features = self.backbone((pixels.float() - self.mean) / self.std)  # [B*N, C, h, w]
         rays = self._rays(features.shape[-2:], intrinsics, cam2ego)  # [B*N, h*w, 6]
         tokens = features.flatten(2).transpose(1, 2) + self.ray_embedding(rays)
         tokens = tokens.reshape(num_samples, -1, tokens.shape[-1])  # [B, T, C] with T = N*h*w
@@ -75,8 +87,8 @@ class BevOccupancy(nn.Module):
         queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
         cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
         logits = self.head(self.norm(cells + queries)).squeeze(-1).float()
-        loss = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(dim=1)
-        return (loss * weight).sum() / weight.sum().clamp(min=1)
+        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(dim=1)
+        return mean_over_samples(losses, weight)
 
     def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
         """Unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
@@ -86,30 +98,19 @@ class BevOccupancy(nn.Module):
         columns = (torch.arange(width, device=cam2ego.device) + 0.5) * self.stride - 0.5
         v, u = torch.meshgrid(rows, columns, indexing="ij")
         pixels = torch.stack((u, v, torch.ones_like(u)), dim=-1).reshape(-1, 3)
-        with torch.autocast(cam2ego.device.type, enabled=False):
-            inverse, _ = torch.linalg.inv_ex(intrinsics.flatten(0, 1).float())  # an absent camera's zeros are masked
-            extrinsics = cam2ego.flatten(0, 1).float()
-            rays = pixels @ (extrinsics[:, :3, :3] @ inverse.nan_to_num(0, 0, 0)).transpose(1, 2)
-            origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
-            return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
+        inverse, _ = torch.linalg.inv_ex(intrinsics.flatten(0, 1).float())  # an absent camera's zeros are masked
+        inverse = inverse.nan_to_num(0, 0, 0)
+        extrinsics = cam2ego.flatten(0, 1).float()
+        # Products written out: autocast would compute matrix products in low precision, too little for geometry.
+        rotated = (extrinsics[:, :3, :3, None] * inverse[:, None]).sum(dim=2)  # [B*N, 3, 3]
+        rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
+        origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
+        return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
 
 
-class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(_convolution(width, width, stride=1), _convolution(width, width, stride=1))
-
-    def forward(self, features: Tensor) -> Tensor:
-        body: Tensor = self.body(features)
-        return features + body
-
-
-def _convolution(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-        nn.GroupNorm(min(8, outputs // 2), outputs),  # two channels or more: of one value there is nothing to norm
-        nn.ReLU(inplace=True),
-    )
+def head_plan() -> dict[str, ParallelStyle]:
+    """What tensor parallel shards of the head: the embedding of rays."""
+    return {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
 
 
 def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:
@@ -131,8 +132,8 @@ def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor
     return target[:, :-1]
 
 
-def model_inputs(batch: Mapping[str, Any], settings: ModelSettings) -> tuple[Tensor, ...]:
-    """The model's arguments out of a loader's batch, on the batch's device."""
+def camera_inputs(batch: Mapping[str, Any], grid: int, range_m: float) -> tuple[Tensor, ...]:
+    """A camera model's arguments: img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
     num_samples, device = len(batch["img"]), batch["img"].device
     # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
     boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=device)] * num_samples
@@ -141,6 +142,6 @@ def model_inputs(batch: Mapping[str, Any], settings: ModelSettings) -> tuple[Ten
         batch["cam_valid"],
         batch["intrinsics"],
         batch["cam2ego"],
-        occupied_cells(boxes, settings.grid, settings.range_m),
+        occupied_cells(boxes, grid, range_m),
         batch["valid"].float(),
     )
