@@ -109,12 +109,13 @@ def _matrix(data: bytes, depth: int) -> NDArray[np.float32]:
     message = unpacked.decompress(data, _MAX_BYTES)
     if unpacked.unconsumed_tail or not unpacked.eof:
         raise ValueError(f"a range image is cut off, or has over {_MAX_BYTES} bytes")
-    values, shape = b"", []
+    values = b""
+    shape: list[int] = []
     for number, _, value in fields(message):
         if number == 1 and not isinstance(value, int):
             values += value
         elif number == 2 and not isinstance(value, int):
-            shape = [one for field, _, one in fields(value) if field == 1]
+            shape = [one for field, _, one in fields(value) if field == 1 and isinstance(one, int)]
     found = np.frombuffer(values, "<f4")
     if len(shape) != 3 or shape[2] != depth or found.size != shape[0] * shape[1] * depth:
         raise ValueError(f"a range image of {found.size} numbers has the shape {shape}")

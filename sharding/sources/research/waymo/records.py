@@ -173,8 +173,11 @@ def field_places(window: Window, start: int, end: int, ahead: int = 0) -> Iterat
     """
     at = start
     while at < end:
-        head = window.at(at, min(MAX_HEAD, end - at), ahead)
-        key, used = varint(head, 0)
+        head = window.at(at, min(end - at, MAX_HEAD), ahead)
+        if not head:
+            raise ValueError("the file ends")
+        key = head[0]
+        key, used = (key, 1) if key < 0x80 else varint(head, 0)
         wire = key & 7
         value = length = 0
         if wire == VARINT:

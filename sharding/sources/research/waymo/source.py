@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.format.manifest import LidarEntry
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.waymo.frame_heads import (
