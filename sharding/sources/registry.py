@@ -29,6 +29,11 @@ GROUP: Final = "fuelrail.sources"
 _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+    "argoverse2": "fuelrail.sharding.sources.research.argoverse2:Argoverse2",
+    "kitti": "fuelrail.sharding.sources.research.kitti.raw:Kitti",
+    "kitti_object": "fuelrail.sharding.sources.research.kitti.object:KittiObject",
+    "waymo": "fuelrail.sharding.sources.research.waymo.source:Waymo",
+    "waymo_v2": "fuelrail.sharding.sources.research.waymo.parquet:WaymoParquet",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 
