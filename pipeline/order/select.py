@@ -7,9 +7,9 @@
     contains(description, 'construction') or frame % 5 == 0
 
 The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by node into an Arrow
-compute expression, and whatever is not in the tables below is refused. Names are columns; those whose name is no
-Python name are written ``col('the name')``. An unknown (null) value makes a comparison unknown, and a sample for which
-the whole expression is unknown is not selected, as in SQL.
+compute expression, and whatever is not in the tables below is refused. Names are columns; those of a layer are written
+``layer.name``, and those whose name is no Python name ``col('the name')``. An unknown (null) value makes a comparison
+unknown, and a sample for which the whole expression is unknown is not selected, as in SQL.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Filter:
                 return result
             case ast.Constant(value=bool() as value):
                 return pc.scalar(value)
-            case ast.Name() | ast.Call():
+            case ast.Name() | ast.Attribute() | ast.Call():
                 return self._value(node, depth)
             case _:
                 raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
@@ -153,6 +153,8 @@ class Filter:
         match node:
             case ast.Name(id=name):
                 return self._column(node, name)
+            case ast.Attribute(value=ast.Name(id=layer), attr=name) if f"{layer}.{name}" in self._known:
+                return self._column(node, f"{layer}.{name}")
             case ast.Constant() | ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant()):
                 return pc.scalar(self._literal(node))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
