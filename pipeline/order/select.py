@@ -123,7 +123,9 @@ class Filter:
                 return result
             case ast.Constant(value=bool() as value):
                 return pc.scalar(value)
-            case ast.Name() | ast.Attribute() | ast.Call():
+            case ast.Name() | ast.Call():
+                return self._value(node, depth)
+            case ast.Attribute(value=ast.Name(id=layer)) if self._is_layer(layer):
                 return self._value(node, depth)
             case _:
                 raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
@@ -153,7 +155,7 @@ class Filter:
         match node:
             case ast.Name(id=name):
                 return self._column(node, name)
-            case ast.Attribute(value=ast.Name(id=layer), attr=name) if f"{layer}.{name}" in self._known:
+            case ast.Attribute(value=ast.Name(id=layer), attr=name) if self._is_layer(layer):
                 return self._column(node, f"{layer}.{name}")
             case ast.Constant() | ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant()):
                 return pc.scalar(self._literal(node))
@@ -174,6 +176,9 @@ class Filter:
                 return self._condition(node, depth)
             case _:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
+
+    def _is_layer(self, name: str) -> bool:
+        return any(known.startswith(f"{name}.") for known in self._known)
 
     def _column(self, node: ast.expr, name: str) -> pc.Expression:
         if name not in self._known:

@@ -113,7 +113,7 @@ def test_attributes_join_filters_and_weights(base, layer) -> None:
     assert 0 not in rows
     assert rows.count(11) > rows.count(1)
     with pytest.raises(OrderError, match=r"no attribute 't.lost'"):
-        make(base, {"t": layer}, order=OrderSpec(filter="col('t.lost') > 3"))
+        make(base, {"t": layer}, order=OrderSpec(filter="t.lost > 3"))
 
 
 def test_state_names_the_layers_and_resumes_on_other_ranks(base, layer, part) -> None:

@@ -11,7 +11,7 @@ from support.datasets import build_dataset
 def facts_of(*roots, verify: bool = True):
     datasets = {root.name: open_dataset(root) for root in roots}
     options = {"points": False, "sweeps": False, "channels": {}, "layers": {}, "named": len(roots) > 1}
-    return image_facts(make_sources(datasets, "train", partial(open_storage, verify=verify), **options))[:2]
+    return image_facts(make_sources(datasets, "train", partial(open_storage, verify=verify), **options))
 
 
 def test_sizes_are_the_largest_of_all_manifests(tmp_path) -> None:
