@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -52,7 +51,7 @@ class Source(NamedTuple):
     """Where its split begins in its index."""
     base: int
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
-    storage: Storage
+    storage: SampleStorage
     reader: SampleReader
 
 
@@ -83,7 +82,7 @@ class Requested(NamedTuple):
     scheduled: Scheduled
     entries: tuple[IndexRow, ...]
     """Each frame's row of the index; empty where the index is damaged there."""
-    pending_reads: tuple[PendingSpan, ...]
+    pending_reads: tuple[PendingSample, ...]
     """Each waits for one frame's bytes; without entries, the only one raises the index's error."""
 
 
@@ -116,7 +115,7 @@ class FrameTask(NamedTuple):
     """False: a stand-in for a frame that the clip does not have."""
     entry: IndexRow | None
     """The row's content; None where the index is damaged there."""
-    pending_read: PendingSpan
+    pending_read: PendingSample
     """Waits for the bytes; raises the index's error where there is no entry."""
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
 
 OWN_NAMES: Final = frozenset(
     {
@@ -55,19 +56,22 @@ OWN_NAMES: Final = frozenset(
 """Names that a batch, or a sample before ``transform``, has of its own."""
 
 
-def choose_channels(dataset: Dataset, names: Sequence[str] | None) -> tuple[Channel, ...]:
-    """Return the entries of the selected channels, in the table's order.
+def choose_channels(dataset: Dataset, names: Sequence[str] | None, layers: Sequence[Layer] = ()) -> tuple[Channel, ...]:
+    """Return the entries of the selected channels, in the order of the table and the layers.
+
+    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected.
 
     Raises ConfigError for a name that is not in the table, that is a camera, a lidar or the boxes, or whose entries
     would have the names of others; ManifestError for a channel whose kind or law is unknown here.
     """
+    manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
+    names = [channel.name for channel in joined] if names is None else names
     if not names:
         return ()
-    manifest = dataset.manifest
-    chosen = select(manifest.channels, names, dataset.location)
+    chosen = select((*manifest.channels, *joined), names, dataset.location)
     taken = set(OWN_NAMES)
     for channel in chosen:
-        if channel not in manifest.extra_channels:
+        if channel not in manifest.extra_channels and channel not in joined:
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
                 "batch, and points=True adds the first lidar's points"

@@ -12,7 +12,7 @@ import msgspec
 
 from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
-from fuelrail.loaders.storage import StorageStats
+from fuelrail.loaders.storage.layers import with_layers
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
 
@@ -142,16 +143,16 @@ def make_sources(
     points: bool,
     sweeps: bool,
     channels: Mapping[str, Sequence[Channel]],
+    layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
     """One source for each dataset, rows numbered on from one to the next; raises ConfigError for an unknown split."""
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
-        storage = open_storage(dataset)
-        reader = SampleReader(
-            dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=channels.get(name, ())
-        )
+        chosen = channels.get(name, ())
+        storage = with_layers(open_storage(dataset), layers.get(name, ()), chosen, open_storage)
+        reader = SampleReader(dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=chosen)
         sources.append(
             Source(name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader)
         )
@@ -171,14 +172,6 @@ def require_lidar(sources: Sequence[Source]) -> None:
                 f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
             )
         source.reader.needs_lidar = True
-
-
-def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
-    """Return the storages' counts together; their names side by side where they are of different kinds."""
-    if len(stats) == 1:
-        return stats[0]
-    backend = "+".join(dict.fromkeys(each.backend for each in stats))
-    return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
 
 
 _NUM_LOOKED_AT = 4

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.layers import LayeredStorage
+from fuelrail.loaders.storage.protocol import LayeredSpan
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
@@ -16,7 +18,7 @@ from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, deco
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fuelrail.loaders.storage import Storage
+    from fuelrail.loaders.storage.protocol import SampleStorage, Span, StoredRow
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -26,7 +28,12 @@ class FetchedSpan(NamedTuple):
     """A sample's index row and its bytes as stored."""
 
     row: IndexRow
-    span: memoryview
+    span: Span
+
+    @property
+    def base(self) -> memoryview:
+        """The bytes of the dataset itself, without those of layers."""
+        return self.span.base if isinstance(self.span, LayeredSpan) else self.span
 
 
 class SampleReader:
@@ -34,27 +41,28 @@ class SampleReader:
 
     ``storage`` None: the one that fits the place of the dataset, which checks every span against its xxh3 digest.
     Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
-    that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table, are
-    read; they stay raw, in ``Sample.extra``.
+    that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table or
+    of layers that ``storage`` has, are read; they stay raw, in ``Sample.extra``.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
-        storage: Storage | None = None,
+        storage: SampleStorage | None = None,
         points: bool = True,
         sweeps: bool = True,
         extra: bool = True,
         channels: Sequence[Channel] = (),
     ) -> None:
         self._dataset = dataset
-        self.storage = open_storage(dataset) if storage is None else storage
+        self.storage: SampleStorage = open_storage(dataset) if storage is None else storage
         self._rig = Rig.of(dataset.manifest)
         self.cameras = [camera.channel for camera in dataset.manifest.cameras]
         self.lidars = [lidar.channel for lidar in dataset.manifest.lidars]
         self.channels = tuple(channels)
         self._fields = frozenset(channel.field for channel in channels)
+        self._layers = self.storage.parts if isinstance(self.storage, LayeredStorage) else ()
         whole = self.storage.needs_whole_spans
         self._left_out = frozenset() if whole else frozenset(self._rig.fields) - self._fields
         self.needs_lidar = False
@@ -89,10 +97,12 @@ class SampleReader:
         A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.format.rules`) is a SchemaError: a blank image
         must never pass for a valid one, nor a label for one of the classes that it is not.
         """
-        row = fetched.row
-        members = read_members(
-            row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
-        )
+        row, span = fetched.row, fetched.base
+        layers: Sequence[StoredRow | None] = fetched.span.layers if isinstance(fetched.span, LayeredSpan) else ()
+        members = read_members(row, span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary)
+        for part, stored in zip(self._layers, layers, strict=False):
+            if stored is not None:
+                members |= part.members(stored)
         sample = decode_sample(row.key, members, self._fields)
         check_arrays(sample, self._rig)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():

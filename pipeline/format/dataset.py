@@ -35,7 +35,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTE
 from fuelrail.pipeline.format.fetch import fetch_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.tables import open_tables
-from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.manifest import DATASETS, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.samples import SampleIndex
     from fuelrail.pipeline.format.index.shards import ShardTable
+    from fuelrail.pipeline.format.manifest import Kinds
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -272,14 +273,26 @@ def open_dataset(
     ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
     Contents are not read: that is what `fuelrail verify` does.
     """
+    return open_kind(root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+
+
+def open_kind(
+    root: str | os.PathLike[str],
+    kinds: Kinds,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    retry: RetryPolicy | None = None,
+) -> Dataset:
+    """Open what is stored as a dataset is, of one of these formats; else as :func:`open_dataset`."""
     url = str(root) if is_url(root) else None
     if url is not None:
         folder, manifest, origin = fetch_dataset(
-            url, storage_options, None if cache_dir is None else Path(cache_dir), retry
+            url, storage_options, None if cache_dir is None else Path(cache_dir), retry, kinds
         )
     else:
         folder, origin = Path(str(root).removeprefix("file://")), None
-        manifest = load_manifest(folder)
+        manifest = load_manifest(folder, kinds)
     try:
         tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:
