@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 GROUP: Final = "fuelrail.sources"
 _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
+    "manifest": "fuelrail.sharding.sources.listed.manifest:Manifest",
+    "webdataset": "fuelrail.sharding.sources.listed.webdataset:WebDataset",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
 }
 _OWN_PACKAGE: Final = "fuelrail"
