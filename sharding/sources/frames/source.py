@@ -82,7 +82,7 @@ class FrameSource(Generic[S]):
     time_base: str = "unix"
     ego_origin: str = "unknown"
     has_poses: bool = True
-    columns: ClassVar[Mapping[str, type]] = {}
+    columns: Mapping[str, type] = {}
     box_attributes: Sequence[str] = ()
     license: str | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -36,17 +37,24 @@ class Calibration(NamedTuple):
 
     def at(self, row: int) -> Calibration:
         """One row."""
-        return Calibration(*([column[row]] for column in self))
+        columns: Any = [[column[row]] for column in self.columns]
+        return Calibration(*columns)
+
+    @property
+    def columns(self) -> list[list[Any]]:
+        """All, as one type."""
+        found: Any = tuple(self)
+        return list(found)
 
     def filled(self, other: Calibration | None) -> Calibration:
         """This, and the one row of ``other`` where nothing is stated."""
         if other is None:
             return self
-        columns = [
+        columns: Any = [
             [theirs[0] if value is None or value in (0, "none", ()) else value for value in own]
             if number > 1
             else [theirs[0] if value is None else value for value in own]
-            for number, (own, theirs) in enumerate(zip(self, other, strict=True))
+            for number, (own, theirs) in enumerate(zip(self.columns, other.columns, strict=True))
         ]
         return Calibration(*columns)
 
@@ -72,8 +80,8 @@ def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_
     if f"{prefix}dist" in rows:
         dist = [tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()]
     return Calibration(
-        _shared(intrinsics, count),
-        _shared(sensor2ego, count),
+        shared(intrinsics, count),
+        shared(sensor2ego, count),
         whole("width"),
         whole("height"),
         [model or "none" for model in models] or ["none"] * count,
@@ -81,11 +89,11 @@ def read_calibration(rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_
     )
 
 
-def _shared(matrices: F64 | None, count: int) -> list[F64 | None]:
-    """Matrices (R, N, N) as a list in which equal ones are the same object; None for NaN."""
+def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
+    """Return matrices (R, N, N) as a list in which equal ones are the same object; None for NaN."""
     if matrices is None or not count:
         return [None] * count
-    known = (~np.isnan(matrices).all((1, 2))).tolist()
+    known: list[bool] = np.asarray(~np.isnan(matrices).all((1, 2))).tolist()
     if known[0] and (matrices == matrices[0]).all():
         return [matrices[0]] * count
     seen: dict[bytes, Any] = {}
@@ -110,14 +118,13 @@ class Calibrations:
             self._clip = (clip, {} if rows is None else self._read(rows))
         return self._clip[1].get(sensor) or self._common.get(sensor)
 
+    @cached_property
     def sensors(self) -> dict[str, bool]:
         """Return all sensors in order, and whether each is a camera: it has intrinsics."""
         found: dict[str, bool] = {}
         for rows in self.table.parts():
             intrinsics = rows.intrinsics("")
-            is_camera = [False] * len(rows)
-            if intrinsics is not None:
-                is_camera = (~np.isnan(intrinsics).all((1, 2))).tolist()
+            is_camera = [one is not None for one in shared(intrinsics, len(rows))]
             for name, one in zip(rows.texts("sensor"), is_camera, strict=True):
                 if name:
                     found[name] = found.get(name, False) or one

@@ -25,14 +25,14 @@ from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.listed.boxes import box_type, boxes_by_time, check_box_columns, listed_boxes
 from fuelrail.sharding.sources.listed.calibration import Calibrations, read_calibration
 from fuelrail.sharding.sources.listed.columns import OF_CLIP, SENSOR, attribute_type, check_column, is_known, type_of
-from fuelrail.sharding.sources.listed.matching import nearest
+from fuelrail.sharding.sources.listed.matching import SensorRows, ascending
 from fuelrail.sharding.sources.listed.members import Paths, RowFiles
 from fuelrail.sharding.sources.listed.points import parse_points
 from fuelrail.sharding.sources.listed.tables import Table, distinct, find_table, table_schema
 from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -132,7 +132,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept."""
-        self.columns = self._free  # type: ignore[misc] - of this source, known from its table
+        self.columns = self._free
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
                 types = box_type if stem == "boxes" else type_of
@@ -145,15 +145,21 @@ class Manifest(FrameSource[ManifestSettings]):
                 corner = self.given.pixel_origin == "corner"
                 self._calibrations = Calibrations(self._tables["calibration"], axes, is_corner=corner)
             self.has_poses = "ego_pose" in self._tables or any(
-                name.partition(".")[0] == "ego2global"
-                for stem in ("frames", "sensor_data")
-                if stem in self._tables
-                for name in self._tables[stem].schema.names
+                name.partition(".")[0] == "ego2global" for name in self._columns("frames")
             )
+            if not self.has_poses and any(name.startswith("ego2global") for name in self._columns("sensor_data")):
+                raise SourceError(
+                    f"table '{self._tables['sensor_data'].name}' has poses of files, but none of frames: "
+                    "give the table ego_pose"
+                )
             try:
                 return super().scan(out)
             finally:
                 self._tables, self._calibrations = {}, None
+
+    def _columns(self, stem: str) -> list[str]:
+        """Names of the columns of a table; none where it is not there."""
+        return list(self._tables[stem].schema.names) if stem in self._tables else []
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""
@@ -163,7 +169,7 @@ class Manifest(FrameSource[ManifestSettings]):
             data = self._tables["sensor_data"]
             if self._calibrations is None:
                 raise SourceError(f"'{self.files.shown}' has sensor_data, which needs a table calibration beside it")
-            known = self._calibrations.sensors()
+            known = self._calibrations.sensors
             for name in distinct(data.parts(), "sensor"):
                 if name not in known:
                     raise SourceError(
@@ -172,7 +178,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     )
             for name, is_camera in known.items():
                 (cameras if is_camera else lidars)[name] = None
-        for column in self._tables["frames"].schema.names if "frames" in self._tables else ():
+        for column in self._columns("frames"):
             found = SENSOR.match(column)
             if found is not None:
                 check_column(self._tables["frames"].name, found)
@@ -198,7 +204,9 @@ class Manifest(FrameSource[ManifestSettings]):
         for clip in main.clips:
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
-            facts = {name: _one(rows, name) or "" for name in OF_CLIP if stem_has(self._tables, name) and name in rows}
+            facts: dict[str, Any] = {
+                name: _one(rows, name) or "" for name in OF_CLIP if "frames" in self._tables and name in rows
+            }
             yield Clip(name=clip, **facts)
 
     def poses(self, clip: Clip) -> Trajectory | None:
@@ -210,7 +218,7 @@ class Manifest(FrameSource[ManifestSettings]):
             return None
         times = self._times(rows)
         known = ~np.isnan(found[:, 0, 0])
-        order = _ascending(rows, times, np.flatnonzero(known))
+        order = ascending(rows, times, np.flatnonzero(known))
         return Trajectory(times[order], found[order], rows.table, max_gap_s=self.given.max_gap_s)
 
     def _times(self, rows: Rows) -> NDArray[np.int64]:
@@ -225,22 +233,23 @@ class Manifest(FrameSource[ManifestSettings]):
         """Yield the clip's frames by time."""
         rows = self._tables["frames"].rows(clip.name) if "frames" in self._tables else None
         data = self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
-        sensors = self.sensors_of(data)
+        sensors = None
+        if data is not None and self._calibrations is not None:
+            sensors = SensorRows(clip.name, RowFiles(self._paths, data, "", self._times(data)), self._calibrations)
         if rows is None:
-            times = self._reference_times(clip, sensors)
+            assert sensors is not None, "there is one of the two"
+            times = sensors.reference_times(self.given.reference)
             order = np.arange(len(times))
         else:
             times = self._times(rows)
-            order = _ascending(rows, times, np.arange(len(times)))
+            order = ascending(rows, times, np.arange(len(times)))
         images: list[dict[str, Image | Absent]] = [{} for _ in times]
         sweeps: list[dict[str, Sweep]] = [{} for _ in times]
         if rows is not None:
             self._add_columns(clip, rows, times, images, sweeps)
-        for name, (own, picked, sensor_ns) in sensors.items():
-            chosen = nearest(times[order], sensor_ns, round(self.given.tolerance_ms * 1e6))
-            self._add_sensor(
-                clip, name, own, picked, chosen, [images[at] for at in order], [sweeps[at] for at in order]
-            )
+        if sensors is not None:
+            into = [(images[at], sweeps[at]) for at in order.tolist()]
+            sensors.add(times[order], self.given.tolerance_ms, into)
         stated = None if rows is None else rows.poses("ego2global")
         boxes = self._boxes(clip, rows, times, order)
         free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
@@ -272,7 +281,7 @@ class Manifest(FrameSource[ManifestSettings]):
     def _columns_of(self) -> dict[str, tuple[str, str]]:
         """Prefix of columns, such as ``cam.front.``, to kind and name of the sensor."""
         found: dict[str, tuple[str, str]] = {}
-        for column in self._tables["frames"].schema.names:
+        for column in self._columns("frames"):
             match = SENSOR.match(column)
             if match is not None:
                 found[f"{match[1]}.{match[2]}."] = (match[1], match[2])
@@ -297,92 +306,18 @@ class Manifest(FrameSource[ManifestSettings]):
             found = own.filled(None if self._calibrations is None else self._calibrations.find(clip.name, name))
             times = rows.times(prefix, is_unix=self._is_unix)
             times = frame_ns if times is None else np.where(times < 0, frame_ns, times)
-            files = RowFiles(self._paths, rows, prefix, times, found)
+            files = RowFiles(self._paths, rows, prefix, times)
             for row in range(len(rows)):
                 if is_camera:
-                    images[row][name.lower()] = files.image(row, row)
-                elif (sweep := files.sweep(row, row)) is not None:
+                    images[row][name.lower()] = files.image(row, found, row)
+                elif (sweep := files.sweep(row, found, row)) is not None:
                     sweeps[row][name.lower()] = sweep
-
-    # Long: rows of sensor_data.
-
-    def sensors_of(self, data: Rows | None) -> dict[str, tuple[Rows, NDArray[np.intp], NDArray[np.int64]]]:
-        """Return by sensor its rows, their numbers by time, and their times [ns]."""
-        if data is None:
-            return {}
-        times = self._times(data)
-        numbers: dict[str, list[int]] = {}
-        for row, name in enumerate(data.texts("sensor")):
-            if not name:
-                data.fail(row, "sensor", "it is empty")
-            numbers.setdefault(name, []).append(row)
-        found = {}
-        for name, own in numbers.items():
-            picked = _ascending(data, times, np.array(own))
-            found[name] = (data, picked, times[picked])
-        return found
-
-    def _reference_times(
-        self, clip: Clip, sensors: Mapping[str, tuple[Rows, NDArray[np.intp], NDArray[np.int64]]]
-    ) -> NDArray[np.int64]:
-        assert self._calibrations is not None, "sensors were found by it"
-        known = self._calibrations.sensors()
-        default = [name for name in known if not known[name]] or list(known)
-        name = self.given.reference or default[0]
-        if name not in known:
-            raise SourceError(
-                f"reference={name}: there is no such sensor, but {', '.join(known)}{did_you_mean(name, known)}"
-            )
-        if name not in sensors:
-            raise SourceError(f"clip '{clip.name}' has no row of sensor '{name}', whose times are those of frames")
-        return sensors[name][2]
-
-    def _add_sensor(
-        self,
-        clip: Clip,
-        name: str,
-        data: Rows,
-        picked: NDArray[np.intp],
-        chosen: NDArray[np.intp],
-        images: list[dict[str, Image | Absent]],
-        sweeps: list[dict[str, Sweep]],
-    ) -> None:
-        assert self._calibrations is not None, "sensors were found by it"
-        found = self._calibrations.find(clip.name, name)
-        if found is None:
-            raise SourceError(f"clip '{clip.name}': sensor '{name}' has no row in '{self._calibrations.table.name}'")
-        is_camera = self._calibrations.sensors()[name]
-        files = RowFiles(self._paths, data, "", self._times(data), found)
-        for frame, at in enumerate(chosen.tolist()):
-            row = int(picked[at])
-            if is_camera:
-                absent = Absent(f"no image within {self.given.tolerance_ms:g} ms")
-                images[frame][name.lower()] = absent if at < 0 else files.image(row, 0)
-            elif at >= 0 and (sweep := files.sweep(row, 0)) is not None:
-                sweeps[frame][name.lower()] = sweep
-
-    # Members.
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a lidar file, or a range of a file."""
         return parse_points(
             self.files.read(*Part.of(ref)), self.given.lidar_columns, f"lidar '{self.files.shown}/{ref}'"
         )
-
-
-def stem_has(tables: Mapping[str, Table], name: str) -> bool:
-    """Whether the table ``frames`` has a column."""
-    return "frames" in tables and name in tables["frames"].schema.names
-
-
-def _ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Put rows into the order of time; raises SourceError where two have the same time."""
-    order = chosen[np.argsort(times[chosen], kind="stable")]
-    same = np.flatnonzero(np.diff(times[order]) == 0)
-    if len(same):
-        first, second = order[same[0]], order[same[0] + 1]
-        rows.fail(int(second), "timestamp", f"{times[second]} ns is also the time of row {rows.first + int(first)}")
-    return order
 
 
 def _one(rows: Rows, name: str) -> str | None:

@@ -48,12 +48,10 @@ class Paths:
 class RowFiles:
     """Images and sweeps of the rows of a table, whose columns begin with ``prefix``."""
 
-    def __init__(
-        self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64], calibration: Calibration
-    ) -> None:
-        self._where, self._rows, self._calibration = where, rows, calibration
+    def __init__(self, where: Paths, rows: Rows, prefix: str, times: NDArray[np.int64]) -> None:
+        self._where, self.rows, self.times = where, rows, times
         self._paths = rows.texts(f"{prefix}path")
-        self._times = times.tolist()
+        self._times_ns: list[int] = times.tolist()
         self._poses = rows.poses(f"{prefix}ego2global")
         self._bytes = rows.integers(f"{prefix}num_bytes", unknown=-1).tolist() if f"{prefix}num_bytes" in rows else None
         self._ranges = None
@@ -66,44 +64,44 @@ class RowFiles:
         if self._ranges is not None and self._ranges[row][0] >= 0:
             offset, length = self._ranges[row]
             if length < 1:
-                self._rows.fail(row, f"{self._prefix}byte_length", f"{length} must be over 0")
+                self.rows.fail(row, f"{self._prefix}byte_length", f"{length} must be over 0")
             return f"{path}#{offset}+{length}"
         if "#" in path or path.startswith(("/", "tar:")):
-            return self._where.reference(self._rows, row, path)
+            return self._where.reference(self.rows, row, path)
         return path
 
     def _pose(self, row: int) -> NDArray[np.float64] | None:
         return None if self._poses is None or np.isnan(self._poses[row, 0, 0]) else self._poses[row]
 
-    def image(self, row: int, calibrated: int) -> Image | Absent:
+    def image(self, row: int, found: Calibration, calibrated: int) -> Image | Absent:
         """Return the image of a row; absent where it has no path. ``calibrated`` is the row of its calibration."""
-        path, found = self._paths[row], self._calibration
+        path = self._paths[row]
         if not path:
             return Absent("no path")
         intrinsics, cam2ego = found.intrinsics[calibrated], found.sensor2ego[calibrated]
         if intrinsics is None or cam2ego is None:
             what = "intrinsics" if intrinsics is None else "pose in ego (cam2ego, or sensor2ego in calibration)"
             raise SourceError(
-                f"table '{self._rows.table}', row {self._rows.first + row}: the camera of '{path}' has no {what}"
+                f"table '{self.rows.table}', row {self.rows.first + row}: the camera of '{path}' has no {what}"
             )
         num_bytes = -1 if self._bytes is None else self._bytes[row]
         name = path.partition("#")[2] if path.startswith("tar:") else path
         return Image(
-            ref=self._ref(row, path), timestamp_ns=self._times[row], intrinsics=intrinsics, cam2ego=cam2ego,
+            ref=self._ref(row, path), timestamp_ns=self._times_ns[row], intrinsics=intrinsics, cam2ego=cam2ego,
             ego2global=self._pose(row), width=found.width[calibrated], height=found.height[calibrated],
             num_bytes=None if num_bytes < 0 else num_bytes, dist=found.dist[calibrated],
             dist_model=found.dist_model[calibrated], extension=_EXTENSIONS.get(name[-4:].lower(), ""),
         )  # fmt: skip
 
-    def sweep(self, row: int, calibrated: int) -> Sweep | None:
+    def sweep(self, row: int, found: Calibration, calibrated: int) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
-        path, lidar2ego = self._paths[row], self._calibration.sensor2ego[calibrated]
+        path, lidar2ego = self._paths[row], found.sensor2ego[calibrated]
         if not path:
             return None
-        where = f"table '{self._rows.table}', row {self._rows.first + row}"
+        where = f"table '{self.rows.table}', row {self.rows.first + row}"
         if path[-4:].lower() in _EXTENSIONS:
             raise SourceError(f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is not calibrated")
         if lidar2ego is None:
             raise SourceError(f"{where}: the lidar of '{path}' has no pose in ego (lidar2ego, or sensor2ego)")
         ref = self._ref(row, path)
-        return Sweep(ref=ref, timestamp_ns=self._times[row], lidar2ego=lidar2ego, ego2global=self._pose(row))
+        return Sweep(ref=ref, timestamp_ns=self._times_ns[row], lidar2ego=lidar2ego, ego2global=self._pose(row))
