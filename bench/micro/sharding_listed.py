@@ -22,19 +22,20 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import simplejpeg
 from pyarrow import parquet
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
+from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import scan_source, shard
-from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.sources.registry import SourceSpec
 
 if TYPE_CHECKING:
@@ -92,11 +93,11 @@ def write_table(root: Path, num_rows: int) -> None:
     writer.close()
 
 
-def _rows(first: int, number: int) -> Iterator[dict[str, object]]:
+def _rows(first: int, number: int) -> Iterator[dict[str, Any]]:
     for at in range(number):
         pose = np.eye(4)
         pose[:2, 3] = at * 0.5, first
-        row: dict[str, object] = {
+        row: dict[str, Any] = {
             "clip_id": f"clip-{first // FRAMES_PER_CLIP:06d}",
             "timestamp_ns": _START_NS + (first + at) * 100_000_000,
             "ego2global": pose.ravel().tolist(),
@@ -142,7 +143,7 @@ def write_forms(root: Path, num_samples: int) -> None:
     for form in FORMS:
         (root / form).mkdir()
     with tarfile.open(root / "tar" / "data.tar", "w") as tar, (root / "ranges" / "data.jpg").open("wb") as blob:
-        rows: dict[str, list[dict[str, object]]] = {form: [] for form in FORMS}
+        rows: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
         for number in range(num_samples):
             (made,) = _rows(number, 1)
             row = {name: value for name, value in made.items() if not name.endswith((".byte_offset", ".byte_length"))}
@@ -166,8 +167,6 @@ def write_forms(root: Path, num_samples: int) -> None:
 
 def _images() -> list[bytes]:
     """Some JPEGs of 1600x900, of about 150 kB."""
-    import simplejpeg  # noqa: PLC0415 - of the bench alone
-
     rng = np.random.default_rng(1)
     found = []
     for _ in range(8):
@@ -177,7 +176,7 @@ def _images() -> list[bytes]:
     return found
 
 
-def rates(root: Path, num_samples: int) -> list[Rate]:
+def rates(root: Path) -> list[Rate]:
     """Shard each form in turns."""
     num_bytes = sum(path.stat().st_size for path in (root / "files").glob("*.jpg"))
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
@@ -221,9 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = [sys.executable, "-m", "fuelrail.bench.micro.sharding_listed", "--scan", str(root / "long")]
         done = subprocess.run(command, check=True, capture_output=True)
         write_forms(root, args.samples)
-        result = Result(
-            machine=machine_facts(), scan=msgspec.json.decode(done.stdout, type=Scan), rates=rates(root, args.samples)
-        )
+        result = Result(machine=machine_facts(), scan=msgspec.json.decode(done.stdout, type=Scan), rates=rates(root))
     text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
     sys.stdout.write(text + "\n")
     if args.out is not None:
