@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SENSOR: Final = re.compile(r"(cam|lidar)\.([A-Za-z0-9_]+)\.(.+)")
 _FILE: Final = ("path", "byte_offset", "byte_length", *TIME_COLUMNS, "ego2global")
-_OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
+OF_CAMERA: Final = (*_FILE, "num_bytes", "cam2ego", *CALIBRATION)
 _OF_LIDAR: Final = (*_FILE, "lidar2ego")
 OF_CLIP: Final = ("split", "log_id", "vehicle")
 _OF_FRAME: Final = (CLIP, *TIME_COLUMNS, "ego2global", "boxes", *OF_CLIP)
@@ -33,7 +33,7 @@ _RESERVED: Final = ("key", "clip", "frame", "weather")
 
 def check_column(table: str, found: re.Match[str]) -> None:
     """Raise SourceError for a column of a sensor, as :data:`SENSOR` matches it, that is not known."""
-    allowed = _OF_CAMERA if found[1] == "cam" else _OF_LIDAR
+    allowed = OF_CAMERA if found[1] == "cam" else _OF_LIDAR
     rest, _, part = found[3].partition(".")
     is_pose = rest in ("ego2global", "cam2ego", "lidar2ego") and part in (*POSE_PARTS, "q", "rotation")
     if rest not in allowed or (part and not is_pose):
