@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 GROUP: Final = "fuelrail.sources"
 _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
+    "t4": "fuelrail.sharding.sources.nuscenes.t4:T4",
     "manifest": "fuelrail.sharding.sources.listed.manifest:Manifest",
     "webdataset": "fuelrail.sharding.sources.listed.webdataset:WebDataset",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
