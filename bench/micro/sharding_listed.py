@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import resource
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from pyarrow import parquet
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.report.files import publish_json
+from fuelrail.sharding.commands import ARROW_POOL
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -43,10 +45,11 @@ if TYPE_CHECKING:
 
 CAMERAS = ("front", "front_left", "front_right", "back", "back_left", "back_right")
 FRAMES_PER_CLIP = 200
+CLIPS_PER_GROUP = 25
 NUM_BOXES = 4
 IMAGE_BYTES = 150_000
 FORMS = ("files", "ranges", "tar")
-ROUNDS = 5
+ROUNDS = 9
 _START_NS = 1_600_000_000_000_000_000
 _MIB = 1 << 20
 
@@ -62,12 +65,13 @@ class Scan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """Whole runs over one form: median rate [MiB/s], and its ratio to loose files' of the same round."""
+    """Whole runs over one form: median rate [MiB/s], and its ratio to loose files' of the same round; CPU's too."""
 
     form: str
     mib_per_s: float
     ratio: float
     ratios: list[float]
+    cpu_ratio: float
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,18 +83,34 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_table(root: Path, num_rows: int) -> None:
-    """Write ``frames.parquet`` of ``num_rows`` frames of six cameras, a clip a row group, and the clips' files."""
+    """Write ``frames.parquet`` of ``num_rows`` frames of six cameras, 25 clips a row group, and the clips' files."""
     blob = root / "data"
     blob.mkdir()
-    writer = None
+    template = pa.Table.from_pylist(list(_rows(0, FRAMES_PER_CLIP)))
+    writer = parquet.ParquetWriter(root / "frames.parquet", template.schema)
+    pending: list[pa.Table] = []
     for first in range(0, num_rows, FRAMES_PER_CLIP):
-        table = pa.Table.from_pylist(list(_rows(first, min(FRAMES_PER_CLIP, num_rows - first))))
-        writer = writer or parquet.ParquetWriter(root / "frames.parquet", table.schema)
-        writer.write_table(table.cast(writer.schema))
+        table = _of_clip(template.slice(0, num_rows - first), first)
+        pending.append(table)
+        if len(pending) == CLIPS_PER_GROUP or first + FRAMES_PER_CLIP >= num_rows:
+            writer.write_table(pa.concat_tables(pending))
+            pending = []
         with (blob / f"{first // FRAMES_PER_CLIP:05d}.jpg").open("wb") as file:
             file.truncate(FRAMES_PER_CLIP * len(CAMERAS) * IMAGE_BYTES)
-    assert writer is not None, "there are rows"
     writer.close()
+
+
+def _of_clip(template: pa.Table, first: int) -> pa.Table:
+    """The rows of the first clip as those of the clip that begins at row ``first``."""
+    clip = first // FRAMES_PER_CLIP
+    time_ns = pa.array(_START_NS + (first + np.arange(len(template))) * 100_000_000)
+    changed = {"clip_id": f"clip-{clip:06d}", "timestamp_ns": time_ns}
+    for name in CAMERAS:
+        changed |= {f"cam.{name}.timestamp_ns": time_ns, f"cam.{name}.path": f"data/{clip:05d}.jpg"}
+    for name, value in changed.items():
+        column = pa.repeat(value, len(template)) if isinstance(value, str) else value
+        template = template.set_column(template.schema.get_field_index(name), name, column)
+    return template
 
 
 def _rows(first: int, number: int) -> Iterator[dict[str, Any]]:
@@ -180,26 +200,31 @@ def rates(root: Path) -> list[Rate]:
     """Shard each form in turns."""
     num_bytes = sum(path.stat().st_size for path in (root / "files").glob("*.jpg"))
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
+    cpu: dict[str, list[float]] = {form: [] for form in FORMS}
     for number in range(ROUNDS + 1):
-        for form in FORMS:
+        for form in FORMS if number % 2 else reversed(FORMS):
             out = root / "out"
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             recipe = make_recipe(splits={"train": 1.0}, shard_size_bytes=64 * _MIB)
             shard(SourceSpec("manifest", str(root / form), {}), out, recipe, 1, Quiet(), LocalEngine(1))
             if number:
                 seconds[form].append(time.perf_counter() - start)
+                cpu[form].append(time.process_time() - start_cpu)
             shutil.rmtree(out)
-    found = []
-    for form in FORMS:
-        ratios = [files / own for files, own in zip(seconds["files"], seconds[form], strict=True)]
-        median = float(np.median(seconds[form]))
-        found.append(
-            Rate(
-                form=form, mib_per_s=round(num_bytes / _MIB / median, 1), ratio=round(float(np.median(ratios)), 3),
-                ratios=[round(ratio, 3) for ratio in ratios],
-            )
-        )  # fmt: skip
-    return found
+
+    def ratios(times: dict[str, list[float]], form: str) -> list[float]:
+        return [round(files / own, 3) for files, own in zip(times["files"], times[form], strict=True)]
+
+    return [
+        Rate(
+            form=form,
+            mib_per_s=round(num_bytes / _MIB / float(np.median(seconds[form])), 1),
+            ratio=float(np.median(ratios(seconds, form))),
+            ratios=ratios(seconds, form),
+            cpu_ratio=float(np.median(ratios(cpu, form))),
+        )
+        for form in FORMS
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -218,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (root / "long").mkdir()
         write_table(root / "long", args.rows)
         command = [sys.executable, "-m", "fuelrail.bench.micro.sharding_listed", "--scan", str(root / "long")]
-        done = subprocess.run(command, check=True, capture_output=True)
+        done = subprocess.run(command, check=True, capture_output=True, env={**os.environ, **ARROW_POOL})
         write_forms(root, args.samples)
         result = Result(machine=machine_facts(), scan=msgspec.json.decode(done.stdout, type=Scan), rates=rates(root))
     text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()

@@ -92,9 +92,7 @@ class T4(FrameSource[T4Settings]):
             if _FOLDER in inside:
                 found.append(f"{name}/")
                 continue
-            versions = [
-                version for version in inside if version.isdigit() and _FOLDER in self._inside(f"{name}/{version}")
-            ]
+            versions = [one for one in inside if one.isdigit() and _FOLDER in self._inside(f"{name}/{one}")]
             if versions:
                 found.append(f"{name}/{max(versions, key=int)}/")
         if not found:
@@ -224,8 +222,8 @@ class T4(FrameSource[T4Settings]):
         dist = tuple(record.camera_distortion or ())
         if any(dist) and len(dist) not in _MODELS:
             raise SourceError(
-                f"table 'calibrated_sensor': row '{record.token}' has {len(dist)} lens coefficients, allowed are 4, 5, 8, "
-                "12 and 14"
+                f"table 'calibrated_sensor': row '{record.token}' has {len(dist)} lens coefficients, allowed are 4, 5, "
+                "8, 12 and 14"
             )
         return Image(
             ref=f"{dataset}{row.filename}", timestamp_ns=row.timestamp * NS_PER_US,
