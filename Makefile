@@ -8,24 +8,29 @@ FUELRAIL := $(BIN)/fuelrail
 DEMO ?= .demo
 # Without an NVIDIA GPU this build of torch comes first, so that no CUDA packages are pulled; with one, torch comes by range.
 CPU_TORCH ?= torch==2.13.0
+# The extra with DALI for the CUDA that the driver knows: 13 needs driver 580.
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
+DALI := $(shell test "$(DRIVER)" -ge 580 2>/dev/null && echo dali-cu13 || echo dali)
 # Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
 DEVKIT := nuscenes-devkit==1.2.0
 
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast lint fix types bench gpu-check clean
+.PHONY: help setup demo pictures test test-fast test-floors lint fix types bench dali gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the whole test suite: about 10 minutes on two idle cores"
 	@echo "make test-fast  set up and run the unit lane: about a minute on two cores"
+	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
 	@echo "make types      mypy, strict"
 	@echo "make bench      the micro-benchmarks of this repository, as ratios"
 	@echo "make pictures   make the pictures of docs/ again (needs chromium)"
-	@echo "make gpu-check  everything that needs a GPU: build, check, measure, write a result file"
+	@echo "make dali       also install NVIDIA DALI and NVML, for the driver here; tests of DALI run then (on the CPU)"
+	@echo "make gpu-check  everything that needs a GPU: install DALI, check, measure, write a result file; CHECK='--seconds 600'"
 	@echo "make clean      remove the demo's output and caches (not .venv)"
 
 setup: $(VENV)/.ready
@@ -64,6 +69,9 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -q -m unit --numprocesses auto --maxprocesses 4 --dist loadfile
 
+test-floors:
+	.ci/floors
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,8 +91,11 @@ bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.storage
 	@test ! -d $(DEMO)/dataset || $(BIN)/python -m fuelrail.bench.micro.compression $(DEMO)/dataset
 
-gpu-check: setup
-	$(BIN)/python -m fuelrail.bench.gpu.check
+dali: setup
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,$(DALI),nvml]"
+
+gpu-check: dali
+	$(BIN)/python -m fuelrail.bench.gpu.check $(CHECK)
 
 clean:
 	rm -rf "$(DEMO)" .pytest_cache .mypy_cache .ruff_cache .hypothesis

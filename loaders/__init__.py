@@ -2,8 +2,9 @@
 
 from fuelrail.loaders.batch.stages import LoaderStats
 from fuelrail.loaders.commands import serve_metrics
-from fuelrail.loaders.config import Budget, Normalize, StorageOptions, Transforms
+from fuelrail.loaders.config import Budget, Normalize, StaticBatches, StorageOptions, Transforms
 from fuelrail.loaders.decode.lens import Undistort
+from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.distributed import mesh_world
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader
@@ -25,6 +26,7 @@ __all__ = [
     "BevAugment",
     "Budget",
     "ClassBalance",
+    "DaliOptions",
     "DataLoader",
     "FileWeights",
     "FrameWindow",
@@ -36,6 +38,7 @@ __all__ = [
     "OrderSpec",
     "PixelAugment",
     "PointSweeps",
+    "StaticBatches",
     "StorageOptions",
     "TraceRecorder",
     "Transforms",

@@ -57,15 +57,19 @@ def batches_in_flight(tuning: Tuning, batch_size: int) -> int:
     return tuning.ready + 3 + -(-decode_ahead(tuning.num_workers, batch_size) // batch_size)
 
 
-def make_tuner(budget: Budget, batch_size: int, batch_bytes: int, ready: int) -> Autotuner:
+def make_tuner(
+    budget: Budget, batch_size: int, batch_bytes: int, ready: int, lanes: tuple[int, int] | None = None
+) -> Autotuner:
     """Return the tuner of a loader: it starts with this rank's CPUs and ``ready`` batches, within the budget.
 
-    Raises ConfigError where the memory does not hold the batches that are in flight at the least.
+    ``lanes`` is for a decoder on a GPU: its least and largest number of threads, whatever the CPUs. Raises ConfigError
+    where the memory does not hold the batches that are in flight at the least.
     """
     share = default_num_workers()
     cpus = budget.cpus or share + max(1, share // 2)
     memory_bytes = budget.memory_bytes or default_memory_bytes()
-    start = Tuning(min(share, cpus), ready)
+    fewest, cpus = (1, cpus) if lanes is None else lanes
+    start = Tuning(min(share, cpus) if lanes is None else fewest, ready)
     spare = memory_bytes // batch_bytes - batches_in_flight(start, batch_size)
     if spare < 0 and budget.memory_bytes is not None:
         needed = batches_in_flight(start, batch_size) * batch_bytes
@@ -75,7 +79,7 @@ def make_tuner(budget: Budget, batch_size: int, batch_bytes: int, ready: int) ->
         )
     fixed = batches_in_flight(Tuning(cpus, 0), batch_size)
     most = memory_bytes // batch_bytes - fixed
-    return Autotuner(start, Tuning(cpus, max(ready, min(most, _MOST_READY))))
+    return Autotuner(start, Tuning(cpus, max(ready, min(most, _MOST_READY))), fewest=fewest)
 
 
 class _Window(NamedTuple):
@@ -97,13 +101,20 @@ class _Trial(NamedTuple):
 class Autotuner:
     """Tunes one loader: it receives the time of every batch and sometimes returns a new tuning.
 
-    ``start`` is where it begins, ``most`` what it stays within. A decision depends only on the values given to it.
+    ``start`` is where it begins, ``most`` what it stays within, ``fewest`` the least number of threads. A decision
+    depends only on the values given to it.
     """
 
     def __init__(
-        self, start: Tuning, most: Tuning, *, window_s: float = WINDOW_S, window_batches: int = WINDOW_BATCHES
+        self,
+        start: Tuning,
+        most: Tuning,
+        *,
+        fewest: int = 1,
+        window_s: float = WINDOW_S,
+        window_batches: int = WINDOW_BATCHES,
     ) -> None:
-        self.tuning = start
+        self.tuning, self._fewest = start, fewest
         self.most = Tuning(max(start.num_workers, most.num_workers), max(start.ready, most.ready))
         self._window_s, self._window_batches = window_s, window_batches
         self._trial: _Trial | None = None
@@ -206,7 +217,7 @@ class Autotuner:
         """Return the changes to try, most promising first."""
         now, most = self.tuning, self.most
         more = now._replace(num_workers=min(now.num_workers + max(1, now.num_workers // 4), most.num_workers))
-        fewer = now._replace(num_workers=max(1, now.num_workers - max(1, now.num_workers // 8)))
+        fewer = now._replace(num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8)))
         ahead = now._replace(ready=min(now.ready + 1, most.ready))
         working = max(window.busy.get("decode", 0.0), window.busy.get("transform", 0.0))
         ideas = [more, fewer] if working >= _SATURATED else [ahead, more]

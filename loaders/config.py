@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from msgspec import Meta
 
 from fuelrail.loaders.decode.lens import Undistort  # noqa: TC001 - msgspec resolves it
+from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
@@ -34,7 +36,9 @@ from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
 
 
-def _column(levels: Sequence[float], device: torch.device) -> torch.Tensor:
+@functools.lru_cache(maxsize=64)
+def _column(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers as float32 (n, 1, 1) on a device, the same tensor each time: making it is a blocking copy."""
     return torch.tensor(levels, dtype=torch.float32, device=device)[:, None, None]
 
 
@@ -115,6 +119,28 @@ class Budget(Settings, frozen=True):
         check_types(self, ConfigError)
 
 
+class StaticBatches(Settings, frozen=True):
+    """Batches of fixed shapes at fixed addresses, for CUDA graphs and torch.compile; see docs/loader.md.
+
+    Attributes:
+        max_boxes: rows of each sample's ``gt_boxes_3d`` and of the entries that go with it; ``gt_mask`` says which
+            are real. A sample with more is an error.
+        max_points: rows of each sample's ``points``; ``points_mask`` says which are real. Needed with ``points``.
+        buffers: sets of buffers that batches are copied into in turn. A batch is overwritten when this many more have
+            been handed out.
+
+    Raises ConfigError for values out of range.
+    """
+
+    max_boxes: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 256
+    max_points: Annotated[Annotated[int, Meta(ge=1)] | None, must_be("an integer >= 1, or None")] = None
+    buffers: Annotated[int, Meta(ge=1), must_be("an integer >= 1")] = 2
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_types(self, ConfigError)
+
+
 class Transforms(Settings, frozen=True):
     """How stored samples become tensors: size, augmentation, decoding, frame of reference.
 
@@ -131,6 +157,8 @@ class Transforms(Settings, frozen=True):
             ``device`` if that is a GPU) or "auto".
         box_frame: frame of boxes and velocities: "ego", which pairs with ``ego2img``, or "lidar", the first lidar's at
             its own time, which pairs with ``lidar2img`` and ``points``.
+        dali: how "dali" decodes on a GPU.
+        static: True, or a `StaticBatches`: batches of fixed shapes, at fixed addresses.
 
     Raises ConfigError for values that are not allowed.
     """
@@ -142,11 +170,23 @@ class Transforms(Settings, frozen=True):
     normalize: Normalize | None = None
     decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
     box_frame: Annotated[BoxFrame, must_be("one of ego, lidar")] = "ego"
+    dali: DaliOptions = DaliOptions()
+    static: Annotated[
+        bool | StaticBatches,
+        must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
+    ] = False
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
+
+    @property
+    def static_batches(self) -> StaticBatches | None:
+        """How batches are made static; None: they are not."""
+        if isinstance(self.static, bool):
+            return StaticBatches() if self.static else None
+        return self.static
 
     def content(self) -> dict[str, Any]:
         """Return what decides the content of a sample, by name; an augmentation that draws nothing is None."""

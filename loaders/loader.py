@@ -11,17 +11,17 @@ import msgspec
 
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
-from fuelrail.loaders.batch.buffer_pool import BufferPool
+from fuelrail.loaders.batch.buffer_pool import BufferPool, ShapesOnly
 from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
-from fuelrail.loaders.batch.samples import Augments
-from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, check_pixels
+from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
 from fuelrail.loaders.batch.transfer import make_transfer, require_cuda
 from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refuse_unknown
-from fuelrail.loaders.decode import BatchDecoder, make_decoder
+from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
+from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import add_stats, have_poses, image_facts, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import add_stats, open_all, require_lidar
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
@@ -33,7 +33,7 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from types import TracebackType
     from typing import Never
 
@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Autotuner
     from fuelrail.loaders.batch.counterfactual import LoaderPart
     from fuelrail.loaders.batch.points import Points
-    from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Budget
-    from fuelrail.loaders.records import Source
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
@@ -178,20 +176,21 @@ class DataLoader:
         content = sample_settings(options.seed, **options.transforms.content(), points=options.points)
         self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
-        self._transfer = make_transfer(device, options.transforms.normalize)
-        self._make = _make_pipeline(options, points_of, sources, self._bad, self._transfer)
+        transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
+        self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         image, num_cameras = options.transforms.image, len(self._make.cameras)
         self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
         shape = (self.batch_size, *axes, num_cameras, 3, image.height, image.width)
-        tuner = _choose_tuner(options, math.prod(shape))
+        tuner = _choose_tuner(options, math.prod(shape), self._make)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
-        pinned = self._transfer is not None if pin_memory is None else pin_memory
+        pinned = transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
-        self._buffers = BufferPool(shape, pinned=pinned, keep=keep)
+        on_device = decodes_on_device(self._make.decoder)
+        self._buffers = ShapesOnly(shape) if on_device else BufferPool(shape, pinned=pinned, keep=keep)
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
         self._share = WorkerShard()
         self._start = self._position = Cursor()
@@ -285,6 +284,7 @@ class DataLoader:
             elapsed_s=runner.elapsed_s,
             storage=storage,
             bad_samples=self._bad.count,
+            refused_images=getattr(self._make.decoder, "num_refused", 0),
         )
 
     def take_share(self, index: int, count: int) -> None:
@@ -329,9 +329,9 @@ class DataLoader:
             self._epoch_is_set = False
 
         try:
-            for batch in islice(pipeline, num_batches):
-                if self._transfer is not None:
-                    self._transfer.hand_over(batch)
+            for made in islice(pipeline, num_batches):
+                batch = self._make.hand_over(made)
+                del made
                 if self._check_ranks and not handed_out:
                     check_ranks_agree(_rank_settings(self.state_dict(), self.batch_size), self.world, batch)
                 handed_out += 1
@@ -407,27 +407,13 @@ def _choose_samples(
     return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
 
 
-def _make_pipeline(
-    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
-) -> BatchPipeline:
-    """Choose the decoder, and put together what the stages need."""
-    transforms = options.transforms
-    decoder = make_decoder(transforms.decoder, options.device, lambda: image_facts(sources), options.num_threads)
-    check_pixels(decoder, transforms.pixels)
-    augments = Augments(
-        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
-    )
-    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
-    return BatchPipeline(
-        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
-        options.collate_fn, transforms.normalize, transfer, transforms.box_frame, have_poses(sources),
-    )  # fmt: skip
-
-
-def _choose_tuner(options: Arguments, batch_bytes: int) -> Autotuner | None:
+def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> Autotuner | None:
     if options.budget is None:
         return None
-    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor)
+    # On a GPU the only threads that do work worth tuning are those that decode, unless sweeps are accumulated.
+    on_device = decodes_on_device(make.decoder) and make.augments.accumulation is None
+    lanes = (MIN_LANES, MAX_LANES) if on_device else None
+    return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 
 
 def _unpickle(

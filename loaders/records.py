@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.ego import BevMap
     from fuelrail.pipeline.transforms.image_map import ImageMap

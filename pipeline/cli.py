@@ -50,9 +50,9 @@ def add_flags(
     or ``Annotated[...] | None = None`` for a flag without default. A field without a default is a required flag.
     Flag names come from field names (``--num-clips``) or from ``names`` (field to flag, without hyphens in front). A
     bool that is True by default becomes ``--no-NAME``; a list takes one or more values, or with ``extra={"repeat":
-    True}`` one value each time that the flag is given (``"short": "-o"`` adds a short name); a field that holds settings takes the path of a YAML file.
-    ``Meta(extra={"metavar": "SIZE", "parse": parse_size})`` names the value in the help and converts its text;
-    ``parse`` raises ConfigError.
+    True}`` one value each time that the flag is given; a field that holds settings takes the path of a YAML file.
+    ``"short": "-o"`` in ``extra`` adds a short name. ``Meta(extra={"metavar": "SIZE", "parse": parse_size})`` names
+    the value in the help and converts its text; ``parse`` raises ConfigError.
     """
     flags: dict[str, str] = {}
     for field in _described(kind):

@@ -236,7 +236,7 @@ def reshard(
 
     start = time.monotonic()
     manifest = append_datasets(locations, out, progress)
-    return _report(Outcome(manifest, num_written=0, num_kept=len(manifest.shards)), out, time.monotonic() - start)
+    return _report(Outcome(manifest, num_written=0, num_kept=manifest.num_shards), out, time.monotonic() - start)
 
 
 def append_refuses(append: str, option: str) -> ConfigError:
@@ -319,10 +319,10 @@ def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
         fingerprint=manifest.fingerprint,
         num_samples=manifest.num_samples,
         num_clips=manifest.num_clips,
-        num_shards=len(manifest.shards),
+        num_shards=manifest.num_shards,
         num_written=outcome.num_written,
         num_kept=outcome.num_kept,
-        num_bytes=sum(entry.bytes for entry in manifest.shards),
+        num_bytes=manifest.num_bytes,
         seconds=seconds,
         samples_by_split={name: entry.num_samples for name, entry in manifest.splits.items()},
         num_clips_left_out=_left_out(manifest),

@@ -21,22 +21,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, DatasetError, SourceError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
+from fuelrail.pipeline.format.index.tables import file_entry, write_tables
 from fuelrail.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileEntry,
+    Lineage,
     Manifest,
-    ShardEntry,
     SplitEntry,
-    channel_table,
     decode_manifest,
     encode_manifest,
 )
-from fuelrail.pipeline.format.zstd_frames import shard_stem
+from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.storage.files import open_descriptor, open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.spill import Spill
@@ -45,7 +47,6 @@ from fuelrail.sharding.output.folder import FolderOutput, check_out, manifest_in
 from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
-from fuelrail.sharding.planning.plan import PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.sources.columns.spilled_table import SpilledTable
@@ -95,7 +96,6 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Prog
         check_same_recipe(output.shown, started.recipe if started else None, recipe)
         work.start(_run_state(recipe, datasets, pieces))
         output.remove(MANIFEST_FILE)
-        files = []
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
         progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
@@ -104,12 +104,9 @@ def append(locations: Sequence[str], out: str | os.PathLike[str], progress: Prog
             was_there = _bring(source, piece.old.name, output, new.name, new.bytes, new.sha256)
             progress.advanced(new.bytes)
             progress.shard_done(ShardDone(number, new.name, new.bytes, kept=was_there))
-            listing = _listing(source.manifest, piece.old)
-            if listing is not None:
-                name = f"{shard_stem(piece.new.name)}.idx"
-                _bring(source, listing.name, output, name, listing.bytes, listing.sha256)
-                files.append(FileEntry(name=name, bytes=listing.bytes, sha256=listing.sha256))
-        files = [*_own_files(work, datasets, pieces), *files]
+            if new.idx_bytes:
+                _bring(source, piece.old.idx_name, output, new.idx_name, new.idx_bytes, new.idx_sha256)
+        files = _own_files(work, datasets, pieces)
         manifest = _manifest(datasets, pieces, files, recipe)
         data = encode_manifest(manifest)
         with output.publish(MANIFEST_FILE) as file:
@@ -153,12 +150,11 @@ def _deal(datasets: Sequence[Dataset]) -> list[Piece]:
     for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
         number = 0
         for at, dataset in enumerate(datasets):
-            for old in dataset.manifest.shards:
+            for old in dataset.shards:
                 if old.split != split:
                     continue
-                suffix = old.name.removeprefix(shard_stem(old.name))
-                name = f"{PlannedShard(split, number, 0, 0).stem}{suffix}"
-                new = msgspec.structs.replace(old, name=name, first_sample=first_sample)
+                name = shard_name(split, number, framed=is_framed(old.name))
+                new = old._replace(name=name, first_sample=first_sample)
                 pieces.append(Piece(at, old, new))
                 first_sample += old.num_samples
                 number += 1
@@ -173,11 +169,6 @@ def _run_state(recipe: Recipe, datasets: Sequence[Dataset], pieces: Sequence[Pie
         samples_sha256=hashlib.sha256("".join(piece.new.sha256 for piece in pieces).encode()).hexdigest(),
         shards=[],
     )
-
-
-def _listing(manifest: Manifest, shard: ShardEntry) -> FileEntry | None:
-    name = f"{shard_stem(shard.name)}.idx"
-    return next((entry for entry in manifest.files if entry.name == name), None)
 
 
 def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha256: str) -> bool:
@@ -240,7 +231,7 @@ def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None
 
 
 def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> list[FileEntry]:
-    """Index, attributes and dictionary of the new version, published."""
+    """Tables, attributes and dictionary of the new version, published."""
     index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = sorted({codec for dataset in datasets for codec in dataset.index.codecs})
@@ -252,23 +243,19 @@ def _own_files(work: Workspace, datasets: Sequence[Dataset], pieces: Sequence[Pi
                 rows.append(source.row(at)._replace(shard=number))
             source.release()
     _write_attributes(attributes, datasets, pieces)
-    made = [index, attributes]
+    entries = [*write_tables(work.temporary, [piece.new for piece in pieces]), file_entry(attributes)]
     if datasets[0].dictionary is not None:
         dictionary = work.temporary / DICTIONARY_FILE
         dictionary.write_bytes(datasets[0].dictionary.data)
-        made.append(dictionary)
-    entries = []
-    for path in made:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        entries.append(FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest))
-        work.out.publish_file(path.name, path)
+        entries.append(file_entry(dictionary))
+    for entry in entries:
+        work.out.publish_file(entry.name, work.temporary / entry.name)
     return entries
 
 
 def _write_attributes(path: Path, datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> None:
     """The attributes of all samples; a column that a dataset lacks is null for its samples."""
-    files = [dataset.root / ATTRIBUTES_FILE for dataset in datasets]
+    files = [dataset.attributes_file() for dataset in datasets]
     schemas = [AttributesFile(file).schema(len(dataset.index)) for file, dataset in zip(files, datasets, strict=True)]
     try:
         schema = pa.unify_schemas(schemas)
@@ -343,8 +330,9 @@ def _manifest(
             },
         },
         splits=splits,
-        shards=tuple(piece.new for piece in pieces),
+        num_bytes=sum(piece.new.bytes for piece in pieces),
         files=tuple(files),
+        lineage=Lineage.of(manifests),
         provenance={
             "recipe": msgspec.to_builtins(recipe),
             "facts": {

@@ -1,4 +1,4 @@
-"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify` and `inspect`: flags in, report out."""
+"""`fuelrail synth`, `shard`, `sources`, `reshard`, `verify`, `inspect`, `log`, `diff`, `tag`: flags in, report out."""
 
 from __future__ import annotations
 
@@ -186,6 +186,52 @@ def _run_inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _configure_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dataset", metavar="DATASET", help=_DATASET)
+    add_flags(parser, PrintOptions)
+
+
+def _run_log(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.verify.catalogue import dataset_log
+
+    report = dataset_log(args.dataset)
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
+    return 0
+
+
+def _configure_diff(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Compare two datasets by manifests and tables. Shards are not read."
+    parser.add_argument("a", metavar="DATASET", help=_DATASET)
+    parser.add_argument("b", metavar="OTHER", help="the dataset to compare it with")
+    add_flags(parser, PrintOptions)
+
+
+def _run_diff(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.verify.catalogue import dataset_diff
+
+    report = dataset_diff(args.a, args.b)
+    sys.stdout.write(report.as_json() if from_flags(args, PrintOptions).json else report.as_text())
+    return 0
+
+
+def _configure_tag(parser: argparse.ArgumentParser) -> None:
+    from fuelrail.sharding.verify.catalogue import TagOptions
+
+    parser.description = "Add or remove names of a dataset, in tags.json beside it. Without flags, list them."
+    parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
+    add_flags(parser, TagOptions)
+
+
+def _run_tag(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.verify.catalogue import TagOptions, read_tags, tag
+
+    options = from_flags(args, TagOptions)
+    changes = options.add or options.remove
+    tags = tag(args.dataset, add=options.add, remove=options.remove) if changes else read_tags(args.dataset)
+    sys.stdout.write("".join(f"{one}\n" for one in tags))
+    return 0
+
+
 def _configure_synth(parser: argparse.ArgumentParser) -> None:
     from fuelrail.sharding.demo.synth import SynthOptions
 
@@ -219,4 +265,7 @@ COMMANDS = {
     ),
     "verify": Command("check every byte of a dataset against its checksums", _configure_verify, _run_verify),
     "inspect": Command("show the contents of a dataset or of one sample", _configure_inspect, _run_inspect),
+    "log": Command("show what a dataset was made of, and its tags", _configure_log, _run_log),
+    "diff": Command("show how two datasets differ: samples, clips, channels, options", _configure_diff, _run_diff),
+    "tag": Command("add, remove or list tags of a dataset", _configure_tag, _run_tag),
 }

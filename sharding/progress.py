@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
-    from fuelrail.pipeline.format.manifest import ShardEntry
+    from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.sharding.sources.source import ScanInfo
     from fuelrail.sharding.write.shard_writer import ShardDone
 

@@ -13,17 +13,12 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.channels.selection import check_table
+from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.format.manifest import (
-    MANIFEST_FILE,
-    CameraEntry,
-    Manifest,
-    ShardEntry,
-    channel_table,
-    load_manifest,
-)
+from fuelrail.pipeline.format.index.blocks import BlockFile
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, load_manifest
 from fuelrail.pipeline.format.rules import Rig
-from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.engines.local import LocalEngine
 from fuelrail.sharding.output.folder import check_out, manifest_in, open_output
@@ -137,11 +132,14 @@ def shard(
         _check_channels(scan.info, recipe, spec)
         finished = manifest_in(output)
         check_same_recipe(output.shown, recipe_of(output.shown, finished) if finished else None, scan.recipe)
-        planned = _plan(work, scan, started, finished)
+        shards = None if finished is None else _stored_shards(work, finished)
+        planned = _plan(work, scan, started, shards)
         manifest, dictionary = _start(work, scan, planned, finished)
         job = _job(work, spec, scan, planned.plan, dictionary)
         num_shards = len(job.shards)
-        numbers = range(num_shards) if manifest is None else _damaged_shards(output, manifest, num_workers)
+        numbers: Sequence[int] = range(num_shards)
+        if manifest is not None and shards is not None:
+            numbers = _damaged_shards(output, shards, num_workers)
         if source.reads == "clip" and numbers:
             job = _staged(work, scan, planned.plan, job, numbers, num_workers)
         num_written = _make_shards(work, engine, job, numbers, planned, progress)
@@ -185,7 +183,17 @@ def _scan(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
     return _Scan(info, ScanTable(work.scan_table), msgspec.structs.replace(recipe, scan_sha256=digest), stamps)
 
 
-def _plan(work: Workspace, scan: _Scan, started: RunState | None, finished: Manifest | None) -> _Planned:
+def _stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...] | None:
+    """Return the shards of a finished dataset; None where their table is damaged, so that all are made again."""
+    entry = finished.file(SHARDS_FILE)
+    if entry is None or not work.out.holds(entry.name, entry.bytes, entry.sha256):
+        return None
+    path = work.temporary / SHARDS_FILE
+    work.out.fetch(SHARDS_FILE, path)
+    return tuple(ShardTable(BlockFile(path), finished))
+
+
+def _plan(work: Workspace, scan: _Scan, started: RunState | None, finished: Sequence[ShardEntry] | None) -> _Planned:
     """Plan the dataset; a finished dataset or a started run keeps the cut into shards that it has."""
     info, table, recipe, _ = scan
     rows = select_rows(table, info.clips, recipe)
@@ -305,29 +313,21 @@ def _finished_recipe(out: Output) -> Recipe | None:
     return None if manifest is None else recipe_of(out.shown, manifest)
 
 
-def _listings(manifest: Manifest) -> dict[str, str]:
-    """Map shard names to the names of their DALI indexes, for those that have one."""
-    return {shard.name: f"{shard_stem(shard.name)}.idx" for shard in manifest.shards if not is_framed(shard.name)}
-
-
 def _if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
-    """Return the manifest if index and attributes match it, else None."""
+    """Return the manifest if tables and attributes match it, else None."""
     if manifest is None:
         return None
-    listings = set(_listings(manifest).values())
-    files = [entry for entry in manifest.files if entry.name not in listings]
-    return manifest if all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in files) else None
+    whole = all(out.holds(entry.name, entry.bytes, entry.sha256) for entry in manifest.files)
+    return manifest if whole else None
 
 
-def _damaged_shards(out: Output, manifest: Manifest, num_threads: int) -> list[int]:
-    """Return the numbers of shards that, with their DALI index, do not match the manifest byte for byte."""
-    files, listings = {entry.name: entry for entry in manifest.files}, _listings(manifest)
+def _damaged_shards(out: Output, shards: Sequence[ShardEntry], num_threads: int) -> Sequence[int]:
+    """Return the numbers of shards that, with their DALI index, do not match their table byte for byte."""
 
     def is_whole(shard: ShardEntry) -> bool:
-        idx = files[listings[shard.name]] if shard.name in listings else None
         return out.holds(shard.name, shard.bytes, shard.sha256) and (
-            idx is None or out.holds(idx.name, idx.bytes, idx.sha256)
+            not shard.idx_bytes or out.holds(shard.idx_name, shard.idx_bytes, shard.idx_sha256)
         )
 
-    checked = in_threads(is_whole, manifest.shards, num_threads)
+    checked = in_threads(is_whole, shards, num_threads)
     return [number for number, whole in enumerate(checked) if not whole]

@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from fuelrail.loaders.commands import doctor as doctor
     from fuelrail.loaders.config import Budget as Budget
     from fuelrail.loaders.config import Normalize as Normalize
+    from fuelrail.loaders.config import StaticBatches as StaticBatches
     from fuelrail.loaders.config import StorageOptions as StorageOptions
     from fuelrail.loaders.config import Transforms as Transforms
     from fuelrail.loaders.contact_sheet import ViewOptions as ViewOptions
     from fuelrail.loaders.contact_sheet import ViewReport as ViewReport
     from fuelrail.loaders.contact_sheet import view as view
     from fuelrail.loaders.decode.lens import Undistort as Undistort
+    from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
@@ -98,6 +100,11 @@ if TYPE_CHECKING:
     from fuelrail.sharding.demo.synth import synth as synth
     from fuelrail.sharding.planning.recipe import Recipe as Recipe
     from fuelrail.sharding.sources.registry import SourceKind as SourceKind
+    from fuelrail.sharding.verify.catalogue import DatasetDiff as DatasetDiff
+    from fuelrail.sharding.verify.catalogue import DatasetLog as DatasetLog
+    from fuelrail.sharding.verify.catalogue import dataset_diff as dataset_diff
+    from fuelrail.sharding.verify.catalogue import dataset_log as dataset_log
+    from fuelrail.sharding.verify.catalogue import tag as tag
     from fuelrail.sharding.verify.dataset import VerifyReport as VerifyReport
 
     open = _open_dataset  # noqa: A001 - fr.open
@@ -121,10 +128,12 @@ _PUBLIC: Final = {
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
     "Budget": "fuelrail.loaders.config",
+    "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
+    "StaticBatches": "fuelrail.loaders.config",
     "StorageOptions": "fuelrail.loaders.config",
     "Transforms": "fuelrail.loaders.config",
     "Undistort": "fuelrail.loaders.decode.lens",
@@ -177,6 +186,10 @@ _PUBLIC: Final = {
     "DecoderError": "fuelrail.pipeline.errors",
     # sharding
     "check_source": "fuelrail.sharding.api",
+    "dataset_diff": "fuelrail.sharding.verify.catalogue",
+    "DatasetDiff": "fuelrail.sharding.verify.catalogue",
+    "dataset_log": "fuelrail.sharding.verify.catalogue",
+    "DatasetLog": "fuelrail.sharding.verify.catalogue",
     "inspect": "fuelrail.sharding.api",
     "Recipe": "fuelrail.sharding.planning.recipe",
     "reshard": "fuelrail.sharding.api",
@@ -187,6 +200,7 @@ _PUBLIC: Final = {
     "sources": "fuelrail.sharding.api",
     "synth": "fuelrail.sharding.demo.synth",
     "SynthOptions": "fuelrail.sharding.demo.synth",
+    "tag": "fuelrail.sharding.verify.catalogue",
     "verify": "fuelrail.sharding.api",
     "VerifyReport": "fuelrail.sharding.verify.dataset",
 }

@@ -31,6 +31,9 @@ _COMMANDS: dict[str, _Entry] = {
     "reshard": _Entry("fuelrail.sharding.commands", "merge, split, reshuffle or recompress datasets, or append to one"),
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
     "inspect": _Entry("fuelrail.sharding.commands", "show the contents of a dataset or of one sample"),
+    "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
+    "diff": _Entry("fuelrail.sharding.commands", "show how two datasets differ: samples, clips, channels, options"),
+    "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),
     "view": _Entry("fuelrail.loaders.commands", "draw a sample's cameras and boxes as a contact sheet"),
     "doctor": _Entry("fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"),
     "order": _Entry(

@@ -23,6 +23,7 @@ a stand-in model really runs on the CPU, so gradients and all-reduces are true. 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -63,8 +64,9 @@ class AcceleratorProfile(Settings, frozen=True):
     unit, a multiply-add counted as two, where it is known; ``peak_tflops`` the device's dense peak in the precision of
     the times.
 
-    The rest is off unless given: the copy's rate over the bus, launches of a step and what the host takes for one, and
-    the device time that decoding one unit's images takes from the training.
+    The rest is off unless given: the copy's rate over the bus, launches of a step and what the host takes for one, the
+    device time that decoding one unit's images takes from the training, and the link to other devices, with the time
+    that every collective takes besides that of its bytes (``link.py``).
     """
 
     name: str
@@ -83,8 +85,10 @@ class AcceleratorProfile(Settings, frozen=True):
     num_kernels: int = 0
     launch_us: float = 0.0
     gpu_decode_ms: float = 0.0
+    link_gb_per_s: Positive | None = None
+    link_latency_us: float = 0.0
 
-    def step_ms(self, num_samples: int, num_images: int) -> float:
+    def step_ms(self, num_samples: float, num_images: float) -> float:
         """Device time of one step over the given rank's batch, in milliseconds."""
         units = num_samples if self.per == "sample" else num_images
         return units * (self.forward_ms + self.backward_ms) + self.optimiser_ms
@@ -122,8 +126,8 @@ class Accelerator(Protocol):
     def host_to_device(self, num_bytes: int) -> AbstractContextManager[None]:
         """Around the copy of a batch of that size; when it ends the batch may be used by ``forward``."""
 
-    def forward(self, num_samples: int, num_images: int) -> AbstractContextManager[None]:
-        """Around the forward pass of a rank's (micro-)batch."""
+    def forward(self, num_samples: float, num_images: float) -> AbstractContextManager[None]:
+        """Around the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts of samples."""
 
     def backward(self) -> AbstractContextManager[None]:
         """Around the backward pass, all-reduce included."""
@@ -134,8 +138,8 @@ class Accelerator(Protocol):
     def gradients_ready(self, share: float) -> None:
         """Local gradients that make up ``share`` (0 to 1) of all gradient bytes are computed."""
 
-    def all_reduce_started(self) -> None:
-        """One bucket's all-reduce is about to be queued."""
+    def all_reduce_started(self, num_bytes: int = 0) -> None:
+        """One bucket's all-reduce, of that size, is about to be queued."""
 
     def all_reduce_finished(self) -> None:
         """Record that one bucket's all-reduce is complete; thread-safe."""
@@ -153,7 +157,7 @@ class EmulatedAccelerator:
         self.profile = profile
         self._clock = clock
         self._times = DeviceTimes()
-        self._units = 0
+        self._units = 0.0
         self._free_at_ns = 0  # when the emulated device has worked through all that was given to it
         self._backward_start_ns = 0
         self._gradients_at_ns: int | None = None  # time of the last local gradient; None before
@@ -161,6 +165,8 @@ class EmulatedAccelerator:
         self._in_flight_lock = threading.Lock()  # all-reduces end in a thread of the communication library
         self._in_flight = 0
         self._in_flight_since_ns = 0
+        self._link_free_at_ns = 0
+        self._reduced_at_ns: deque[int] = deque()  # when the link is through with each bucket under way
 
     @contextmanager
     def host_to_device(self, num_bytes: int) -> Iterator[None]:
@@ -172,7 +178,7 @@ class EmulatedAccelerator:
         self._times.host_to_device_ns += self._clock.now_ns() - start_ns
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:
         """Occupy the device from now on for the batch's forward time."""
         self._units = num_samples if self.profile.per == "sample" else num_images
         start_ns = self._free_at_ns = self._clock.now_ns()
@@ -210,15 +216,42 @@ class EmulatedAccelerator:
             self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
             self._times.overrun_ns += max(0, ready_ns - due_ns)
 
-    def all_reduce_started(self) -> None:
-        """Open the interval of the total all-reduce unless one is open."""
+    def communicate(self, num_bytes: int) -> None:
+        """Hold the rank and its device for a collective on the link; that is exposed communication."""
+        before_ns = self._clock.now_ns()
+        self._clock.wait_until(self._through_link_ns(num_bytes))
+        held_ns = self._clock.now_ns() - before_ns
+        self._times.all_reduce_ns += held_ns
+        self._times.all_reduce_total_ns += held_ns
+        self._held_ns += held_ns
+        # The device waits as well: what it computes next begins later.
+        self._free_at_ns += held_ns
+        self._backward_start_ns += held_ns
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a bucket's all-reduce is under way."""
+        return self._in_flight > 0
+
+    def _through_link_ns(self, num_bytes: int) -> int:
+        profile = self.profile
+        if profile.link_gb_per_s is None:
+            return 0
+        lasts_ns = num_bytes / profile.link_gb_per_s + profile.link_latency_us * 1e3
+        self._link_free_at_ns = max(self._link_free_at_ns, self._clock.now_ns()) + round(lasts_ns)
+        return self._link_free_at_ns
+
+    def all_reduce_started(self, num_bytes: int = 0) -> None:
+        """Open the interval of the total all-reduce unless one is open, and queue the bucket on the link."""
+        self._reduced_at_ns.append(self._through_link_ns(2 * num_bytes))
         with self._in_flight_lock:
             if self._in_flight == 0:
                 self._in_flight_since_ns = self._clock.now_ns()
             self._in_flight += 1
 
     def all_reduce_finished(self) -> None:
-        """Close the interval of the total all-reduce when the last one under way is done."""
+        """Close the interval of the total all-reduce when the last one under way is done, on the link too."""
+        self._clock.wait_until(self._reduced_at_ns.popleft())
         with self._in_flight_lock:
             self._in_flight -= 1
             if self._in_flight == 0:

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fuelrail.bench.measure.accelerator import DeviceTimes
@@ -45,7 +48,7 @@ class CudaAccelerator:
             yield
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:  # noqa: ARG002 (the device measures it)
         """Time the kernels queued inside."""
         with self._span("forward"), self._launching():
             yield
@@ -73,7 +76,7 @@ class CudaAccelerator:
         if share >= 1.0:
             self._gradients_at = self._mark()
 
-    def all_reduce_started(self) -> None:
+    def all_reduce_started(self, num_bytes: int = 0) -> None:  # noqa: ARG002 (the device knows by itself)
         """Mark the compute stream, after whose work so far NCCL may start."""
         self._launches.append(self._mark())
 
@@ -167,9 +170,17 @@ def peak_tflops(device: str, precision: str) -> float | None:
 
 
 def count_training_flop(model: nn.Module, inputs: Sequence[Tensor]) -> int:
-    """Operations of one forward and backward pass of these inputs; gradients are left as they were before."""
-    with FlopCounterMode(display=False) as counter:
-        model(*inputs).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+    """Operations of one forward and backward pass of these inputs, by their shapes alone: nothing is computed.
+
+    Attention is counted as its two products: torch's counter does not know the kernel that CPUs use for it.
+    """
+    # Shapes must not depend on values, which fake tensors do not have; a copy, so that the model's gradients stay.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        copies = {
+            name: fake.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        shapes = tuple(fake.from_tensor(tensor) for tensor in inputs)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            functional_call(model, copies, shapes).backward()
     return int(counter.get_total_flops())

@@ -40,11 +40,13 @@ class NvmlWatch:
     """Samples the first ``num_gpus`` GPUs in a thread between entering and leaving; use as a context manager.
 
     ``nvml`` is the module `pynvml` (package nvidia-ml-py), imported if not given. Without it, without a driver, or with
-    no GPUs to look at, :meth:`use` is None, and the reason is logged.
+    no GPUs to look at, :meth:`use` is None; :attr:`reason` says why, and is logged.
     """
 
     def __init__(self, num_gpus: int, nvml: Any = None) -> None:  # noqa: ANN401 - a module without types
         self._num_gpus, self._nvml = num_gpus, nvml
+        self.reason: str | None = None
+        """Why there are no measurements; None where nothing failed."""
         self._samples: list[list[tuple[float, float, float | None, float | None, int, float]]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,15 +77,19 @@ class NvmlWatch:
             self._nvml = self._nvml or importlib.import_module("pynvml")
             self._nvml.nvmlInit()
         except Exception as error:  # noqa: BLE001 - not installed, no driver, no permission
-            _LOG.warning("no facts from NVML: %s: %s; it needs nvidia-ml-py and a driver", type(error).__name__, error)
+            self._missing(f"{type(error).__name__}: {error}; it needs nvidia-ml-py and a driver")
             return False
         return True
+
+    def _missing(self, reason: str) -> None:
+        self.reason = reason
+        _LOG.warning("no facts from NVML: %s", reason)
 
     def _watch(self) -> None:
         try:
             self._sample()
         except Exception as error:  # noqa: BLE001 - NVML's own errors: a part of a card (MIG) has no utilisation
-            _LOG.warning("no facts from NVML: %s: %s", type(error).__name__, error)
+            self._missing(f"{type(error).__name__}: {error}")
             self._samples = [[] for _ in range(self._num_gpus)]
 
     def _sample(self) -> None:

@@ -122,6 +122,42 @@ class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):
     train_flop: int | None = None
 
 
+class MemoryLine(msgspec.Struct, frozen=True, kw_only=True, tag="memory"):
+    """Memory of a rank's device over one step: bytes of each kind, and from when on (``at_ms``, of the step's start).
+
+    ``source``: ``allocator`` (of the GPU, with the bytes it reserved) or ``tracker`` (of tensors, on the CPU).
+    """
+
+    step: int
+    source: str
+    at_ms: list[float]
+    allocated: dict[str, list[int]]
+    reserved: list[int] | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated at one time."""
+        return max(map(sum, zip(*self.allocated.values(), strict=True)), default=0)
+
+
+class CheckpointSave(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"):
+    """A checkpoint that became visible: what it took from the training, and how long it took in the background."""
+
+    step: int
+    stall_ns: int
+    total_ns: int
+    num_bytes: int
+
+
+class CheckpointRestore(msgspec.Struct, frozen=True, kw_only=True, tag="restore"):
+    """A run that continues after ``step`` steps. ``skipped``: newer checkpoints that were damaged, and how."""
+
+    step: int
+    folder: str
+    world_size: int
+    skipped: list[str]
+
+
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """A rank that did all its steps. ``parameters_xxh3`` must agree on all ranks: same gradients, same updates.
 
@@ -140,15 +176,19 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
     ``refused``: an error of Fuelrail's own, which says itself what to do; ``crashed``: any other exception. The ranks
-    that a dead one leaves behind crash too, a moment later, in their all-reduce.
+    that a dead one leaves behind crash too, a moment later, in their all-reduce. ``timed out``: a collective waited for
+    a rank that did not answer.
     """
 
-    kind: Literal["refused", "crashed"]
+    kind: Literal["refused", "crashed", "timed out"]
     message: str
     at_ns: int
 
 
-Record = RankHeader | InputFacts | StepRecord | StageSnapshot | RankEnd | RankFailure
+Record = (
+    RankHeader | InputFacts | StepRecord | StageSnapshot | MemoryLine | CheckpointSave | CheckpointRestore
+    | RankEnd | RankFailure
+)  # fmt: skip
 _DECODER = msgspec.json.Decoder(Record)
 _ENCODER = msgspec.json.Encoder()
 
@@ -184,6 +224,9 @@ class RankLog(msgspec.Struct, kw_only=True):
     input: InputFacts | None = None
     steps: list[StepRecord] = []
     snapshots: list[StageSnapshot] = []
+    memory: MemoryLine | None = None
+    saves: list[CheckpointSave] = []
+    restored: CheckpointRestore | None = None
     end: RankEnd | None = None
     failure: RankFailure | None = None
 
@@ -204,6 +247,12 @@ def read_rank(path: Path) -> RankLog:
             log.steps.append(record)
         elif isinstance(record, StageSnapshot):
             log.snapshots.append(record)
+        elif isinstance(record, MemoryLine):
+            log.memory = record
+        elif isinstance(record, CheckpointSave):
+            log.saves.append(record)
+        elif isinstance(record, CheckpointRestore):
+            log.restored = record
         elif isinstance(record, RankHeader):
             log.header = record
         elif isinstance(record, InputFacts):

@@ -24,7 +24,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import train_dictionary
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset, read_members
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.tar import StoredMember, pack_sample
 from fuelrail.pipeline.format.zstd_frames import encode_frame
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, decode_points

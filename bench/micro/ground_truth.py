@@ -34,8 +34,10 @@ from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.trainer.loop import train
-from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
-from fuelrail.bench.trainer.settings import MODELS, Injection, TrainOptions
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.settings import Injection, TrainOptions
+from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import FuelrailError
 
@@ -173,18 +175,17 @@ def _stalled(name: str, figures: Figures, base: Figures, grows_ms: float) -> Sta
 
 def _book_keeping_ms(dataset: Path, folder: Path, *, num_rounds: int = 9, num_steps: int = 40) -> float:
     """What a step costs more under the harness than bare: the median over rounds that run both in turns."""
-    settings = MODELS["light"]
     with DataLoader(dataset, 1, num_workers=1) as loader:
         batches = list(itertools.islice(loader, 4))
     torch.set_num_threads(1)
-    model = BevOccupancy(settings)
+    model = build(MODELS["light"], "cpu", 0)
     instant = msgspec.structs.replace(_PROFILE, forward_ms=1e-6, backward_ms=1e-6, optimiser_ms=1e-6)
     clock = MonotonicClock()
 
     def bare() -> None:
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for batch in itertools.islice(itertools.cycle(batches), num_steps):
-            loss = model(*model_inputs(batch, settings))
+            loss = model(*model.inputs(batch))
             loss.backward()
             optimiser.step()
             optimiser.zero_grad()
@@ -193,9 +194,8 @@ def _book_keeping_ms(dataset: Path, folder: Path, *, num_rounds: int = 9, num_st
     def measured() -> None:
         with RankWriter(folder / "book-keeping.jsonl") as writer:
             accelerator = EmulatedAccelerator(instant, clock)
-            for record in train(
-                model, settings, itertools.cycle(batches), accelerator, clock, num_steps=num_steps, learning_rate=1e-3
-            ):
+            parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=1)
+            for record in train(parallel, itertools.cycle(batches), accelerator, clock, num_steps=num_steps):
                 writer.write(record)
 
     def seconds(work: Any) -> float:  # noqa: ANN401

@@ -13,11 +13,12 @@ import pyarrow as pa
 from fuelrail.bench.micro.decode import SOURCE_WH, made_image
 from fuelrail.bench.micro.made_dataset import MadeSample, write_made_dataset
 from fuelrail.bench.micro.metadata import CHANNELS, sample_members
-from fuelrail.bench.micro.synthetic_index import file_entry
+from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, ROWS_PER_BATCH, write_index
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, CameraEntry, channel_table, encode_manifest
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, ROWS_PER_BATCH, write_index
+from fuelrail.pipeline.format.index.tables import write_tables
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, Geometry, Meta, decode_arrays, encode_arrays
 from fuelrail.sharding.write.packer import RawMember
 
@@ -77,7 +78,7 @@ def write_large(folder: Path, source: Dataset, num_samples: int) -> Dataset:
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    index, (shard,) = source.index, source.manifest.shards
+    index, (shard,) = source.index, source.shards
     (folder / shard.name).hardlink_to(source.root / shard.name)
     block = folder / "block.arrow"
     rows = (index.row(number % len(index)) for number in range(ROWS_PER_BATCH))
@@ -91,8 +92,8 @@ def write_large(folder: Path, source: Dataset, num_samples: int) -> Dataset:
     block.unlink()
     ((name, split),) = source.manifest.splits.items()
     manifest = msgspec.structs.replace(
-        source.manifest, num_samples=num_samples, files=(file_entry(folder / INDEX_FILE),),
-        shards=(msgspec.structs.replace(shard, num_samples=num_samples),),
+        source.manifest, num_samples=num_samples,
+        files=tuple(write_tables(folder, [shard._replace(num_samples=num_samples)])),
         splits={name: msgspec.structs.replace(split, num_samples=num_samples)},
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))

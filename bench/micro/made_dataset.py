@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.bench.micro.synthetic_index import file_entry, write_manifest
+from fuelrail.bench.micro.synthetic_index import write_manifest
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
-from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.packer import ShardPacker
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.sharding.write.packer import RawMember
 
@@ -49,8 +49,7 @@ def write_made_dataset(folder: Path, shard_lengths: Sequence[int], samples: Iter
     names, codecs = dict.fromkeys(member.name for member in members), sorted({member.codec for member in members})
     write_index(folder / INDEX_FILE, rows, list(names), codecs)
     num_clips = len({row.clip_id for row in rows})
-    files = [file_entry(folder / INDEX_FILE)]
-    return write_manifest(folder, shard_lengths, num_clips=num_clips, split="train", files=files, shard_bytes=sizes)
+    return write_manifest(folder, shard_lengths, num_clips=num_clips, split="train", shard_bytes=sizes)
 
 
 def even_lengths(num_samples: int, samples_per_shard: int) -> list[int]:

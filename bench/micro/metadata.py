@@ -20,8 +20,8 @@ import pyarrow as pa
 import safetensors.numpy
 
 from fuelrail.bench.micro.timing import Comparison, Effort, compare, main
-from fuelrail.pipeline.format.index import ROWS_PER_BATCH, SampleIndex, write_index
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.samples import ROWS_PER_BATCH, SampleIndex, write_index
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import (
     BOXES,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import msgspec
 
 from fuelrail.bench.micro.made_dataset import MadeSample, even_lengths, write_made_dataset
-from fuelrail.bench.micro.synthetic_index import file_entry
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.codecs import RAW
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.tables import write_tables
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest
 from fuelrail.pipeline.order.batching import Batching, Cursor, World
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_order
@@ -127,7 +127,7 @@ class FuelrailImages(LoaderKind):
         manifest, index = dataset.manifest, dataset.index
         folder.mkdir(parents=True)
         split, entry = next(iter(manifest.splits.items()))
-        shards = manifest.shards[entry.first_shard : entry.first_shard + entry.num_shards]
+        shards = dataset.shards[entry.first_shard : entry.first_shard + entry.num_shards]
         for shard in shards:
             (folder / shard.name).hardlink_to(dataset.root / shard.name)
         bounds = [num_samples * number // len(shards) for number in range(len(shards) + 1)]
@@ -138,15 +138,15 @@ class FuelrailImages(LoaderKind):
         )
         write_index(folder / INDEX_FILE, rows, index.names, index.codecs)
         repeated = tuple(
-            msgspec.structs.replace(shard, first_sample=first, num_samples=end - first)
+            shard._replace(first_sample=first, num_samples=end - first)
             for shard, first, end in zip(shards, bounds[:-1], bounds[1:], strict=True)
         )
         whole = msgspec.structs.replace(
             entry, first_sample=0, num_samples=num_samples, first_shard=0, num_shards=len(shards)
         )
         aliased = msgspec.structs.replace(
-            manifest, num_samples=num_samples, shards=repeated, splits={split: whole},
-            files=(file_entry(folder / INDEX_FILE),),
+            manifest, num_samples=num_samples, num_bytes=sum(shard.bytes for shard in repeated), splits={split: whole},
+            files=tuple(write_tables(folder, repeated)),
         )  # fmt: skip
         (folder / MANIFEST_FILE).write_bytes(encode_manifest(aliased))
 

@@ -88,7 +88,7 @@ class _Readers:
     def _pread(self, *, cold: bool = False) -> None:
         if cold:
             _empty_page_cache(self._dataset)
-        files = [os.open(self._dataset.root / shard.name, os.O_RDONLY) for shard in self._dataset.manifest.shards]
+        files = [os.open(self._dataset.root / shard.name, os.O_RDONLY) for shard in self._dataset.shards]
         for row in self._rows:
             view = self._buffer[: row.length]
             os.preadv(files[row.shard], [view], row.offset)
@@ -140,7 +140,7 @@ def _taken() -> memoryview:
 
 
 def _empty_page_cache(dataset: Dataset) -> None:
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         file = os.open(dataset.root / shard.name, os.O_RDONLY)
         os.fsync(file)  # dirty pages would stay
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -148,7 +148,7 @@ def _empty_page_cache(dataset: Dataset) -> None:
 
 
 def _copy_shards(dataset: Dataset) -> None:
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         path, copy = dataset.root / shard.name, dataset.root / "copy"
         with path.open("rb") as source, copy.open("wb", buffering=0) as target:
             shutil.copyfileobj(source, target, 256 << 10)
@@ -163,7 +163,7 @@ def _maps(dataset: Dataset) -> list[memoryview]:
     import mmap
 
     maps = []
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         with (dataset.root / shard.name).open("rb") as file:
             maps.append(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     return maps
@@ -181,7 +181,7 @@ def _spdl(maps: list[memoryview], touch: Callable[[memoryview], object] | None) 
 def _webdataset(dataset: Dataset) -> None:
     from webdataset.tariterators import group_by_keys, tar_file_iterator
 
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         with (dataset.root / shard.name).open("rb") as file:
             for _ in group_by_keys({**member, "__url__": shard.name} for member in tar_file_iterator(file)):
                 pass

@@ -143,7 +143,7 @@ def measure_s3(effort: Effort, folder: Path, *, quick: bool) -> tuple[Comparison
         stack.enter_context(apart(server.pid))
         dataset = open_dataset(url, cache_dir=folder / "index")
         rows = [dataset.index.row(index) for index in np.random.default_rng(2).permutation(num_samples).tolist()]
-        names = [shard.name for shard in dataset.manifest.shards]
+        names = [shard.name for shard in dataset.shards]
         fs = s3fs.S3FileSystem(skip_instance_cache=True)
 
         def one_by_one() -> int:

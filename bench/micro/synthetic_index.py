@@ -5,7 +5,6 @@ The shards they name do not exist. All that concerns order, batching and the ind
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,18 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE
-from fuelrail.pipeline.format.index import INDEX_FILE, write_index
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
+from fuelrail.pipeline.format.index.tables import file_entry, write_tables
 from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
     FileEntry,
+    Lineage,
     Manifest,
-    ShardEntry,
     SplitEntry,
     encode_manifest,
 )
@@ -65,7 +66,7 @@ def write_synthetic_index(
             yield IndexRow(key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members)
 
     write_index(folder / INDEX_FILE, rows(), ["meta.json"], ["zstd"])
-    files = [file_entry(folder / INDEX_FILE)]
+    files = []
     if attributes is not None:
         keys = [f"clip-{c:07d}-{f:06d}" for c, f in zip(clip.tolist(), frame.tolist(), strict=True)]
         pq.write_table(pa.table({"key": keys, **attributes}).take(stored), folder / ATTRIBUTES_FILE)
@@ -81,11 +82,14 @@ def write_manifest(
     folder: Path, shard_lengths: Sequence[int], *, num_clips: int, split: str, seed: int = 0, order_unit: str = "frame",
     files: Sequence[FileEntry] = (), shard_bytes: Sequence[int] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Write the manifest of a dataset of one split without cameras, its shards named as `fuelrail shard` names them."""
+    """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder.
+
+    ``files`` are the entries of what else is there.
+    """
     firsts = np.cumsum([0, *shard_lengths]).tolist()
     shards = tuple(
         ShardEntry(
-            name=f"{split}-{number:06d}.tar", split=split, first_sample=firsts[number], num_samples=length,
+            name=shard_name(split, number), split=split, first_sample=firsts[number], num_samples=length,
             bytes=0 if shard_bytes is None else shard_bytes[number], sha256="0" * 64,
         )
         for number, length in enumerate(shard_lengths)
@@ -93,17 +97,24 @@ def write_manifest(
     whole = SplitEntry(
         first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
     )
-    manifest = Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="", num_samples=firsts[-1],
-        num_clips=num_clips, seed=seed, order_unit=order_unit, channels=(), classes=(), attributes=(),
-        time_base="unix", ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, shards=shards,
-        files=tuple(files), splits={split: whole},
+    entries = [*write_tables(folder, shards), *files]
+    manifest = dataset_manifest(
+        {split: whole}, entries, sum(shard.bytes for shard in shards), num_clips=num_clips, seed=seed,
+        order_unit=order_unit,
     )  # fmt: skip
     (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
     return manifest
 
 
-def file_entry(file: Path) -> FileEntry:
-    """The manifest's entry of a file that lies there."""
-    data = file.read_bytes()
-    return FileEntry(name=file.name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+def dataset_manifest(
+    splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, *, num_clips: int, seed: int = 0,
+    order_unit: str = "frame",
+) -> Manifest:  # fmt: skip
+    """The manifest of a dataset without cameras that has these splits and files."""
+    return Manifest(
+        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="",
+        num_samples=sum(split.num_samples for split in splits.values()), num_clips=num_clips, num_bytes=num_bytes,
+        seed=seed, order_unit=order_unit, channels=(), classes=(), attributes=(), time_base="unix",
+        ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, lineage=Lineage(),
+        files=tuple(files), splits=dict(splits),
+    )  # fmt: skip

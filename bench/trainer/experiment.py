@@ -14,6 +14,8 @@ from fuelrail.pipeline.order.spec import OrderSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fuelrail.bench.trainer.settings import Injection, TrainSettings
     from fuelrail.pipeline.runtime.stages import Observer, Stage
 
@@ -29,8 +31,13 @@ class _DelayedLoader(DataLoader):
         return delayed_stages(super().stages(), self.inject)
 
 
-def make_loader(settings: TrainSettings, device: str | None, trace: Observer | None = None) -> DataLoader:
-    """Make the loader of a run. Raises what DataLoader raises, and ConfigError for a transform that does not exist."""
+def make_loader(
+    settings: TrainSettings, device: str | None, trace: Observer | None = None, mesh: DeviceMesh | None = None
+) -> DataLoader:
+    """Make the loader of a run. Raises what DataLoader raises, and ConfigError for a transform that does not exist.
+
+    On a ``mesh`` the ranks of one model-parallel group get the same batches.
+    """
     window = settings.window
     loader = _DelayedLoader(
         settings.dataset,
@@ -49,6 +56,7 @@ def make_loader(settings: TrainSettings, device: str | None, trace: Observer | N
         },
         transform=None if settings.transform is None else find_function(settings.transform),
         device=device,
+        world=mesh,
         trace=trace,
     )
     loader.inject = settings.inject

@@ -118,7 +118,7 @@ class StallingAccelerator:
             self._stall(self._inject.host_to_device)
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:
         """As the inner one's; the host takes as long as is injected, which may outlast the emulated phase."""
         with self._inner.forward(num_samples, num_images):
             started_ns = self._clock.now_ns()
@@ -139,9 +139,9 @@ class StallingAccelerator:
         if share >= 1.0:
             self._stall(self._inject.all_reduce)
 
-    def all_reduce_started(self) -> None:
+    def all_reduce_started(self, num_bytes: int = 0) -> None:
         """The inner one's."""
-        self._inner.all_reduce_started()
+        self._inner.all_reduce_started(num_bytes)
 
     def all_reduce_finished(self) -> None:
         """The inner one's."""

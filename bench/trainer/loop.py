@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.measure.records import StepRecord
-from fuelrail.bench.trainer.model import model_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from torch import nn
-
     from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
     from fuelrail.bench.measure.clock import Clock
-    from fuelrail.bench.trainer.settings import ModelSettings
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
 
 
 def take(batches: Iterable[Mapping[str, Any]], clock: Clock, *, num_steps: int | None = None) -> Iterator[StepRecord]:
@@ -61,28 +56,25 @@ def _real_rows(presences: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
 
 
 def train(
-    model: nn.Module,
-    model_settings: ModelSettings,
+    parallel: Parallel,
     batches: Iterable[Mapping[str, Any]],
     accelerator: Accelerator,
     clock: Clock,
     *,
     num_steps: int | None = None,
     accumulation: int = 1,
-    learning_rate: float = 1e-3,
-    bf16: bool = False,
+    first_step: int = 0,
 ) -> Iterator[StepRecord]:
     """Train on ``batches`` and yield a record after each optimiser step.
 
-    ``model`` lies on the accelerator's device, wrapped by :func:`fuelrail.bench.trainer.gradients.data_parallel` when
-    there are several ranks. ``batches`` is any iterable of the loader's batches, over as many epochs as there shall
-    be; the run ends with it, or after ``num_steps`` optimiser steps. Micro-batches that no longer fill a step are
-    left out. Images that count are those of real rows (``valid``) and present cameras (``cam_valid``).
+    ``parallel`` is a model on the accelerator's device, divided over the ranks. ``batches`` is any iterable of the
+    loader's batches, over as many epochs as there shall be; the run ends with it, or after ``num_steps`` optimiser
+    steps, of which ``first_step`` were done before. Micro-batches that no longer fill a step are left out. Images that
+    count are those of real rows (``valid``) and present cameras (``cam_valid``), on one rank of those that share them.
+    Raises FuelrailError when fp16 keeps overflowing.
     """
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    autocast = torch.autocast(torch.device(accelerator.torch_device).type, torch.bfloat16, enabled=bf16)
     source = iter(batches)
-    step = 0
+    step = first_step
     step_start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
         data_wait_ns = epoch = 0
@@ -96,32 +88,28 @@ def train(
             data_wait_ns += clock.now_ns() - asked_ns
             epoch = int(batch["epoch"])
 
-            inputs = model_inputs(batch, model_settings)
+            inputs = parallel.inputs(batch)
             with accelerator.host_to_device(sum(tensor.nbytes for tensor in inputs)):
                 inputs = tuple(tensor.to(accelerator.torch_device, non_blocking=True) for tensor in inputs)
 
             # Gradients are reduced once a step, in the backward pass of its last micro-batch.
-            reduces = micro == accumulation - 1
-            skip = model.no_sync() if isinstance(model, DistributedDataParallel) and not reduces else nullcontext()
             rows, cameras = batch["img"].shape[:2]
-            with skip:
-                with accelerator.forward(rows, rows * cameras), autocast:
-                    loss = model(*inputs) / accumulation
-                with accelerator.backward():
-                    loss.backward()
-            losses.append(loss.detach())
+            last = micro == accumulation - 1
+            loss = parallel.forward_backward(
+                inputs, accelerator, (rows, rows * cameras), accumulation=accumulation, last=last
+            )
+            losses.append(loss)
             presences.append((batch["valid"], batch["cam_valid"]))
             # While we wait for the next batch the loader may use this one's buffer for another: no new memory.
             del batch, inputs, loss
 
         with accelerator.optimiser():
-            optimiser.step()
-            optimiser.zero_grad()
+            parallel.update()
 
         device = accelerator.finish_step()
         # From here on nothing is queued on the device, so reading its tensors waits for no work.
-        total_loss = float(torch.stack(losses).sum())
-        num_samples, num_images = _real_rows(presences)
+        total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
+        num_samples, num_images = _real_rows(presences) if parallel.counts else (0, 0)
         step_end_ns = clock.now_ns()
         yield _record(
             step,

@@ -7,42 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+from fuelrail.bench.trainer.models.settings import ModelName, NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, check_types
 
-Positive = Annotated[int, msgspec.Meta(gt=0)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-Precision = Literal["fp32", "bf16"]
-ModelName = Literal["light", "stand-in", "resnet50", "base"]
 # What a counterfactual run leaves out, in the order of the data's way.
 LeaveOut = Literal[
     "loading", "storage", "decompression", "decode", "transform", "copy", "launches", "all-reduce", "training"
 ]
-
-
-class ModelSettings(Settings, frozen=True):
-    """Size of the reference model.
-
-    ``subsample`` takes every n-th pixel in both directions before the first layer: the emulated accelerator's stand-in
-    looks at little of the image, so that the host's time is left to the loader.
-    """
-
-    width: Positive
-    num_stages: Positive
-    blocks_per_stage: NotNegative
-    subsample: Positive
-    grid: Positive = 16
-    range_m: float = 51.2
-
-
-# `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample;
-# `base` is a ResNet-like backbone at full resolution. `resnet50` is another network, of which only the grid is read.
-MODELS = {
-    "light": ModelSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
-    "stand-in": ModelSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
-    "resnet50": ModelSettings(width=64, num_stages=4, blocks_per_stage=3, subsample=1),
-    "base": ModelSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
-}
 
 
 class Injection(Settings, frozen=True):
@@ -72,7 +45,7 @@ class Injection(Settings, frozen=True):
 _LARGE = 1e9
 
 
-class TrainOptions(Settings, frozen=True, kw_only=True):
+class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     """Options of `fuelrail.train`. What has a description is a flag of ``fuelrail bench train`` too.
 
     ``profile`` is an emulated accelerator of your own, in place of ``accelerator``. ``inject`` puts faults into the
@@ -80,8 +53,8 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
     """
 
     split: Annotated[str, msgspec.Meta(description="split to train on")] = "train"
-    ranks: Annotated[Positive, msgspec.Meta(description="number of data-parallel ranks on this host")] = 1
-    batch_size: Annotated[Positive, msgspec.Meta(description="samples per rank in a batch")] = 4
+    ranks: Annotated[Positive, msgspec.Meta(description="number of ranks on this host")] = 1
+    batch_size: Annotated[Positive, msgspec.Meta(description="samples per data-parallel rank in a batch")] = 4
     steps: (
         Annotated[Positive, msgspec.Meta(description="optimiser steps (default: 60, unless --epochs is given)")] | None
     ) = None
@@ -100,12 +73,15 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
     ) = None
     precision: (
         Annotated[
-            Precision, msgspec.Meta(description="fp32, or bf16 autocast (default: fp32 if emulated, bf16 on cuda)")
+            Precision,
+            msgspec.Meta(
+                description="fp32, or autocast to bf16, or to fp16 with scaled loss (default: bf16 on cuda, else fp32)"
+            ),
         ]
         | None
     ) = None
     accumulation: Annotated[Positive, msgspec.Meta(description="batches accumulated into one optimiser step")] = 1
-    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="learning rate of AdamW")] = 2e-3
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=_LARGE, description="learning rate")] = 2e-3
     workers: (
         Annotated[
             Positive, msgspec.Meta(description="decoding threads per rank (default: the rank's share of the CPUs)")
@@ -129,6 +105,49 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
         | None
     ) = None
     seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, augmentation and weights")] = 0
+    checkpoint: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="save checkpoints there, and continue from the newest one",
+                extra={"metavar": "FOLDER_OR_URL"},
+            ),
+        ]
+        | None
+    ) = None
+    every: Annotated[Positive, msgspec.Meta(description="steps between two checkpoints")] = 100
+    keep: Annotated[Positive, msgspec.Meta(description="number of checkpoints to keep")] = 3
+    failures_per_day: (
+        Annotated[
+            float,
+            msgspec.Meta(
+                gt=0, le=_LARGE, description="failures of the whole job a day; adds the best interval of checkpoints"
+            ),
+        ]
+        | None
+    ) = None
+    memory: Annotated[bool, msgspec.Meta(description="follow the memory of the third warm-up step, by kind")] = False
+    against: (
+        Annotated[
+            str,
+            msgspec.Meta(description="compare the loss with that of this report.json", extra={"metavar": "REPORT"}),
+        ]
+        | None
+    ) = None
+    check_batch: (
+        Annotated[
+            Positive,
+            msgspec.Meta(
+                description="train as many samples again with N in a batch and the learning rate scaled with it, and "
+                "compare the loss: a check before a larger batch"
+            ),
+        ]
+        | None
+    ) = None
+    target_loss: (
+        Annotated[float, msgspec.Meta(ge=-_LARGE, le=_LARGE, description="report when the loss was as low as this")]
+        | None
+    ) = None
     price_per_gpu_hour: (
         Annotated[
             float,
@@ -141,6 +160,9 @@ class TrainOptions(Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    timeout_s: Annotated[
+        Positive, msgspec.Meta(description="seconds after which a rank that does not answer the others is given up")
+    ] = 300
     trace: Annotated[
         bool,
         msgspec.Meta(
@@ -175,6 +197,8 @@ class TrainSettings(Settings, frozen=True):
     without ``training`` batches are taken as fast as they come, and dropped.
 
     ``transform`` names the function of each sample as ``MODULE:FUNCTION``; ``trace``: folder for the ranks' traces.
+    ``checkpoint`` is the folder or URL of checkpoints; one is saved ``every`` steps and at the end. ``memory`` follows
+    the memory of the third step.
     """
 
     dataset: str
@@ -202,3 +226,10 @@ class TrainSettings(Settings, frozen=True):
     transform: str | None = None
     inject: Injection = Injection()
     trace: str | None = None
+    checkpoint: str | None = None
+    every: Positive = 100
+    keep: Positive = 3
+    failures_per_day: float | None = None
+    memory: bool = False
+    parallel: ParallelSettings = ParallelSettings()
+    timeout_s: Positive = 300

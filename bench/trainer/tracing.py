@@ -123,7 +123,7 @@ class TracedAccelerator:
             yield
 
     @contextmanager
-    def forward(self, num_samples: int, num_images: int) -> Iterator[None]:
+    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:
         """The inner one's."""
         with self._span("forward"), self._inner.forward(num_samples, num_images):
             yield
@@ -144,10 +144,10 @@ class TracedAccelerator:
         """The inner one's."""
         self._inner.gradients_ready(share)
 
-    def all_reduce_started(self) -> None:
+    def all_reduce_started(self, num_bytes: int = 0) -> None:
         """The inner one's."""
         self._reducing_since.append(time.perf_counter())
-        self._inner.all_reduce_started()
+        self._inner.all_reduce_started(num_bytes)
 
     def all_reduce_finished(self) -> None:
         """The inner one's; buckets are reduced in the order of their launches."""

@@ -14,44 +14,57 @@ import resource
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, peak_tflops
+from fuelrail.bench.measure.link import link_of
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
 from fuelrail.bench.trainer.elastic import end_with
 from fuelrail.bench.trainer.experiment import make_loader
-from fuelrail.bench.trainer.gradients import data_parallel
 from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.trainer.loop import take, train
-from fuelrail.bench.trainer.model import BevOccupancy, model_inputs
-from fuelrail.bench.trainer.resnet import ResNet50
-from fuelrail.bench.trainer.settings import MODELS, TrainSettings
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.settings import TrainSettings
+from fuelrail.bench.trainer.strategies.fits import check_memory
+from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
+from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.bench.trainer.tracing import RankTrace
+from fuelrail.loaders import Transforms
+from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.trainer.settings import ModelSettings
+    from fuelrail.bench.trainer.models.settings import ModelSettings
+    from fuelrail.bench.trainer.models.staged import StagedModel
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
     from fuelrail.pipeline.runtime.stages import StageClock
 
 
-# A rank that is alive but stuck must not hold the others for ever.
-_COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+# Between the first rank that gives up waiting and the last one.
+_SAY_SO_S = 3.0
 # Enough that the model doesn't see one batch alone, few enough to lie in memory.
 _NUM_BATCHES_KEPT = 4
 
@@ -62,74 +75,69 @@ def run_rank(
     writer: RankWriter,
     stage_clocks: Callable[[], Sequence[StageClock]],
     trace: RankTrace | None = None,
+    mesh: DeviceMesh | None = None,
+    loader: DataLoader | None = None,
 ) -> None:
-    """Train this rank on ``batches`` and write its records; with several ranks the process group is initialised."""
+    """Train this rank on ``batches`` and write its records; with several ranks the process group is initialised.
+
+    ``mesh`` is that of a composed strategy, None otherwise. ``loader`` gives the batches; with checkpoints its position
+    is saved and restored.
+    """
     clock = MonotonicClock()
     accelerator: Accelerator
+    link: AbstractContextManager[Any] = nullcontext()
     if settings.profile is None:
         accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
     else:
-        accelerator = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
-    distributed = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-
+        emulated = EmulatedAccelerator(without_costs(settings.profile, settings.leave_out), clock)
+        accelerator, link = emulated, link_of(emulated)
     inject = settings.inject
-    if inject.rank in (None, rank):
+    if inject.rank in (None, dist.get_rank() if dist.is_initialized() else 0):
         accelerator = StallingAccelerator(accelerator, inject, clock)
         if inject.data_wait:
             batches = late_batches(batches, inject.data_wait, clock)
     if trace is not None:
         accelerator = trace.of_phases(accelerator)
 
-    # Every rank starts from the same weights: DDP sends rank 0's around, and the seed makes runs repeatable.
-    torch.manual_seed(settings.seed)
-    model_settings = MODELS[settings.model_name]
-    network = ResNet50() if settings.model_name == "resnet50" else BevOccupancy(model_settings)
-    model: nn.Module = network.to(accelerator.torch_device)
-    device_name = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
-    writer.write(
-        RankHeader(
-            rank=rank,
-            world_size=world_size,
-            device=device_name,
-            backend=dist.get_backend() if distributed else None,
-            model=settings.model_name,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            peak_tflops=None if settings.profile is not None else peak_tflops(device_name, settings.precision),
-        )
-    )
-    reduces = distributed and "all-reduce" not in settings.leave_out
-    trained = data_parallel(model, accelerator) if reduces else model
-
+    # The seed makes every rank start from the same weights, and runs repeatable.
+    model = build(MODELS[settings.model_name], accelerator.torch_device, settings.seed)
+    writer.write(_header(settings, model))
+    parallel = _divide(model, settings, mesh, accelerator)
+    checkpoints = RunCheckpoints(settings, parallel, loader, writer)
     num_steps = 0
     read_before = storage_bytes_read()
-    count = None if settings.profile is not None else partial(_flop_a_sample, model, model_settings)
+    count = None if settings.profile is not None else partial(_flop_a_sample, MODELS[settings.model_name])
     noted = _noting_input(batches, writer, count)
     if "training" in settings.leave_out:
         steps = take(noted, clock, num_steps=settings.num_steps)
     else:
         steps = train(
-            trained,
-            model_settings,
+            parallel,
             noted,
             accelerator,
             clock,
             num_steps=settings.num_steps,
             accumulation=settings.accumulation,
-            learning_rate=settings.learning_rate,
-            bf16=settings.precision == "bf16",
+            first_step=checkpoints.first_step,
         )
-    for record in steps if trace is None else trace.of_steps(steps):
-        writer.write(record)
-        num_steps += 1
-        if num_steps == settings.num_warmup_steps:
-            writer.write(snapshot(num_steps, stage_clocks()))
+        if settings.memory:
+            from fuelrail.bench.measure.memory import following_memory  # parts of torch that nothing else needs
+
+            steps = following_memory(steps, parallel.models, parallel.optimiser, writer)
+    with link:
+        for record in steps if trace is None else trace.of_steps(steps):
+            writer.write(record)
+            num_steps += 1
+            checkpoints.after(checkpoints.first_step + num_steps)
+            if num_steps == settings.num_warmup_steps:
+                writer.write(snapshot(num_steps, stage_clocks()))
     writer.write(snapshot(num_steps, stage_clocks()))
+    checkpoints.close(checkpoints.first_step + num_steps)
     read_after = storage_bytes_read()
     writer.write(
         RankEnd(
             num_steps=num_steps,
-            parameters_xxh3=parameters_digest(model),
+            parameters_xxh3=parameters_digest(parallel),
             peak_rss_bytes=_peak_rss_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
@@ -137,17 +145,57 @@ def run_rank(
     )
 
 
-def parameters_digest(model: nn.Module) -> str:
-    """xxh3 (hex) over the bytes of all parameters, in order."""
+def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
+    distributed = dist.is_initialized()
+    device = torch.cuda.get_device_name() if settings.profile is None else settings.profile.device
+    return RankHeader(
+        rank=dist.get_rank() if distributed else 0,
+        world_size=dist.get_world_size() if distributed else 1,
+        device=device,
+        backend=dist.get_backend() if distributed else None,
+        model=settings.model_name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        peak_tflops=None if settings.profile is not None else peak_tflops(device, settings.precision),
+    )
+
+
+def _divide(model: StagedModel, settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator) -> Parallel:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    alone = "all-reduce" in settings.leave_out
+    degrees = Degrees() if alone else degrees_of(settings.parallel, world)
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
+    return parallelise(
+        model,
+        settings.parallel,
+        degrees,
+        mesh,
+        batch_size=settings.batch_size,
+        learning_rate=scaled_rate(settings.learning_rate, settings.parallel, global_batch),
+        precision=settings.precision,
+        accelerator=accelerator,
+    )
+
+
+def parameters_digest(parallel: Parallel) -> str:
+    """xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call this."""
     digest = xxhash.xxh3_64()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    for model in parallel.models:
+        for parameter in model.parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    digests = [digest.hexdigest()]
+    if parallel.mesh is not None and "pp" in (parallel.mesh.mesh_dim_names or ()):
+        group = parallel.mesh["pp"].get_group()
+        digests *= dist.get_world_size(group)
+        dist.all_gather_object(digests, digest.hexdigest(), group=group)
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
-def _flop_a_sample(model: nn.Module, settings: ModelSettings, batch: Mapping[str, Any]) -> int:
-    # Of one sample, in full precision: a whole batch's activations could take twice what the training does.
-    return count_training_flop(model, [tensor[:1] for tensor in model_inputs(batch, settings)])
+def _flop_a_sample(settings: ModelSettings, batch: Mapping[str, Any]) -> int:
+    # Of one sample, in full precision, on no device: a rank may hold a part of the model only.
+    with torch.device("meta"):
+        model = build_model(settings)
+    return count_training_flop(model, [tensor[:1].to("meta") for tensor in model.inputs(batch)])
 
 
 def _noting_input(
@@ -178,8 +226,9 @@ def _peak_rss_bytes() -> int:
 
 
 def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
-    """A loader's batches over epoch after epoch, without end if ``num_epochs`` is None."""
-    for epoch in range(num_epochs) if num_epochs is not None else itertools.count():
+    """A loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
+    first = int(loader.state_dict()["epoch"])
+    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
         loader.set_epoch(epoch)
         yield from loader
 
@@ -210,7 +259,13 @@ def main(arguments: Sequence[str]) -> int:
             except Exception as error:
                 first_line = str(error).partition("\n")[0]
                 message = f"{type(error).__name__}: {first_line}"
-                writer.write(RankFailure(kind="crashed", message=message, at_ns=time.monotonic_ns()))
+                waited = "timed out" in str(error).lower()
+                kind: Literal["crashed", "timed out"] = "timed out" if waited else "crashed"
+                writer.write(RankFailure(kind=kind, message=message, at_ns=time.monotonic_ns()))
+                if waited:
+                    # The others that wait must leave their record too, before the first end ends them all: who leaves
+                    # none is the one that did not answer.
+                    time.sleep(_SAY_SO_S)
                 raise
     # Not after a failure: leaving the group waits for ranks that may be gone.
     dist.destroy_process_group()
@@ -230,7 +285,7 @@ def _join_group(settings: TrainSettings) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo" if device is None else "nccl",
-        timeout=_COLLECTIVE_TIMEOUT,
+        timeout=timedelta(seconds=settings.timeout_s),
         device_id=None if device is None else torch.device(device),
     )
     if acts:
@@ -247,16 +302,30 @@ def _act_as_device(policy: int) -> None:
         os.sched_setscheduler(0, policy, os.sched_param(1))
 
 
+def _mesh(settings: TrainSettings) -> DeviceMesh | None:
+    """Make the mesh, once nothing speaks against it. Raises ConfigError."""
+    name, size = settings.model_name, MODELS[settings.model_name]
+    degrees, image = degrees_of(settings.parallel, dist.get_world_size()), Transforms().image
+    check_fits(settings.parallel, degrees, size, settings.batch_size, (image.height, image.width))
+    on_gpu = settings.profile is None
+    free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()
+    check_memory(name, settings.parallel, degrees, free, alone=on_gpu)
+    return make_mesh(degrees, "cuda" if on_gpu else "cpu")
+
+
 def _run(settings: TrainSettings, writer: RankWriter) -> None:
     dist.barrier()  # a rank that is still at the run before must not have its neighbours' loaders run beside it
     trace = None if settings.trace is None else RankTrace(Path(settings.trace), dist.get_rank())
     recorder = None if trace is None else trace.recorder
-    with slow_reads(settings.inject), make_loader(settings, _device(settings), recorder) as loader:
+    mesh = _mesh(settings)
+    if settings.parallel.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    with slow_reads(settings.inject), make_loader(settings, _device(settings), recorder, mesh) as loader:
         source = batches(loader, settings.num_epochs)
         if "loading" in settings.leave_out:
             source = from_memory(source, None if settings.num_epochs is None else settings.num_epochs * len(loader))
             loader.close()
-        run_rank(settings, source, writer, lambda: loader.stats().stages, trace)
+        run_rank(settings, source, writer, lambda: loader.stats().stages, trace, mesh, loader)
     if trace is not None:
         trace.write()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, arguments, build_model, forever, inputs, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, own_device, report, targets
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    join_group()
     main()
     dist.destroy_process_group()

@@ -52,7 +52,7 @@ def inputs(batch: dict[str, Any]) -> torch.Tensor:
 def targets(batch: dict[str, Any]) -> torch.Tensor:
     """Number of boxes of each sample, for each of its images: float32 [B * N, 1]."""
     counts = torch.tensor([float(len(boxes)) for boxes in batch["gt_boxes_3d"]])
-    return counts.repeat_interleave(batch["img"].shape[1])[:, None].to(batch["img"].device)
+    return counts.repeat_interleave(batch["img"].shape[1])[:, None].to(batch["img"].device, non_blocking=True)
 
 
 def own_device() -> torch.device:
@@ -61,6 +61,15 @@ def own_device() -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def join_group() -> None:
+    """Join the process group of this launch: NCCL's bound to this rank's GPU, so that it connects now, or Gloo's."""
+    device = own_device()
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
 
 
 def forever(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - a loader, or what a framework makes of one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from example import TRANSFORMS, arguments, build_model, forever, inputs, latest, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, latest, own_device, report, targets
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -59,6 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    join_group()
     main()
     dist.destroy_process_group()

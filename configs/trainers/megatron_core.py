@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from example import TRANSFORMS, arguments, build_model, forever, inputs, own_device, report, targets
+from example import TRANSFORMS, arguments, build_model, forever, inputs, join_group, own_device, report, targets
 from megatron.core import parallel_state
 from torch.nn.functional import mse_loss
 
@@ -51,6 +51,6 @@ def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    join_group()
     main()
     dist.destroy_process_group()

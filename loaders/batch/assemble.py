@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import DecodedSample
-    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.sample.schema import Boxes, Sample
     from fuelrail.pipeline.transforms.ego import BevMap
 

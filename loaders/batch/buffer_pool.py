@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.records import Requested, Source
     from fuelrail.loaders.storage.protocol import PendingSpan
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow
 
 
@@ -77,8 +77,22 @@ class BufferPool:
             ) from error
 
 
+class ShapesOnly:
+    """In the place of a `BufferPool` where the decoder takes the images' memory on its own device: no memory."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def take(self) -> torch.Tensor:
+        """Return a tensor of torch's device ``meta``."""
+        return torch.empty(self._shape, dtype=torch.uint8, device="meta")
+
+
 def tasks(
-    requested: Iterator[Requested], sources: Sequence[Source], buffers: BufferPool, window: FrameWindow | None = None
+    requested: Iterator[Requested],
+    sources: Sequence[Source],
+    buffers: BufferPool | ShapesOnly,
+    window: FrameWindow | None = None,
 ) -> Iterator[Task]:
     """Yield the samples with their places in batches; a batch's buffer is taken at its first sample's turn."""
     slot: BatchSlot | None = None

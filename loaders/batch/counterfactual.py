@@ -6,11 +6,14 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.records import Fetched
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+
+    import torch
 
     from fuelrail.loaders.batch.stages import BatchPipeline
     from fuelrail.loaders.records import DecodedSample, Parsed, Source, Task
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan, Storage, StorageStats
     from fuelrail.loaders.storage.reader import FetchedSpan
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.runtime.stages import Stage
 
 LoaderPart = Literal["storage", "decompression", "decode", "transform"]
@@ -29,10 +32,15 @@ _NUM_KEPT = 8
 
 
 class LeftOut(NamedTuple):
-    """The parts that a loader leaves out; ``kept`` holds the stored samples of each source that replace all reads."""
+    """The parts that a loader leaves out.
+
+    ``kept`` holds the stored samples of each source that replace all reads, ``new_images`` takes memory for images
+    where that is the decoder's.
+    """
 
     parts: frozenset[LoaderPart] = frozenset()
     kept: Mapping[int, Sequence[FetchedSpan]] = {}
+    new_images: Callable[[tuple[int, ...]], torch.Tensor] | None = None
 
     def stages(self, stages: list[Stage]) -> list[Stage]:
         """Replace the work of the stages whose part is left out."""
@@ -44,12 +52,21 @@ class LeftOut(NamedTuple):
         if "decompression" in self.parts:
             empty["parse"] = lambda stage: _Remembered(stage.work)
         if "decode" in self.parts:
-            empty["decode"] = lambda _: _undecoded
+            empty["decode"] = lambda _: self._undecoded
         return [replace(stage, work=empty[stage.name](stage)) if stage.name in empty else stage for stage in stages]
 
     def _fetch(self, task: Task) -> Fetched:
         kept = self.kept[task.source.base]
         return Fetched(task, tuple(kept[frame.row % len(kept)] for frame in task.frames))
+
+    def _undecoded(self, parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSample]:
+        """Return a sample, or those of a batch, without writing their images into the batch's buffer."""
+        if not isinstance(parsed, list):
+            return parsed.decoded(parsed.task.slot)
+        slot = parsed[0].task.slot
+        if self.new_images is not None:
+            slot = slot._replace(images=self.new_images((len(parsed), *slot.images.shape[1:])))
+        return [one.decoded(slot) for one in parsed]
 
 
 def leave_out(
@@ -64,11 +81,12 @@ def leave_out(
         raise ConfigError(f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}")
     if "transform" in parts and make.transform is not None:
         make = make._replace(transform=_keep_sample)
+    new_images = make.decoder.new_output if decodes_on_device(make.decoder) else None
     if "storage" not in parts:
-        return LeftOut(frozenset(parts)), supply, make
+        return LeftOut(frozenset(parts), new_images=new_images), supply, make
     kept = {source.base: _read_some(source, supply.identity.split) for source in supply.sources}
     silent = tuple(source._replace(storage=_SilentStorage(source.storage)) for source in supply.sources)
-    return LeftOut(frozenset(parts), kept), supply._replace(sources=silent), make
+    return LeftOut(frozenset(parts), kept, new_images), supply._replace(sources=silent), make
 
 
 def _read_some(source: Source, split: str) -> list[FetchedSpan]:
@@ -131,13 +149,6 @@ class _Remembered:
                 return parsed
         parsed = self._kept[fetched.task.row % len(self._kept)]
         return parsed._replace(task=fetched.task)
-
-
-def _undecoded(parsed: Parsed | list[Parsed]) -> DecodedSample | list[DecodedSample]:
-    """Return a sample, or those of a batch, without writing their images into the batch's buffer."""
-    if isinstance(parsed, list):
-        return [one.decoded(one.task.slot) for one in parsed]
-    return parsed.decoded(parsed.task.slot)
 
 
 def _keep_sample(sample: dict[str, Any]) -> dict[str, Any]:

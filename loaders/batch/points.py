@@ -11,8 +11,8 @@ from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.sample.schema import SWEEPS_FIELD
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.points import PointSweeps
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fuelrail.loaders.autotune import decode_ahead
-from fuelrail.loaders.batch import samples, user
+from fuelrail.loaders.batch import samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.batch.samples import fetch
-from fuelrail.loaders.decode import BatchDecoder
+from fuelrail.loaders.decode import BatchDecoder, decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
+from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
+from fuelrail.loaders.schedule.datasets import have_poses, image_facts
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
 
@@ -22,14 +24,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.loaders.autotune import Autotuner, Tuning
+    from fuelrail.loaders.batch.points import Points
+    from fuelrail.loaders.batch.static import FixedBuffers
     from fuelrail.loaders.batch.transfer import CudaTransfer
-    from fuelrail.loaders.config import BoxFrame, Normalize
+    from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
     from fuelrail.loaders.decode import ImageDecoder
-    from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
+    from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.loaders.schedule.prefetch import RequestStream
     from fuelrail.loaders.storage import StorageStats
-    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, StageClock
@@ -52,6 +56,15 @@ class BatchPipeline(NamedTuple):
     transfer: CudaTransfer | None
     box_frame: BoxFrame
     has_poses: bool
+    static: StaticBatches | None = None
+    fixed: FixedBuffers | None = None
+
+    def hand_over(self, made: Any) -> Any:  # noqa: ANN401
+        """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
+        if self.transfer is None:
+            return made if self.fixed is None else self.fixed(made)
+        batch = self.transfer.hand_over(made)
+        return batch if self.fixed is None else self.fixed(batch, made.arena)
 
     def stages(self, tuning: Tuning) -> list[Stage]:
         """The stages under a tuning; another tuning changes their numbers of threads and capacities only."""
@@ -66,18 +79,18 @@ class BatchPipeline(NamedTuple):
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):
             decode_all = BatchDecode(self.decoder, self.cameras, fill, self.bad, parse)
-            if self.decoder.device.type == "cpu":
+            if not decodes_on_device(self.decoder):
                 stages.append(Stage("decode", decode_all, 1, 1, group=group))
             else:
-                # Two threads: while one waits for its pictures, the other parses headers and feeds the next batch.
-                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, 2, 1)]
+                lanes = min(max(num_workers, MIN_LANES), MAX_LANES)
+                stages += [Stage("gather", list, 1, 1, group=group), Stage("decode", decode_all, lanes, 1)]
             group = None  # from here on the items are batches
         else:
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
             assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame, has_poses=self.has_poses)
-            collate = partial(_rechecked, self.bad, assembled)
+            collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
                 user.transform,
@@ -87,10 +100,16 @@ class BatchPipeline(NamedTuple):
                 box_frame=self.box_frame,
                 has_poses=self.has_poses,
             )
-            each = partial(_transformed, self.bad, transform)
+            each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
             each = each if group else partial(samples.for_each, each)
+            if self.transfer is not None:
+                each = self.transfer.on_own_stream(each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
             collate = partial(user.collate, self.collate_fn)
+            if self.transfer is not None:
+                collate = self.transfer.on_own_stream(collate)
+        if self.static is not None:
+            collate = _padded(self.static, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
         if self.normalize is not None and self.transfer is None:
             stages.append(Stage("normalize", self.normalize, 1, tuning.ready))
@@ -98,6 +117,33 @@ class BatchPipeline(NamedTuple):
             stages.append(Stage("transfer", self.transfer, 1, tuning.ready))
             return [with_ranges(stage) for stage in stages]
         return stages
+
+
+def make_batch_pipeline(
+    options: Arguments, points: Points, sources: Sequence[Source], bad: BadSamples, transfer: CudaTransfer | None
+) -> BatchPipeline:
+    """Choose the decoder, and put together what the stages need."""
+    transforms = options.transforms
+    cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
+    num_frames = 1 if options.window is None else len(options.window.frames)
+    batch_images = options.batch_size * num_frames * len(cameras)
+    decoder = make_decoder(
+        transforms.decoder,
+        options.device,
+        lambda: image_facts(sources)._replace(batch_images=batch_images),
+        options.num_threads,
+        transforms.dali,
+    )
+    check_pixels(decoder, transforms.pixels)
+    augments = samples.Augments(
+        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
+    )
+    fixed = transforms.static_batches
+    return BatchPipeline(
+        bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame, have_poses(sources),
+        fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
+    )  # fmt: skip
 
 
 def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decoded: Sequence[Any]) -> Any:  # noqa: ANN401
@@ -111,13 +157,17 @@ def _rechecked(bad: BadSamples, function: Callable[[Sequence[Any]], Any], decode
     return made
 
 
+def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda decoded: static.pad(settings, collate(decoded))
+
+
 def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
     return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
     """Raise ConfigError where pixel values are to be changed that never are in host memory."""
-    if isinstance(decoder, BatchDecoder) and decoder.device.type != "cpu" and not pixels.changes_nothing:
+    if decodes_on_device(decoder) and not pixels.changes_nothing:
         raise ConfigError(
             f"pixels can be changed in host memory only, and decoder={decoder.name!r} decodes on {decoder.device}: "
             "leave out pixels, or take decoder='turbo'"
@@ -145,7 +195,7 @@ class BatchDecode:
     def __call__(self, batch: Sequence[Parsed]) -> list[DecodedSample]:
         """Decode the parsed samples of one batch."""
         slot = batch[0].task.slot
-        on_cpu = self._decoder.device.type == "cpu"
+        on_cpu = not decodes_on_device(self._decoder)
         if not on_cpu:
             slot = slot._replace(images=self._decoder.new_output((len(batch), *slot.images.shape[1:])))
         # [B, T, N, 3, H, W], T being 1 without windows
@@ -311,3 +361,5 @@ class LoaderStats(NamedTuple):
     """What was read, fetched, found in the cache."""
     bad_samples: int
     """Distinct bad samples that were substituted."""
+    refused_images: int
+    """Images that DALI failed on and libjpeg-turbo decoded on the CPU; if they are many, the GPU decodes nothing."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fuelrail.loaders.batch.arena import Arena, is_packed
+from fuelrail.loaders.decode.protocol import wait_on_host
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +25,12 @@ def require_cuda(what: str) -> None:
 
 
 def make_transfer(
-    device: torch.device | str | int | None, then: Callable[[Any], Any] | None = None
+    device: torch.device | str | int | None, then: Callable[[Any], Any] | None = None, *, pinned: bool = True
 ) -> CudaTransfer | None:
     """What brings batches to a device: nothing for None or the CPU. Raises ConfigError for any but CPU and CUDA.
 
-    ``then`` is called with each batch on the device, on the copy's stream; its result is handed on.
+    ``then`` is called with each batch on the device, on the copy's stream; its result is handed on. ``pinned`` is
+    whether what is copied together is put together in page-locked memory.
     """
     try:
         target = torch.device("cpu" if device is None else device)
@@ -41,43 +45,99 @@ def make_transfer(
         raise ConfigError(f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, numbered from 0")
     if str(target) == "cuda":  # now, not when a batch is handed over: that is in another thread, or on another device
         target = torch.device("cuda", torch.cuda.current_device())
-    return CudaTransfer(target, then)
+    return CudaTransfer(target, then, pinned=pinned)
+
+
+class Moved(NamedTuple):
+    """A batch on its device, before it is handed over.
+
+    ``arena`` is the memory that its small tensors are views of, ``owners`` one tensor for each memory of the batch.
+    """
+
+    batch: Any
+    arena: torch.Tensor | None
+    owners: list[torch.Tensor]
 
 
 class CudaTransfer:
-    """Copies a batch's tensors to a CUDA device on a stream of its own; one thread calls it, ahead of the trainer.
+    """Copies batches to a CUDA device on a stream of its own; one thread calls it, ahead of the trainer.
 
-    The source tensors should be pinned. The call returns when the copy is complete, so a pinned buffer can go back to
-    its pool, and the stage's busy time is the host-to-device time. :meth:`hand_over` must then be called on the
-    consumer's thread: it ties the memory to the consumer's stream, so that the allocator does not give it away while
-    kernels queued there still read it.
+    What lies in page-locked memory in large pieces, which is the images, is copied from there. All other tensors are
+    put together in one block (`Arena`) and copied as one, so that a batch is two copies whatever it holds.
+
+    The call returns when the copy is complete, so a pinned buffer can go back to its pool, and the stage's busy time is
+    the host-to-device time. :meth:`hand_over` must then be called on the consumer's thread: it ties the memory to the
+    consumer's stream, so that the allocator does not give it away while kernels queued there still read it.
     """
 
-    def __init__(self, device: torch.device, then: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, device: torch.device, then: Callable[[Any], Any] | None = None, *, pinned: bool = True) -> None:
         self._device, self._then = device, then
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arena = Arena(pinned=pinned)
+        # A high priority: a copy that is ready is started before kernels that are queued.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._local = threading.local()
 
-    def __call__(self, batch: Any) -> Any:  # noqa: ANN401
+    def __call__(self, batch: Any) -> Moved:  # noqa: ANN401
         """Copy every tensor of the batch, those in dicts, lists and tuples included."""
         with torch.cuda.stream(self._stream):
-            moved = map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
-            if self._then is not None:
-                moved = self._then(moved)
-        self._stream.synchronize()
-        return moved
+            try:
+                moved, arena = self._move(batch)
+                if self._then is not None:
+                    moved = self._then(moved)
+            finally:
+                wait_on_host(self._stream)
+        owners: dict[int, torch.Tensor] = {}
+        map_tensors(moved, lambda tensor: owners.setdefault(tensor.untyped_storage().data_ptr(), tensor))
+        return Moved(moved, arena, list(owners.values()))
 
-    def hand_over(self, batch: Any) -> None:  # noqa: ANN401
-        """Record the consumer's current stream on every tensor.
+    def _move(self, batch: Any) -> tuple[Any, torch.Tensor | None]:  # noqa: ANN401
+        small: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if is_packed(tensor):
+                small.append(tensor)
+            return tensor
+
+        map_tensors(batch, collect)
+        if not small:
+            return map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True)), None
+        packed = self._arena.pack(small)
+        arena = packed.block.to(self._device, non_blocking=True)
+        views = iter(packed.cut(arena))
+        return map_tensors(
+            batch,
+            lambda tensor: next(views) if is_packed(tensor) else tensor.to(self._device, non_blocking=True),
+        ), arena
+
+    def hand_over(self, moved: Moved) -> Any:  # noqa: ANN401
+        """Return the batch, with the consumer's current stream recorded on its memory.
 
         No wait is needed: the copy was complete before the batch left :meth:`__call__`.
         """
         current = torch.cuda.current_stream(self._device)
-
-        def record(tensor: torch.Tensor) -> torch.Tensor:
+        for tensor in moved.owners:
             tensor.record_stream(current)
-            return tensor
+        return moved.batch
 
-        map_tensors(batch, record)
+    def on_own_stream(self, work: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return ``work`` with a stream of the calling thread's as the current one, complete when it returns.
+
+        For the user's functions. On the default stream, where the trainer's kernels queue, theirs would wait for whole
+        steps, and memory of other streams that they read could be given away meanwhile. What they get is complete, and
+        so is what they make: no later stage, nor the allocator, has to know their stream.
+        """
+
+        def streamed(item: Any) -> Any:  # noqa: ANN401
+            stream = getattr(self._local, "stream", None)
+            if stream is None:
+                stream = self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                try:
+                    return work(item)
+                finally:
+                    wait_on_host(stream)
+
+        return streamed
 
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401

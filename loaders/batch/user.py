@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import BatchSlot, DecodedSample
-    from fuelrail.pipeline.format.manifest import LidarEntry
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.runtime.stages import StageClock
 
 _LOG = logging.getLogger(__name__)

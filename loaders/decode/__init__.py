@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation
 from fuelrail.pipeline.errors import ConfigError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from fuelrail.loaders.decode.protocol import ImageFacts
+    from fuelrail.loaders.decode.protocol import DaliOptions, ImageFacts
 
 __all__ = [
     "BACKENDS",
@@ -23,6 +23,7 @@ __all__ = [
     "ImageDecoder",
     "ImageInfo",
     "Interpolation",
+    "decodes_on_device",
     "make_decoder",
     "probe",
 ]
@@ -42,12 +43,13 @@ def make_decoder(
     device: torch.device | str | None = None,
     facts: Callable[[], ImageFacts] | None = None,
     num_threads: int = 2,
+    dali: DaliOptions | None = None,
 ) -> ImageDecoder:
     """Return the decode backend of that name; ``"auto"`` picks the fastest that is always installed, ``"turbo"``.
 
     ``device`` is for those that know devices, which are `BatchDecoder` too ("dali"); None is the CPU. ``facts`` is
     called where the images' sizes and coding help: for a GPU. ``num_threads`` is for those with threads of their own,
-    which again is "dali".
+    which again is "dali"; ``dali`` are its options.
 
     Raises ConfigError for an unknown name, or with what to install for a backend whose package is missing.
     """
@@ -58,5 +60,12 @@ def make_decoder(
     backend = getattr(import_module(module), attribute)
     if name not in _ON_DEVICES:
         return cast("ImageDecoder", backend())
-    options = {} if facts is None or device is None or str(device) == "cpu" else {"facts": facts()}
+    options: dict[str, Any] = {} if dali is None else {"options": dali}
+    if facts is not None and device is not None and str(device) != "cpu":
+        options["facts"] = facts()
     return cast("ImageDecoder", backend(device or "cpu", num_threads=num_threads, **options))
+
+
+def decodes_on_device(decoder: ImageDecoder | BatchDecoder) -> TypeGuard[BatchDecoder]:
+    """Whether a backend decodes into memory of a device, which it takes itself; not into host memory."""
+    return isinstance(decoder, BatchDecoder) and decoder.device.type != "cpu"

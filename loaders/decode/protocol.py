@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
 
 import numpy as np
+import torch
+from msgspec import Meta
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.settings import Settings, check_types, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -138,10 +140,45 @@ class ImageFacts(NamedTuple):
     Attributes:
         largest_wh: width and height in pixels that no stored image exceeds.
         baseline_share: part of the images that is baseline JPEG, which is all that hardware decoders take; 0 to 1.
+        batch_images: most images that are decoded in one call, for which memory is taken; 0: unknown.
     """
 
     largest_wh: tuple[int, int]
     baseline_share: float
+    batch_images: int = 0
 
 
 UNKNOWN = ImageFacts((0, 0), 1.0)
+
+MIN_LANES, MAX_LANES = 3, 4
+"""Threads that decode batches for one GPU at the same time. Each waits on the host for its own run, so that one parses
+headers and one takes results while a third one's images are decoded."""
+
+
+class DaliOptions(Settings, frozen=True):
+    """How decoder="dali" works on a GPU; on the CPU nothing of it applies.
+
+    Attributes:
+        hardware_share: part of a batch that the hardware decoder takes, 0 to 1. With 1 it takes every image that it
+            can, with 0 none: pixels are reproducible then. In between, an image's place among its neighbours decides
+            whether the hardware or the CUDA cores decode it, and where the two differ by a grey level, pixels depend on
+            batch size, number of ranks and timing.
+        check_every: one image in this number, the first one included, is decoded again on the CPU and compared, for
+            decoders of GPUs are known to report black images as decoded; 0: none.
+
+    Raises ConfigError for values out of range.
+    """
+
+    hardware_share: Annotated[float, Meta(ge=0.0, le=1.0), must_be("a number from 0 to 1")] = 1.0
+    check_every: Annotated[int, Meta(ge=0), must_be("an integer >= 0")] = 1000
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        check_types(self, ConfigError)
+
+
+def wait_on_host(stream: torch.cuda.Stream) -> None:
+    """Wait until the work queued on a stream is done; the CPU sleeps meanwhile, where `Stream.synchronize` spins."""
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(stream)
+    done.synchronize()

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.jpeg import Scratch
+    from fuelrail.loaders.decode.native import CameraJpeg
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
@@ -41,17 +44,18 @@ class SplicedRows(NamedTuple):
     height: int
 
 
-def splice_rows(
-    encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor: int = 1, scratch: Scratch | None = None
-) -> SplicedRows | None:
-    """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
+class _Cut(NamedTuple):
+    """Rows of MCUs [first, last) of ``num_rows``, and the pixel rows that these are."""
 
-    ``factor`` is the divisor of the DCT-scaled decoding that is to follow. With ``scratch`` the result lies there, and
-    is valid until its thread's next call.
+    first: int
+    last: int
+    num_rows: int
+    top: int
+    height: int
 
-    None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
-    where all rows are needed. Damage in rows that are left out is not seen.
-    """
+
+def _choose_rows(info: ImageInfo, top: int, bottom: int, factor: int = 1) -> _Cut | None:
+    """Return what to keep for pixel rows [top, bottom); None where the header says no, or all rows are needed."""
     if not info.restart_interval or info.progressive or info.num_components == 4:
         return None
     mcu = _MCU_WH.get(info.subsampling)
@@ -64,32 +68,89 @@ def splice_rows(
     first, last = max(0, top // mcu[1] - context), min(num_rows, -(-bottom // mcu[1]) + context)
     if last - first in (0, num_rows) or last < first:
         return None
+    return _Cut(first, last, num_rows, first * mcu[1], min(info.height, last * mcu[1]) - first * mcu[1])
+
+
+def splice_rows(
+    encoded: Buffer, info: ImageInfo, top: int, bottom: int, factor: int = 1, scratch: Scratch | None = None
+) -> SplicedRows | None:
+    """Return the pixel rows [top, bottom) of a JPEG, and up to two rows of MCUs more on each side.
+
+    ``factor`` is the divisor of the DCT-scaled decoding that is to follow. With ``scratch`` the result lies there, and
+    is valid until its thread's next call.
+
+    None where the file cannot be cut (no restart marker at each row, progressive, several scans, markers missing) or
+    where all rows are needed. Damage in rows that are left out is not seen.
+    """
+    cut = _choose_rows(info, top, bottom, factor)
+    if cut is None:
+        return None
     markers = _restart_markers(encoded, info.scan_at)
     if (
         markers is None
-        or len(markers) != num_rows - 1
+        or len(markers) != cut.num_rows - 1
         or encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components
     ):
         return None
     if bytes(_END_OF_IMAGE) not in bytes(encoded[-16:]):
         return None  # cut, or something follows: the decoder shall see all of it
-    start = info.scan_at if first == 0 else int(markers[first - 1]) + 2
-    end = int(markers[last - 1]) if last < num_rows else len(encoded)
-    height = min(info.height, last * mcu[1]) - first * mcu[1]
+    start = info.scan_at if cut.first == 0 else int(markers[cut.first - 1]) + 2
+    end = int(markers[cut.last - 1]) if cut.last < cut.num_rows else len(encoded)
     num_bytes = info.scan_at + end - start
     spliced = np.empty(num_bytes + 2, np.uint8) if scratch is None else scratch.take("spliced", 1, num_bytes + 2, 1)
     spliced = spliced.ravel()
     whole = np.frombuffer(encoded, np.uint8)
     spliced[: info.scan_at] = whole[: info.scan_at]
     spliced[info.scan_at : num_bytes] = whole[start:end]
-    if last < num_rows:
+    if cut.last < cut.num_rows:
         spliced[num_bytes:] = _END_OF_IMAGE
         num_bytes += 2
-    spliced[info.frame_at + 5 : info.frame_at + 7] = divmod(height, 256)
-    if first % 8:
-        within = markers[first : last - 1] + (info.scan_at - start + 1)
+    spliced[info.frame_at + 5 : info.frame_at + 7] = divmod(cut.height, 256)
+    if cut.first % 8:
+        within = markers[cut.first : cut.last - 1] + (info.scan_at - start + 1)
         spliced[within] = 0xD0 + (np.arange(len(within)) & 7)
-    return SplicedRows(spliced[:num_bytes].data, first * mcu[1], height)
+    return SplicedRows(spliced[:num_bytes].data, cut.top, cut.height)
+
+
+class RowsWanted(NamedTuple):
+    """Pixel rows [top, bottom) of one JPEG."""
+
+    encoded: Buffer
+    info: ImageInfo
+    top: int
+    bottom: int
+
+
+def splice_batch(wanted: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None) -> list[SplicedRows | None]:
+    """Return what `splice_rows` returns for each file; with the native library by one call without the GIL.
+
+    The results lie in ``scratch`` and are valid until its thread's next call.
+    """
+    if native is None:
+        return [splice_rows(*rows) for rows in wanted]
+    found: list[SplicedRows | None] = [None] * len(wanted)
+    cuts = [(at, rows, cut) for at, rows in enumerate(wanted) if (cut := _choose_rows(*rows[1:])) is not None]
+    if not cuts:
+        return found
+    starts = np.cumsum([0, *(len(rows.encoded) + 2 for _, rows, _ in cuts)])
+    room = scratch.take("spliced batch", 1, int(starts[-1]), 1).ravel()
+    arrays = [np.frombuffer(rows.encoded, np.uint8) for _, rows, _ in cuts]
+    table = np.array(
+        [
+            (
+                array.__array_interface__["data"][0], array.size, 0, info.frame_at, info.scan_at, info.num_components,
+                cut.num_rows, cut.first, cut.last, cut.height, 0,
+            )
+            for array, (_, (_, info, _, _), cut) in zip(arrays, cuts, strict=True)
+        ],
+        np.int64,
+    )  # fmt: skip
+    table[:, 2] = room.ctypes.data + starts[:-1]
+    native.cut_rows(table)
+    for (at, _, cut), start, num_bytes in zip(cuts, starts.tolist(), table[:, -1].tolist(), strict=False):
+        if num_bytes:
+            found[at] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)
+    return found
 
 
 def _restart_markers(encoded: Buffer, scan_at: int) -> NDArray[np.int64] | None:

@@ -143,7 +143,7 @@ class BadSamples:
             "step": task.slot.step,
             "row": row,
             "key": None if entry is None else entry.key,
-            "shard": None if entry is None else manifest.shards[entry.shard].name,
+            "shard": None if entry is None else task.source.dataset.shards.name(entry.shard),
             "offset": None if entry is None else entry.offset,
             "member": getattr(error, "member", None),
             "error": type(error).__name__,

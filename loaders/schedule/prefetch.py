@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.records import Scheduled
     from fuelrail.loaders.storage.protocol import PendingSpan, Session
-    from fuelrail.pipeline.format.index import SampleIndex
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.index.samples import SampleIndex
 
 MAX_SAMPLES: Final = 512
 """Number of samples that are outstanding at most, however small they are."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFil
     elif file is not None and file.was_replaced():
         what = f"{what}; the shard was replaced or written to while in use, by other bytes than the manifest describes"
     new = type(error)(what) if error.key else type(error)(what, offset=row.offset, key=row.key)
-    new.shard, new.offset, new.key = dataset.manifest.shards[row.shard].name, row.offset, row.key
+    new.shard, new.offset, new.key = dataset.shards.name(row.shard), row.offset, row.key
     return new
 
 

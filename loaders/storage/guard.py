@@ -118,12 +118,13 @@ class IndexGuard:
 
     def __init__(self, dataset: Dataset) -> None:
         library = _library()
-        mapped = dataset.index.mapped
-        if library is not None:
-            text = ctypes.c_char_p(_INDEX_CUT.format(path=dataset.root / "index.arrow").encode())
-            slot = library.add(int(np.frombuffer(mapped, np.uint8).ctypes.data), len(mapped), text)
+        if library is None:
+            return
+        for table, name in ((dataset.index, "index.arrow"), (dataset.shards, "shards.arrow")):
+            text = ctypes.c_char_p(_INDEX_CUT.format(path=dataset.root / name).encode())
+            slot = library.add(int(np.frombuffer(table.mapped, np.uint8).ctypes.data), len(table.mapped), text)
             if slot >= 0:
-                weakref.finalize(dataset.index, _forget, library, slot, text)
+                weakref.finalize(table, _forget, library, slot, text)
 
 
 def _forget(library: _Library, slot: int, _text: ctypes.c_char_p) -> None:

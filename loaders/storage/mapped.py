@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
 
 _MADV_POPULATE_READ: Final = 22
 
@@ -144,7 +144,7 @@ class MappedShards:
 
     def __init__(self, dataset: Dataset, *, verify: bool = True, memory_bytes: int | None = None) -> None:
         self._dataset, self._verify = dataset, verify
-        self._num_shards = len(dataset.manifest.shards)
+        self._num_shards = len(dataset.shards)
         is_guarding()
         self._faults, self._index_guard = Faults(), IndexGuard(dataset)
         opened = partial(_map, dataset, self._faults, huge_pages=Residency(dataset, memory_bytes).is_whole)
@@ -240,7 +240,7 @@ class MappedShards:
 
 # No method: the files would refer to the storage that holds them, and stay mapped until the garbage collector comes.
 def _map(dataset: Dataset, faults: Faults, number: int, *, huge_pages: bool) -> _MappedFile:
-    entry = dataset.manifest.shards[number]
+    entry = dataset.shards[number]
     file = _MappedFile(dataset.root / entry.name, entry.bytes, huge_pages=huge_pages)
     faults.add(file.mapped, number)
     return file
@@ -316,7 +316,7 @@ class Residency:
 
     def __init__(self, dataset: Dataset, memory_bytes: int | None = None) -> None:
         room = page_cache_room_bytes() if memory_bytes is None else memory_bytes
-        total = sum(shard.bytes for shard in dataset.manifest.shards)
+        total = dataset.manifest.num_bytes
         self.is_whole = total <= room
         self._digests_below = 1 << 64 if self.is_whole else int(_KEEP_OF_MEMORY * room / total * 2**64)
 

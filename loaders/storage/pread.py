@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.storage.retry import Fault
 
 _LOG = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class PreadShards:
         self._dataset.shard_path(row)
 
         def give_up(fault: Fault, pause_s: float | None) -> None:
-            name = self._dataset.manifest.shards[row.shard].name
+            name = self._dataset.shards.name(row.shard)
             if pause_s is None:
                 raise StorageError(f"cannot be read: {fault.text}", shard=name, offset=row.offset, key=row.key)
             _LOG.warning("shard %s, offset %d: %s; trying again", name, row.offset, fault.text)
@@ -141,13 +141,13 @@ class PreadShards:
         except (TruncatedShardError, ChecksumError) as error:
             raise explained(self._dataset, row, error) from error
         except OSError as error:
-            name = self._dataset.manifest.shards[row.shard].name
+            name = self._dataset.shards.name(row.shard)
             raise StorageError(f"cannot be read: {error}", shard=name, offset=row.offset, key=row.key) from error
 
 
 # No method: the files would refer to the storage that holds them, and stay open until the garbage collector comes.
 def _open(dataset: Dataset, number: int) -> ShardFile:
-    entry = dataset.manifest.shards[number]
+    entry = dataset.shards[number]
     return ShardFile(dataset.root / entry.name, entry.bytes)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
 
     PendingSpan: TypeAlias = Callable[[], memoryview]
     """Waits for one span's bytes. Raises ShardError; called once."""

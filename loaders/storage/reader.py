@@ -15,7 +15,7 @@ from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, deco
 if TYPE_CHECKING:
     from fuelrail.loaders.storage import Storage
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
 
 
 class FetchedSpan(NamedTuple):
@@ -88,8 +88,8 @@ class SampleReader:
         return self.parse(self.fetch(index))
 
     def find(self, key: str) -> int:
-        """Row of the sample with this key; raises OrderError where there is none. Searches the index from its start."""
-        index = self._dataset.index.find(key)
+        """Row of the sample with this key; raises OrderError where there is none."""
+        index = self._dataset.find(key)
         if index is None:
             there = f"the first of its {len(self._dataset.index)} is '{self._dataset.index.row(0).key}'"
             raise OrderError(f"dataset '{self._dataset.root}' has no sample '{key}'; {there}")

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.clients import RangeClient
     from fuelrail.loaders.storage.protocol import PendingSpan
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.storage.retry import Fault
 
 _LOG = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class RemoteShards:
 
     def fetch(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
         """Start fetching a range of a shard."""
-        name = self.dataset.manifest.shards[shard].name
+        name = self.dataset.shards.name(shard)
         get = partial(self.client.get, name, start, end)
         return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
 

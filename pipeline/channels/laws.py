@@ -331,9 +331,9 @@ def _moved_points(points: Array, image_map: ImageMap) -> tuple[Array, Array]:
     moved = flat @ matrix[:2, :2].T + matrix[:2, 2]
     left, top, right, bottom = image_map.visible
     width, height = image_map.out_wh
-    seen = (flat >= (left - 0.5, top - 0.5)) & (flat <= (right - 0.5, bottom - 0.5))
-    seen &= (moved >= -0.5) & (moved <= (width - 0.5, height - 0.5))
-    whole: Array = seen.all(-1)
+    least, most = np.asarray((left - 0.5, top - 0.5)), np.asarray((right - 0.5, bottom - 0.5))
+    inside = (moved >= -0.5) & (moved <= np.asarray((width - 0.5, height - 0.5)))
+    whole: Array = np.all((flat >= least) & (flat <= most) & inside, axis=-1)
     return moved.reshape(points.shape), whole.reshape(points.shape[:-1])
 
 

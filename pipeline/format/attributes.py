@@ -2,133 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import os
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from pyarrow import parquet as pq
 
-from fuelrail.pipeline.errors import FuelrailError, IndexFileError, OrderError
-from fuelrail.pipeline.storage.files import open_file
-from fuelrail.pipeline.text import shown
+from fuelrail.pipeline.errors import IndexFileError, OrderError
+from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-
-ATTRIBUTES_FILE: Final = "attributes.parquet"
-
-
-MAX_TEXT_BYTES: Final = 4 << 10
-"""Cap on one text in it."""
-
-_MAX_FILE_BYTES: Final = 16 << 30
-
-
-_MAX_COLUMNS: Final = 4096
-
-
-_MAX_GROUP_BYTES: Final = 256 << 20
-
-
-_ROWS_AT_ONCE: Final = 1 << 12
 
 TEXTS: Final = ("key", "clip_id")
 """Columns of texts that the index has too."""
 
 
 _INDEX_NUMBERS: Final = ("frame", "timestamp_ns")
-
-
-class AttributesFile:
-    """The file itself, from an unknown writer: its sizes are checked before memory is allocated for them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is one; a dataset needs none."""
-        return os.path.lexists(self._path)
-
-    def schema(self, num_rows: int | None = None) -> pa.Schema:
-        """Its columns, from the footer alone.
-
-        Raises IndexFileError for a file that is damaged or over the limits, or has other than ``num_rows`` rows.
-        """
-        with self._opened() as (file, schema):
-            if num_rows not in (None, file.metadata.num_rows):
-                raise IndexFileError(
-                    f"'{self._path}' has {file.metadata.num_rows} rows for {num_rows} samples of the index"
-                )
-            return schema.remove_metadata()
-
-    def batches(self, names: Sequence[str], num_rows: int = _ROWS_AT_ONCE) -> Iterator[pa.RecordBatch]:
-        """The columns ``names``, ``num_rows`` rows at a time; raises IndexFileError as :meth:`schema` does."""
-        with self._opened() as (file, schema):
-            for name in names:
-                if name not in schema.names:
-                    raise IndexFileError(f"'{self._path}' has no column '{shown(name)}'")
-            for batch in file.iter_batches(num_rows, columns=list(names)):
-                yield self._expanded(batch.select(list(names)))
-
-    def _expanded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Texts as they are, once it is known that none is too long: few bytes of dictionary may expand to many."""
-        arrays = []
-        for name, array in zip(batch.schema.names, batch.columns, strict=True):
-            is_text = pa.types.is_dictionary(array.type)
-            texts = array.dictionary if is_text else array
-            if pa.types.is_string(texts.type):
-                longest = pc.max(pc.binary_length(texts)).as_py() or 0
-                if longest > MAX_TEXT_BYTES:
-                    raise IndexFileError(
-                        f"'{self._path}': column '{shown(name)}' has a text of {longest} bytes, over the limit of "
-                        f"{MAX_TEXT_BYTES}"
-                    )
-            arrays.append(array.cast(pa.string()) if is_text else array)
-        return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
-
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
-        try:
-            with open_file(self._path, _MAX_FILE_BYTES) as stream:
-                schema = pq.read_schema(stream)
-                texts = [field.name for field in schema if pa.types.is_string(field.type)]
-                with pq.ParquetFile(stream, read_dictionary=texts) as file:
-                    self._check(file.metadata, schema)
-                    yield file, schema
-        except OSError as error:
-            raise IndexFileError(f"'{self._path}' cannot be read: {error.strerror or error}") from error
-        except (pa.ArrowException, ValueError, MemoryError) as error:
-            if isinstance(error, FuelrailError):
-                raise
-            raise IndexFileError(f"'{self._path}' is damaged: {error}") from error
-
-    def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-        if metadata.num_columns > _MAX_COLUMNS:
-            raise IndexFileError(f"'{self._path}' has {metadata.num_columns} columns, at most {_MAX_COLUMNS} are read")
-        for name, count in Counter(schema.names).items():
-            if count > 1:
-                raise IndexFileError(f"'{self._path}' has the column '{shown(name)}' {count} times")
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            columns = [group.column(column) for column in range(group.num_columns)]
-            num_bytes = max(group.total_byte_size, sum(column.total_uncompressed_size for column in columns))
-            if num_bytes > _MAX_GROUP_BYTES:
-                raise IndexFileError(
-                    f"'{self._path}': row group {number} has {num_bytes} bytes, at most {_MAX_GROUP_BYTES} are read"
-                )
 
 
 class Attributes:
@@ -141,7 +37,7 @@ class Attributes:
         self._dataset = dataset
         entry = dataset.split(split)
         self._first, self._end = entry.first_sample, entry.first_sample + entry.num_samples
-        self._file = AttributesFile(dataset.root / ATTRIBUTES_FILE)
+        self._file = AttributesFile(dataset.attributes_file())
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -11,10 +11,14 @@ import hashlib
 import operator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
+import numpy as np
+import pyarrow as pa
 import xxhash
 
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.selection import decode_values, select
 from fuelrail.pipeline.errors import (
     ChecksumError,
     CodecError,
@@ -29,21 +33,28 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTES, Dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.tables import open_tables
 from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
-from fuelrail.pipeline.sample.schema import decode_sample
+from fuelrail.pipeline.sample.notebook import dataset_html
+from fuelrail.pipeline.sample.schema import decode_member, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.storage.retry import redacted
+from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.fetch import RemoteFolder
+    from fuelrail.pipeline.format.index.keys import KeyTable
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.index.samples import SampleIndex
+    from fuelrail.pipeline.format.index.shards import ShardTable
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -55,9 +66,11 @@ _NOT_THE_FILE: Final = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Dataset:
-    """An open dataset: its manifest and its mapped index.
+    """An open dataset: its manifest and its tables, of which what is needed is read.
 
-    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` one of them as stored.
+    ``len(dataset)`` is the number of samples of all splits, ``dataset[number]`` and ``dataset[key]`` one of them as
+    stored, ``dataset.read(key, channels=...)`` a part of one. It can be pickled, and is opened again where it is
+    unpickled.
 
     ``root`` is the local folder; of a dataset at ``url`` it is where manifest, index and attributes were fetched to,
     and the shards are not in it. ``storage_options`` are what fsspec was given; they may hold credentials.
@@ -65,45 +78,141 @@ class Dataset:
 
     root: Path
     manifest: Manifest
+    shards: ShardTable
     index: SampleIndex
+    keys: KeyTable
     url: str | None = None
     storage_options: Mapping[str, Any] | None = None
     dictionary: Dictionary | None = None
+    origin: RemoteFolder | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: int) -> Sample:
-        """Read one sample as stored, with its images still encoded; negative numbers count from the end.
+    def __getitem__(self, which: SupportsIndex | str) -> Sample:
+        """Read one sample as stored, by number or key, with its images still encoded.
 
-        It is for looking at samples; a loader reads many at a time. Raises IndexError outside the dataset, and
-        ShardError or MemberError for bad bytes, each with the address.
+        Negative numbers count from the end. It is for looking at samples; a loader reads many at a time. Raises
+        IndexError outside the dataset, KeyError for a key that it does not have, and ShardError or MemberError for bad
+        bytes, each with the address.
         """
-        at = operator.index(number)
-        at += len(self) if at < 0 else 0
-        if not 0 <= at < len(self):
-            raise IndexError(f"sample {number} is not in the dataset: it has samples 0 to {len(self) - 1}")
-        row = self.index.row(at)
+        row = self.index.row(self.position(which))
         path = self.shard_path(row)
-        try:
-            span = self._read(path, row)
-        except OSError as error:
-            text = redacted(str(error), self.storage_options)
-            raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
+        span = self._read(path, row)
         check_span(row, span, path.name)
         rig = Rig.of(self.manifest)
         sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=self.dictionary), rig.fields)
         check_arrays(sample, rig)
         return sample
 
+    def read(self, which: SupportsIndex | str, channels: Collection[str] | None = None) -> dict[str, Any]:
+        """Read some channels of one sample, by number or key: one range of its shard, and no more.
+
+        ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
+        the user's ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of a camera, points
+        (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the
+        sample lacks is absent. A whole sample is checked against its digest, a part by its tar headers only. Raises
+        ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else what
+        ``dataset[key]`` raises.
+        """
+        known = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
+        if unknown := [channel for channel in channels or () if channel not in known]:
+            raise ConfigError(
+                f"dataset '{self.location}' has no channel {shown(unknown[0])!r}; it has: {', '.join(known)}"
+            )
+        row = self.index.row(self.position(which))
+        path = self.shard_path(row)
+        wanted = tuple(entry for entry in row.members if channels is None or entry.name.partition(".")[0] in channels)
+        if not wanted:
+            return {}
+        is_part = len(wanted) < len(row.members) and not is_framed(path.name)
+        if is_part:
+            first = min(entry.offset for entry in wanted) - BLOCK_BYTES
+            length = max(entry.offset + entry.stored_bytes for entry in wanted) - first
+            if not 0 <= first <= first + length <= row.length:
+                raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
+            moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
+            row = row._replace(offset=row.offset + first, length=length, members=moved)
+        span = self._read(path, row)
+        if not is_part:
+            check_span(row, span, path.name)
+        names = [entry.name for entry in wanted]
+        members = read_members(row, span, path.name, names, dictionary=self.dictionary)
+        extra = [one for one in self.manifest.extra_channels if one.field in members]
+        if channels is None:
+            extra = [one for one in extra if KINDS.find(one.kind) is not None]
+        values = decode_values(
+            members, select(self.manifest.channels, [one.name for one in extra], self.location), row.key
+        )
+        raw = {name: data for name, data in members.items() if name.partition(".")[0] not in values}
+        return {**{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()}, **values}
+
+    def position(self, which: SupportsIndex | str) -> int:
+        """The row of a sample by number or key; raises IndexError or KeyError where there is none."""
+        if isinstance(which, str):
+            found = self.find(which)
+            if found is None:
+                raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
+            return found
+        at = operator.index(which)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"sample {which} is not in the dataset: it has samples 0 to {len(self) - 1}")
+        return at
+
     def _read(self, path: Path, row: IndexRow) -> bytes:
-        if self.url is None:
-            with open_file(path) as file:
-                file.seek(row.offset)
-                return file.read(row.length)
-        store, folder = filesystem(self.url, self.storage_options)
-        found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
+        try:
+            if self.url is None:
+                with open_file(path) as file:
+                    file.seek(row.offset)
+                    return file.read(row.length)
+            store, folder = filesystem(self.url, self.storage_options)
+            found: bytes = store.cat_file(f"{folder}/{path.name}", start=row.offset, end=row.offset + row.length)
+        except OSError as error:
+            text = redacted(str(error), self.storage_options)
+            raise StorageError(f"cannot be read: {text}", shard=path.name, offset=row.offset, key=row.key) from error
         return found
+
+    def attributes_file(self) -> Path:
+        """The place of ``attributes.parquet``, which need not exist; fetched now if it was left at the URL.
+
+        Raises DatasetError where it cannot be fetched.
+        """
+        entry = self.manifest.file(ATTRIBUTES_FILE)
+        if entry is not None and self.origin is not None:
+            self.origin.whole(entry)
+        return self.root / ATTRIBUTES_FILE
+
+    @property
+    def table(self) -> pa.Table:
+        """All samples as an Arrow table: key, clip_id, split, frame, timestamp_ns, and the attributes. Reads them all.
+
+        Raises IndexFileError for damaged files, DatasetError where they cannot be fetched.
+        """
+        columns: dict[str, Any] = {name: self.index.texts(name) for name in ("key", "clip_id")}
+        splits = sorted(self.splits.items(), key=lambda item: item[1].first_sample)
+        numbers = np.repeat(np.arange(len(splits)), [entry.num_samples for _, entry in splits])
+        columns["split"] = pa.array([name for name, _ in splits], pa.string()).take(pa.array(numbers))
+        columns |= {name: self.index.column(name) for name in ("frame", "timestamp_ns")}
+        file = AttributesFile(self.attributes_file())
+        if file.exists:
+            schema = file.schema(len(self))
+            names = [name for name in schema.names if name not in columns]
+            fields = pa.schema([schema.field(name) for name in names])
+            if names:
+                columns |= dict(zip(names, pa.Table.from_batches(file.batches(names), fields).columns, strict=True))
+        return pa.table(columns)
+
+    def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
+        """Open it again elsewhere: what is mapped stays where it is."""
+        cache = None if self.url is None else self.root.parent.parent
+        return _reopen, (str(self.root) if self.url is None else self.url, self.storage_options, cache)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: sizes, splits, and the first sample's cameras."""
+        images = self.read(0, [camera.channel for camera in self.manifest.cameras]) if len(self) else {}
+        splits = [(name, one.num_samples, one.num_clips, one.num_shards) for name, one in self.splits.items()]
+        return dataset_html(repr(self), splits, images)
 
     @property
     def splits(self) -> dict[str, SplitEntry]:
@@ -112,7 +221,7 @@ class Dataset:
 
     def __repr__(self) -> str:
         """Name, place and sizes in a line."""
-        shards = f"{len(self.manifest.shards)} shard{'' if len(self.manifest.shards) == 1 else 's'}"
+        shards = f"{len(self.shards)} shard{'' if len(self.shards) == 1 else 's'}"
         splits = ", ".join(f"{name} {entry.num_samples}" for name, entry in self.manifest.splits.items())
         return f"Dataset({self.manifest.name} at '{self.location}': {len(self)} samples in {shards}; {splits})"
 
@@ -131,19 +240,22 @@ class Dataset:
 
     def shard_path(self, row: IndexRow) -> Path:
         """The file that holds a sample; raises IndexFileError where the index points outside the manifest's shards."""
-        shards = self.manifest.shards
-        if not 0 <= row.shard < len(shards):
+        if not 0 <= row.shard < len(self.shards):
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} into shard number {row.shard}, "
-                f"but the manifest has {len(shards)}"
+                f"but the manifest has {len(self.shards)}"
             )
-        shard = shards[row.shard]
-        if not 0 <= row.offset <= row.offset + row.length <= shard.bytes:
+        name, num_bytes = self.shards.place(row.shard)
+        if not 0 <= row.offset <= row.offset + row.length <= num_bytes:
             raise IndexFileError(
                 f"the index of '{self.root}' puts sample {row.key} at bytes {row.offset} to {row.offset + row.length} "
-                f"of shard {shard.name}, which has {shard.bytes}"
+                f"of shard {name}, which has {num_bytes}"
             )
-        return self.root / shard.name
+        return self.root / name
+
+    def find(self, key: str) -> int | None:
+        """The row of a key, None where there is none; raises IndexFileError where the tables are damaged."""
+        return next((row for row in self.keys.rows(key) if self.index.strings("key", row, row + 1) == [key]), None)
 
 
 def open_dataset(
@@ -155,38 +267,33 @@ def open_dataset(
 ) -> Dataset:
     """Open a dataset folder, or a dataset at a URL that fsspec knows; in constant time, whatever its size.
 
-    Of a dataset at a URL the manifest is fetched, and unless they are here already the index and the attributes, into
-    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Raises DatasetNotReadyError,
+    Of a dataset at a URL the manifest is fetched, and unless they are here already tables and attributes, into
+    ``cache_dir`` (None: the user's cache folder), tried again as ``retry`` says. Files of more than 64 MiB are fetched
+    when they are needed, the tables by blocks of 1 MiB. Raises DatasetNotReadyError,
     ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
     Contents are not read: that is what `fuelrail verify` does.
     """
     url = str(root) if is_url(root) else None
     if url is not None:
-        folder, manifest = fetch_dataset(url, storage_options, None if cache_dir is None else Path(cache_dir), retry)
+        folder, manifest, origin = fetch_dataset(
+            url, storage_options, None if cache_dir is None else Path(cache_dir), retry
+        )
     else:
-        folder = Path(str(root).removeprefix("file://"))
+        folder, origin = Path(str(root).removeprefix("file://")), None
         manifest = load_manifest(folder)
     try:
-        index = _open_index(folder, manifest)
+        tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:
         if url is not None or getattr(error.__cause__, "errno", None) in _NOT_THE_FILE:
             raise
         hint = f"`fuelrail verify {folder} --repair KIND:PATH` makes it again from the source"
         raise IndexFileError(f"{error}; {hint}") from error
-    return Dataset(folder, manifest, index, url, storage_options, load_dictionary(folder, manifest, index))
+    dictionary = load_dictionary(folder, manifest, tables.samples)
+    return Dataset(folder, manifest, *tables, url, storage_options, dictionary, origin)
 
 
-def _open_index(folder: Path, manifest: Manifest) -> SampleIndex:
-    if not (folder / INDEX_FILE).exists():
-        raise IndexFileError(f"'{folder}' has no {INDEX_FILE}")
-    index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
-    stated = next((entry.bytes for entry in manifest.files if entry.name == INDEX_FILE), None)
-    size = (folder / INDEX_FILE).stat().st_size
-    if size != stated:
-        raise IndexFileError(f"the index of '{folder}' has {size} bytes, the manifest says {stated}")
-    if len(index) != manifest.num_samples:
-        raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
-    return index
+def _reopen(location: str, storage_options: Mapping[str, Any] | None, cache_dir: Path | None) -> Dataset:
+    return open_dataset(location, storage_options=storage_options, cache_dir=cache_dir)
 
 
 def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Bring the files of a dataset at a URL here: small ones as a whole, tables of large ones range by range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fuelrail.pipeline.errors import DatasetError, DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
-from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE
+from fuelrail.pipeline.format.index.tables import WHOLE_BYTES
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
 from fuelrail.pipeline.storage.filesystem import (
     DISK_FULL,
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
-_SIDE_FILES: Final = (INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
+_SIDE_FILES: Final = (SHARDS_FILE, INDEX_FILE, "attributes.parquet", DICTIONARY_FILE)
+"""Fetched at opening, if they are small."""
 
 
 def fetch_dataset(
@@ -39,13 +42,14 @@ def fetch_dataset(
     storage_options: Mapping[str, Any] | None = None,
     cache_folder: Path | None = None,
     retry: RetryPolicy | None = None,
-) -> tuple[Path, Manifest]:
-    """Bring a remote dataset's manifest, index, attributes and dictionary here; returns the folder and the manifest.
+) -> tuple[Path, Manifest, RemoteFolder]:
+    """Bring a remote dataset's manifest, tables, attributes and dictionary here; returns folder, manifest and origin.
 
-    Files that are here already are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they
-    go to the user's cache folder, with a warning. Raises DatasetNotReadyError where there is
-    no ``dataset.json``, DatasetError where access is refused or storage does not answer, ManifestError, and ConfigError
-    (also for a folder that belongs to another user or is a link).
+    Files of more than 64 MiB are left there, for the origin to fetch when they are needed. Files that are here already
+    are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they go to the user's cache
+    folder, with a warning. Raises DatasetNotReadyError where there is no ``dataset.json``, DatasetError where access is
+    refused or storage does not answer, ManifestError, and ConfigError (also for a folder that belongs to another user
+    or is a link).
     """
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
@@ -70,7 +74,32 @@ def fetch_dataset(
             f"the index of '{source.shown}' cannot be stored in '{folder}': {error}; choose another folder "
             "with cache_dir"
         ) from error
-    return folder, manifest
+    return folder, manifest, RemoteFolder(source, folder)
+
+
+class RemoteFolder:
+    """The files of a dataset at a URL, fetched into its folder in the cache when they are needed."""
+
+    def __init__(self, source: _Source, folder: Path) -> None:
+        self._source, self._folder = source, folder
+
+    def whole(self, entry: FileEntry) -> None:
+        """Have a file in the folder, as the manifest describes it.
+
+        Raises DatasetError where it cannot be fetched or stored, ManifestError where it is another file.
+        """
+        path = self._folder / entry.name
+        if _is_here(path, entry):
+            return
+        data = self._source.checked(entry)
+        try:
+            _publish(path, data)
+        except OSError as error:
+            raise DatasetError(f"'{path}' cannot be stored: {error}; choose another folder with cache_dir") from error
+
+    def read(self, name: str, first: int, end: int) -> bytes:
+        """Bytes ``first`` to ``end - 1`` of a file; raises DatasetError where they cannot be fetched."""
+        return self._source.range(name, first, end)
 
 
 def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> None:
@@ -79,7 +108,7 @@ def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> No
     make_folder(folder.parent)
     make_folder(folder)
     for entry in manifest.files:
-        if entry.name in _SIDE_FILES and not _is_here(folder / entry.name, entry):
+        if entry.name in _SIDE_FILES and entry.bytes <= WHOLE_BYTES and not _is_here(folder / entry.name, entry):
             _publish(folder / entry.name, source.checked(entry))
     if not _is_here(folder / MANIFEST_FILE, FileEntry(MANIFEST_FILE, len(data), folder.name)):
         _publish(folder / MANIFEST_FILE, data)
@@ -124,6 +153,15 @@ class _Source:
                 f"'{self.shown}/{name}' has more than {max_bytes} bytes, which is all that is read of it"
             )
         return data
+
+    def range(self, name: str, first: int, end: int) -> bytes:
+        """Bytes ``first`` to ``end - 1`` of a file: one request."""
+
+        def work() -> bytes:
+            data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=first, end=end)
+            return data
+
+        return call_with_retries(work, self._retry, self._on_fault(name), self._options)
 
     def _streamed(self, path: str, num_bytes: int) -> bytes:
         """The first bytes of a file at a server, which may ignore a range that is asked for, and have no end."""

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from fuelrail.pipeline.channels.selection import check_table
-from fuelrail.pipeline.channels.table import MAX_CHANNELS, ArraySpec, Channel, Law
-from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
-from fuelrail.pipeline.sample.schema import (
-    BOXES,
-    GEOMETRY,
-    IMAGE_EXTENSIONS,
-    META,
-    POINTS_EXTENSION,
-    Boxes,
-    array_specs,
+from fuelrail.pipeline.channels.sensors import (
+    BOXES_CHANNEL,
+    CAMERA,
+    LIDAR,
+    CameraEntry,
+    LidarEntry,
+    camera_channel,
+    lidar_channel,
 )
+from fuelrail.pipeline.channels.table import MAX_CHANNELS, Channel
+from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
+from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, IMAGE_EXTENSIONS, META
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
 from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
 FORMAT_VERSION: Final = 1
-MAX_MANIFEST_BYTES: Final = 32 << 20
-"""Of ``dataset.json``: some 100,000 shards."""
+MAX_MANIFEST_BYTES: Final = 16 << 20
+"""Of ``dataset.json``, which has some kilobytes whatever the number of shards."""
 
 _MAX_FREE_BYTES: Final = 4 << 20
 """Of the two objects whose keys are free: as Python objects they may take twenty times as much."""
@@ -43,37 +44,25 @@ _MAX_FILE_NAME_BYTES: Final = 255
 _MAX_CAMERAS: Final = 256
 _MAX_LIDARS: Final = 64
 _MAX_TEXT: Final = 4096
+_MAX_SPLITS: Final = 1 << 10
+MAX_ANCESTORS: Final = 128
+"""Of ``lineage``: the nearest ones are kept."""
 _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
 WORK_FOLDER: Final = ".fuelrail"
 
-CAMERA: Final = "camera"
-LIDAR: Final = "lidar"
-"""Sensors whose channels every reader knows."""
-
 
 class FileEntry(Settings, frozen=True):
-    """A file of the dataset other than a shard: size and SHA-256 (hex)."""
+    """A file of the dataset other than a shard and its listing for DALI: size and SHA-256 (hex)."""
 
     name: str
-    bytes: int
-    sha256: str
-
-
-class ShardEntry(Settings, frozen=True):
-    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this order."""
-
-    name: str
-    split: str
-    first_sample: int
-    num_samples: int
     bytes: int
     sha256: str
 
 
 class SplitEntry(Settings, frozen=True):
-    """One split: a run of rows of the index and of shards of the manifest, and how many clips it has."""
+    """One split: a run of rows of the index and of shards, and how many clips it has."""
 
     first_sample: int
     num_samples: int
@@ -82,20 +71,38 @@ class SplitEntry(Settings, frozen=True):
     num_clips: int
 
 
-class CameraEntry(Settings, frozen=True):
-    """One camera of the table: its channel, the source's name for it, the stored sizes that occur (w, h) [px]."""
+class Ancestor(Settings, frozen=True):
+    """A dataset that this one was made of, itself or by way of others: ``parents`` are the fingerprints of its own."""
 
-    channel: str
-    source_name: str
-    sizes: tuple[tuple[int, int], ...]
+    fingerprint: str
+    name: str
+    num_samples: int
+    made_by: str
+    """The kind of the source that it was sharded from, or ``append``."""
+    parents: tuple[str, ...]
 
 
-class LidarEntry(Settings, frozen=True):
-    """One lidar of the table: its channel, the source's name, and the names of the columns of its points."""
+class Lineage(Settings, frozen=True):
+    """The datasets that a dataset was made of: fingerprints of its parents, and all ancestors, the nearest first."""
 
-    channel: str
-    source_name: str
-    columns: tuple[str, ...]
+    parents: tuple[str, ...] = ()
+    ancestors: tuple[Ancestor, ...] = ()
+
+    @classmethod
+    def of(cls, parents: Sequence[Manifest]) -> Lineage:
+        """The lineage of a dataset that is made of these."""
+        found: dict[str, Ancestor] = {}
+        for parent in parents:
+            made_by = str(parent.provenance.get("recipe", {}).get("source", "unknown"))
+            found[parent.fingerprint] = Ancestor(
+                fingerprint=parent.fingerprint, name=parent.name, num_samples=parent.num_samples, made_by=made_by,
+                parents=parent.lineage.parents,
+            )  # fmt: skip
+        generations = [parent.lineage.ancestors for parent in parents]
+        for ancestor in (one for row in itertools.zip_longest(*generations) for one in row if one is not None):
+            found.setdefault(ancestor.fingerprint, ancestor)
+        own = tuple(dict.fromkeys(parent.fingerprint for parent in parents))
+        return cls(parents=own, ancestors=tuple(found.values())[:MAX_ANCESTORS])
 
 
 class _Head(msgspec.Struct):
@@ -119,6 +126,8 @@ class Manifest(Settings, frozen=True):
     fingerprint: str
     num_samples: int
     num_clips: int
+    num_bytes: int
+    """Bytes of all shards."""
     seed: int
     order_unit: str
     channels: tuple[Channel, ...]
@@ -129,10 +138,19 @@ class Manifest(Settings, frozen=True):
     license: str | None
     compression: dict[str, Any]
     splits: dict[str, SplitEntry]
-    shards: tuple[ShardEntry, ...]
     files: tuple[FileEntry, ...]
+    lineage: Lineage
     provenance: dict[str, Any]
     digest: str = ""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of all splits."""
+        return sum(split.num_shards for split in self.splits.values())
+
+    def file(self, name: str) -> FileEntry | None:
+        """The entry of a file, None where the manifest does not name it."""
+        return next((entry for entry in self.files if entry.name == name), None)
 
     @property
     def has_poses(self) -> bool:
@@ -163,85 +181,6 @@ class Manifest(Settings, frozen=True):
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
 
 
-def camera_channel(camera: CameraEntry, extension: str = "jpg") -> Channel:
-    """The entry of a camera in the table of channels; ``extension`` is that of most of its images."""
-    return Channel(
-        name=camera.channel,
-        kind="image",
-        field=f"{camera.channel}.{extension}",
-        law=Law("image", camera=camera.channel, interpolation="linear"),
-        dtype="uint8",
-        axes=("height", "width", "colour"),
-        shape=(None, None, 3),
-        frame=f"image:{camera.channel}",
-        sensor=CAMERA,
-        sizes=camera.sizes,
-        optional=True,
-        source_name=camera.source_name,
-    )
-
-
-def lidar_channel(lidar: LidarEntry) -> Channel:
-    """The entry of a lidar in the table of channels; the first three columns are x, y, z [m]."""
-    return Channel(
-        name=lidar.channel,
-        kind="points",
-        field=f"{lidar.channel}.{POINTS_EXTENSION}",
-        law=Law("ego_points", roles={"positions": (lidar.columns[:3],)}),
-        dtype="float32",
-        axes=("point", "column"),
-        shape=(None, len(lidar.columns)),
-        columns=lidar.columns,
-        frame=f"sensor:{lidar.channel}",
-        sensor=LIDAR,
-        allows_nan=True,
-        allows_inf=True,
-        optional=True,
-        source_name=lidar.source_name,
-    )
-
-
-BOXES_CHANNEL: Final = Channel(
-    name="boxes",
-    kind="ragged",
-    field=BOXES,
-    law=Law(
-        "ego_boxes",
-        roles={"boxes": (("boxes3d",),), "vectors": (("velocity",),), "rotations": (("rotation_wxyz",),)},
-    ),
-    arrays=tuple(
-        ArraySpec(name, dtype.name, tuple(side for side in shape if isinstance(side, int)))
-        for name, dtype, shape in array_specs(Boxes)
-    ),
-    frame="ego",
-    allows_nan=True,
-    optional=True,
-)
-"""The entry of the 3-D annotations in the table of channels."""
-
-
-def channel_table(
-    cameras: Sequence[CameraEntry],
-    lidars: Sequence[LidarEntry],
-    extra: Sequence[Channel] = (),
-    fields: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Channel, ...]:
-    """The table of a dataset: cameras in rig order, lidars, boxes, then other channels.
-
-    ``fields`` are the field names that occur, with their usual codecs: boxes are in the table where they are among
-    them, and a camera without any ``.jpg`` has ``.png``.
-    """
-    names = [camera.channel for camera in cameras]
-    png = {name for name in names if f"{name}.png" in fields and f"{name}.jpg" not in fields}
-    channels = [
-        *(camera_channel(camera, "png" if camera.channel in png else "jpg") for camera in cameras),
-        *map(lidar_channel, lidars),
-        *((BOXES_CHANNEL,) if BOXES in fields else ()),
-        *extra,
-    ]
-    return tuple(msgspec.structs.replace(one, codec=fields.get(one.field, "")) for one in channels)
-
-
 def _lacks_poses(provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
@@ -252,10 +191,10 @@ def _lacks_poses(provenance: object) -> bool:
 
 
 _NOT_IN_FINGERPRINT: Final = frozenset(
-    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest"}
+    {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
 )
 """How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
-_READ_BY_LOADERS: Final = ("index.arrow", "zstd.dict")
+_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "zstd.dict")
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -361,11 +300,18 @@ def _check_limits(manifest: Manifest, where: str) -> None:
         ("lidars", manifest.lidars, _MAX_LIDARS),
         ("classes", manifest.classes, _MAX_NAMES),
         ("attributes", manifest.attributes, _MAX_NAMES),
+        ("splits", manifest.splits, _MAX_SPLITS),
+        ("files", manifest.files, _MAX_SPLITS),
+        ("ancestors", manifest.lineage.ancestors, MAX_ANCESTORS),
+        ("parents", manifest.lineage.parents, _MAX_NAMES),
     ):
         if len(names) > most:
             raise ManifestError(f"'{where}': {len(names)} {what}, at most {most} are allowed")
     texts = (manifest.name, manifest.order_unit, manifest.time_base, manifest.ego_origin, manifest.license or "")
-    longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes)))
+    ancestors = (
+        text for one in manifest.lineage.ancestors for text in (one.name, one.made_by, one.fingerprint, *one.parents)
+    )
+    longest = max(map(len, (*texts, *manifest.classes, *manifest.attributes, *ancestors)))
     if longest > _MAX_TEXT:
         raise ManifestError(f"'{where}': a name of {longest} characters, at most {_MAX_TEXT} are allowed")
     for name in ("recipe", "facts"):
@@ -378,7 +324,7 @@ def _check_limits(manifest: Manifest, where: str) -> None:
 
 def _check_names(manifest: Manifest, where: str) -> None:
     """Names become paths, keys and member names: they must be plain, and none may occur twice."""
-    files = [*(shard.name for shard in manifest.shards), *(file.name for file in manifest.files)]
+    files = [file.name for file in manifest.files]
     for name in files:
         is_plain = name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
         if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
@@ -419,20 +365,13 @@ def _check_channels(manifest: Manifest, where: str) -> None:
 
 
 def _check_runs(manifest: Manifest, where: str) -> None:
-    """Shards and splits must tile the rows without gap or overlap."""
-    row = 0
-    for shard in manifest.shards:
-        if shard.first_sample != row or shard.num_samples < 1 or shard.split not in manifest.splits:
-            raise ManifestError(f"'{where}': shard '{shard.name}' does not continue at sample {row}")
-        row += shard.num_samples
-    total = sum(split.num_samples for split in manifest.splits.values())
-    if row != manifest.num_samples or total != manifest.num_samples:
-        raise ManifestError(f"'{where}': shards hold {row} samples, splits {total}, stated {manifest.num_samples}")
-    for name, split in manifest.splits.items():
-        run = manifest.shards[split.first_shard : split.first_shard + split.num_shards]
-        if (
-            any(shard.split != name for shard in run)
-            or sum(shard.num_samples for shard in run) != split.num_samples
-            or (run and run[0].first_sample != split.first_sample)
-        ):
-            raise ManifestError(f"'{where}': split '{name}' does not match its shards")
+    """Splits must tile the rows and the shards without gap or overlap."""
+    row = shard = 0
+    for name, split in sorted(manifest.splits.items(), key=lambda item: (item[1].first_shard, item[1].first_sample)):
+        if (split.first_sample, split.first_shard) != (row, shard) or not 0 <= split.num_shards <= split.num_samples:
+            raise ManifestError(f"'{where}': split '{name}' does not continue at sample {row} and shard {shard}")
+        if split.num_samples and not split.num_shards:
+            raise ManifestError(f"'{where}': split '{name}' has {split.num_samples} samples and no shard")
+        row, shard = row + split.num_samples, shard + split.num_shards
+    if row != manifest.num_samples:
+        raise ManifestError(f"'{where}': the splits hold {row} samples, stated are {manifest.num_samples}")

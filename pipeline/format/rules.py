@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.manifest import LidarEntry, Manifest
+    from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.pipeline.sample.schema import Boxes, Geometry, Meta, Sample, Sweeps
 
 

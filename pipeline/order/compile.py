@@ -105,7 +105,8 @@ def compile_order(
         return LaneOrder(
             clips, global_batch, seed=spec.seed, pieces_per_clip=pieces, selected=selected, identity=identity
         )
-    lengths = Layout.of_split(dataset.manifest, split).shard_lengths
+    whole = (dataset.split(split).num_samples,)
+    lengths = Layout.of_split(dataset, split).shard_lengths if spec.kind == "windowed" else whole
     for described in identity.get("weights", ()):
         described.pop("file", None)  # what the file says is in a digest
     if spec.mix is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-    from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.permutation import PositionMap
 
 ORDER_VERSION: Final = 1
@@ -128,13 +128,14 @@ class Layout:
             raise OrderError(f"an order can have at most 2**62 samples, got {self.num_samples}")
 
     @classmethod
-    def of_split(cls, manifest: Manifest, split: str) -> Layout:
-        """Return the layout of one split; sample 0 is the split's first. Raises OrderError for unknown splits."""
-        entry = manifest.splits.get(split)
-        if entry is None:
-            raise OrderError(f"dataset {manifest.name!r} has no split {split!r}; it has: {', '.join(manifest.splits)}")
-        shards = manifest.shards[entry.first_shard : entry.first_shard + entry.num_shards]
-        return cls(tuple(shard.num_samples for shard in shards))
+    def of_split(cls, dataset: Dataset, split: str) -> Layout:
+        """Return the layout of one split of a dataset; sample 0 is the split's first.
+
+        Raises ConfigError for an unknown split, ManifestError for a shard without samples.
+        """
+        entry = dataset.split(split)
+        lengths = dataset.shards.lengths(entry.first_shard, entry.first_shard + entry.num_shards)
+        return cls(tuple(lengths.tolist()))
 
 
 class Order:

@@ -221,7 +221,7 @@ def check_jpeg_end(encoded: Buffer) -> None:
 
     For decoders that read only some rows, or fill up what is missing. Raises ImageError.
     """
-    if bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
+    if encoded[-2:] != b"\xff\xd9" and bytes(encoded[-65536:]).rfind(b"\xff\xd9") < 0:
         raise ImageError(f"JPEG of {len(encoded)} bytes has no end-of-image marker: the file was cut")
 
 

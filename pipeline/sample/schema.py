@@ -335,6 +335,23 @@ def decode_sweeps(data: Buffer) -> Sweeps:
     return sweeps
 
 
+def decode_member(name: str, data: Buffer) -> Any:  # noqa: ANN401 - one type for each field
+    """Decode one member by its field name: Meta, Geometry, Boxes, Sweeps, points (P, C); the bytes of all others.
+
+    Raises SchemaError for what does not match the schema.
+    """
+    if name == META:
+        return decode_meta(data)
+    if name == GEOMETRY:
+        return decode_arrays(data, Geometry)
+    if name == BOXES:
+        return decode_arrays(data, Boxes)
+    if name.endswith(SWEEPS_FIELD):
+        return decode_sweeps(data)
+    is_user, is_points = name.startswith("x_"), name.endswith(f".{POINTS_EXTENSION}")
+    return decode_points(data) if is_points and not is_user else bytes(data)
+
+
 def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[str] = ()) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 

@@ -29,6 +29,12 @@ ROWS_AT_ONCE: Final = 1 << 16
 """What loops over a long column take at once."""
 
 
+def numpy_dtype(kind: pa.DataType) -> np.dtype[Any]:
+    """Return the numpy type of an Arrow type; its own ``to_pandas_dtype`` needs pandas in pyarrow 23 and older."""
+    dtype: np.dtype[Any] = pa.array([], kind).to_numpy(zero_copy_only=False).dtype
+    return dtype
+
+
 class Spill:
     """Columns with their files in ``folder``, which must be there and may be on any disk."""
 

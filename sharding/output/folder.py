@@ -65,6 +65,10 @@ class Output(Protocol):
         """Move a complete file from ``work`` to its name in OUT."""
         ...
 
+    def fetch(self, name: str, file: Path) -> None:
+        """Copy a file of OUT to ``file``."""
+        ...
+
     def size(self, name: str) -> int | None:
         """Return the size of a file [bytes], None where it does not exist."""
         ...
@@ -195,6 +199,11 @@ class FolderOutput:
             os.fsync(handle.fileno())
         file.replace(self.root / name)
         sync_folder((self.root / name).parent)
+
+    def fetch(self, name: str, file: Path) -> None:
+        """Copy a file."""
+        with open_file(self.root / name) as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target)
 
     def size(self, name: str) -> int | None:
         """Size of a file."""

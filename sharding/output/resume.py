@@ -27,10 +27,11 @@ from fuelrail.sharding.planning.plan import Plan, PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.sharding.sources.scan_table import ClipInfo, ScanTable
 
@@ -107,11 +108,12 @@ def shard_stamps(plan: Plan, stamps: NDArray[np.uint64]) -> tuple[int, ...]:
     return tuple(xxhash.xxh3_64_intdigest(stamps[plan.rows[run]].data.cast("B")) for run in runs)
 
 
-def shards_of(manifest: Manifest) -> list[PlannedShard]:
+def shards_of(finished: Iterable[ShardEntry]) -> list[PlannedShard]:
     """Return the cut of a finished dataset into shards."""
-    numbers = dict.fromkeys(manifest.splits, 0)
+    numbers: dict[str, int] = {}
     shards = []
-    for entry in manifest.shards:
+    for entry in finished:
+        numbers.setdefault(entry.split, 0)
         shards.append(PlannedShard(entry.split, numbers[entry.split], entry.first_sample, entry.num_samples))
         numbers[entry.split] += 1
     return shards

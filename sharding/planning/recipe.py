@@ -35,8 +35,8 @@ from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENS
 from fuelrail.pipeline.settings import Settings, convert, read_text
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.manifest import LidarEntry
 
 DEFAULT_QUALITY: Final = 92
 

@@ -18,8 +18,9 @@ from msgspec import Meta
 from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError, DatasetError, MemberError, SchemaError, ShardError, SourceError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.dataset import check_span, open_dataset, read_members
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.manifest import Lineage
 from fuelrail.pipeline.format.zstd_frames import is_framed, read_head
 from fuelrail.pipeline.sample.schema import (
     BOXES,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample as DecodedSample
     from fuelrail.pipeline.storage.spill import Spill
     from fuelrail.sharding.sources.scan_table import ScanWriter
@@ -135,6 +136,7 @@ class FuelrailSource:
             facts={"provenance": first.provenance}
             if len(manifests) == 1
             else {"merged": [{"name": m.name, "provenance": m.provenance} for m in manifests]},
+            lineage=Lineage.of(manifests),
         )
 
     def _append(
@@ -231,7 +233,7 @@ class DatasetPart:
     @property
     def attribute_types(self) -> dict[str, type]:
         """The columns of ``attributes.parquet`` that do not stand in the index."""
-        file = AttributesFile(self.dataset.root / ATTRIBUTES_FILE)
+        file = AttributesFile(self.dataset.attributes_file())
         if not file.exists:
             return {}
         schema = file.schema(len(self.dataset.index))
@@ -308,7 +310,7 @@ class DatasetPart:
     def _attributes(self, spill: Spill) -> Iterator[tuple[int, dict[str, Any]]]:
         """Each row in the order of clips and frames, with its attributes; few of them as Python objects."""
         rows, names = self._rows_by_clip(), list(self.attribute_types)
-        table = SpilledTable.of_file(spill, self.dataset.root / ATTRIBUTES_FILE, names) if names else None
+        table = SpilledTable.of_file(spill, self.dataset.attributes_file(), names) if names else None
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             part = rows[first : first + _ROWS_AT_ONCE]
             values = [{} for _ in part] if table is None else table.take(part).to_pylist()

@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.format.attributes import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.codecs import member_cap
+from fuelrail.pipeline.format.index.attributes_file import MAX_TEXT_BYTES
 from fuelrail.pipeline.format.tar import check_key
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, POINTS_EXTENSION, SWEEPS_FIELD, Meta, encode_meta
-from fuelrail.pipeline.storage.spill import Spill
+from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -286,7 +286,7 @@ class ScanTable:
 
     def numbers(self, name: str) -> NDArray[Any]:
         """A whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
-        column = np.empty(self._length, self._file.schema.field(name).type.to_pandas_dtype())
+        column = np.empty(self._length, numpy_dtype(self._file.schema.field(name).type))
         for number, batch in enumerate(self._all_batches()):
             values = batch.column(name).to_numpy()
             column[number * ROWS_PER_BATCH :][: len(values)] = values

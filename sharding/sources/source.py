@@ -6,14 +6,16 @@ methods. The kinds that there are stand in :mod:`fuelrail.sharding.sources.regis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from fuelrail.pipeline.format.manifest import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.settings import Settings
     from fuelrail.sharding.sources.scan_report import ScanReport
@@ -39,6 +41,7 @@ class ScanInfo:
     occur, ``license`` is the data's, where the source states it. ``facts`` and ``report`` (what was kept, dropped and
     not understood; None where the source does not count) go into the manifest's provenance; no paths, times or host
     names. ``facts["poses"]`` is "none" where the source has no ego poses and all of them are the identity.
+    ``lineage`` names the datasets that the source is made of.
     """
 
     name: str
@@ -55,6 +58,7 @@ class ScanInfo:
     channels: tuple[Channel, ...] = ()
     license: str | None = None
     report: ScanReport | None = None
+    lineage: Lineage = field(default_factory=Lineage)
 
     @property
     def num_samples(self) -> int:

@@ -22,13 +22,17 @@ import xxhash
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, TEXTS, AttributesFile
+from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.dataset import Dataset, load_dictionary
 from fuelrail.pipeline.format.fetch import fetch_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, SampleIndex
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, load_manifest
-from fuelrail.pipeline.format.zstd_frames import shard_stem
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
+from fuelrail.pipeline.format.index.blocks import BLOCKS_FILE, TABLE_FILES, block_digests
+from fuelrail.pipeline.format.index.keys import KEYS_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE
+from fuelrail.pipeline.format.index.tables import open_shards, open_tables
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import is_url, shown_url
@@ -40,7 +44,7 @@ from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fuelrail.pipeline.format.manifest import FileEntry, ShardEntry
+    from fuelrail.pipeline.format.index.shards import ShardEntry
 
 _ROWS_AT_ONCE: Final = 1 << 16
 
@@ -106,24 +110,29 @@ def verify(
     if num_threads < 1:
         raise ConfigError(f"workers must be >= 1, got {num_threads}")
     if is_url(root):
-        folder, manifest = fetch_dataset(str(root))
+        folder, manifest, origin = fetch_dataset(str(root))
         report = VerifyReport(shown_url(str(root)), deep)
     else:
         folder = Path(str(root).removeprefix("file://"))
-        manifest = load_manifest(folder)
+        manifest, origin = load_manifest(folder), None
         report = VerifyReport(str(folder), deep)
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
+    shards: Sequence[ShardEntry] = ()
     try:
-        index = SampleIndex(folder / INDEX_FILE, len(manifest.shards))
-        if len(index) != manifest.num_samples:
-            raise IndexFileError(f"{len(index)} rows, the manifest says {manifest.num_samples}")
-        dataset = Dataset(folder, manifest, index)
+        table = open_shards(folder, manifest, origin)
+        table.check(manifest.num_bytes)
+        shards = table
+    except (IndexFileError, ManifestError) as error:
+        report.faults.append(Fault(SHARDS_FILE, str(error)))
+    try:
+        if shards:
+            dataset = Dataset(folder, manifest, *open_tables(folder, manifest, origin), origin=origin)
     except IndexFileError as error:
         report.faults.append(Fault(INDEX_FILE, str(error)))
-    else:
+    if dataset is not None:
         try:
-            dataset = replace(dataset, dictionary=load_dictionary(folder, manifest, index))
+            dataset = replace(dataset, dictionary=load_dictionary(folder, manifest, dataset.index))
         except ManifestError as error:  # then members are not decoded: each of them would be a fault
             report.faults.append(Fault(DICTIONARY_FILE, str(error)))
             deep = False
@@ -133,14 +142,17 @@ def verify(
             return _check_file(place, entry)
 
     def check_shard(number: int) -> ShardCheck:
-        name = manifest.shards[number].name
-        with files_here(name, f"{shard_stem(name)}.idx") as place:
-            return make_check(place, manifest, number, dataset, deep=deep).run()
+        shard = shards[number]
+        with files_here(shard.name, shard.idx_name) as place:
+            check = make_check(place, manifest, (number, shard), dataset, deep=deep).run()
+            if shard.idx_bytes:
+                check.faults += _check_file(place, FileEntry(shard.idx_name, shard.idx_bytes, shard.idx_sha256))
+            return check
 
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in manifest.cameras}
     for faults in in_threads(check_file, manifest.files, num_threads):
         report.faults += faults
-    for check in in_threads(check_shard, range(len(manifest.shards)), num_threads):
+    for check in in_threads(check_shard, range(len(shards)), num_threads):
         report.num_shards += 1
         report.num_samples += check.num_samples
         report.num_images += check.num_images
@@ -148,9 +160,11 @@ def verify(
         report.faults += check.faults
         for channel, found in check.sizes.items():
             sizes[channel] |= found
-        checked(check.shard, len(manifest.shards))
+        checked(check.shard, len(shards))
     if dataset is not None and not report.faults:
         report.faults += _check_rows(dataset)
+        with files_here(*TABLE_FILES, BLOCKS_FILE) as place:
+            report.faults += _check_tables(dataset, place)
         if deep and not report.faults:
             report.faults += _check_manifest(dataset, sizes)
     return report
@@ -202,9 +216,21 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     return faults + _check_attributes(dataset)
 
 
+def _check_tables(dataset: Dataset, folder: Path) -> list[Fault]:
+    """``keys.arrow`` and ``blocks.sha256`` are those of the other tables, which are in the folder too."""
+    with tempfile.TemporaryDirectory(prefix="fuelrail-verify-") as scratch:
+        try:
+            dataset.keys.check(dataset.index, Path(scratch))
+        except IndexFileError as error:
+            return [Fault(KEYS_FILE, str(error))]
+    if (folder / BLOCKS_FILE).read_bytes() != b"".join(block_digests(folder / name) for name in TABLE_FILES):
+        return [Fault(BLOCKS_FILE, f"does not hold the digests of the blocks of {', '.join(TABLE_FILES)}")]
+    return []
+
+
 def _check_attributes(dataset: Dataset) -> list[Fault]:
     """``attributes.parquet``, where there is one, has the index's rows in their order."""
-    index, file, row = dataset.index, AttributesFile(dataset.root / ATTRIBUTES_FILE), 0
+    index, file, row = dataset.index, AttributesFile(dataset.attributes_file()), 0
     if not file.exists:
         return []
     entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
 
 _NS_PER_MS = 1_000_000
 _MAX_CELL = 2000
@@ -54,12 +54,11 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
     dataset = open_dataset(root)
     manifest = dataset.manifest
     members = _member_statistics(dataset)
-    num_bytes = sum(shard.bytes for shard in manifest.shards)
     recipe = manifest.provenance.get("recipe", {})
     head = [
         ("dataset", f"{manifest.name} ({shown_url(str(root)) if is_url(root) else dataset.root})"),
         ("samples", f"{manifest.num_samples:,} of {counted(manifest.num_clips, 'clip')}"),
-        ("shards", f"{len(manifest.shards):,}, {num_bytes / 1e6:,.1f} MB"),
+        ("shards", f"{manifest.num_shards:,}, {manifest.num_bytes / 1e6:,.1f} MB"),
         ("layout", _layout(dataset)),
         ("order", f"{manifest.order_unit}, seed {manifest.seed}"),
         ("source", f"{recipe.get('source', 'unknown')}, by {recipe.get('tool', 'another tool')}"),
@@ -102,7 +101,7 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
     Raises ConfigError for a key that does not exist, SchemaError for a sample that breaks a rule.
     """
     dataset = open_dataset(root)
-    at = dataset.index.find(key)
+    at = dataset.find(key)
     if at is None:
         raise ConfigError(
             f"dataset '{dataset.root}' has no sample '{key}'; the first of its {len(dataset.index)} is "
@@ -110,7 +109,7 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         )
     row = dataset.index.row(at)
     sample = _read(dataset, row)
-    shard = dataset.manifest.shards[row.shard].name
+    shard = dataset.shards.name(row.shard)
     framed = is_framed(shard)
     facts = {
         "position": at,
@@ -184,10 +183,10 @@ def _values_of(channel: Channel) -> str:
 def _layout(dataset: Dataset) -> str:
     """Describe how shards store samples, by their names: the manifest's text on it is for people."""
     compression = dataset.manifest.compression
-    framed = sum(is_framed(shard.name) for shard in dataset.manifest.shards)
+    framed = dataset.shards.num_framed
     words = [str(compression.get("layout", "not stated"))]
     if framed:
-        words.append("one zstd frame a sample" if framed == len(dataset.manifest.shards) else f"{framed} shards framed")
+        words.append("one zstd frame a sample" if framed == len(dataset.shards) else f"{framed} shards framed")
     if "level" in compression and compression.get("layout") != "none":
         words.append(f"zstd level {compression['level']}")
     if dataset.dictionary is not None:

@@ -13,10 +13,10 @@ from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.format.codecs import suffix
 from fuelrail.pipeline.format.dataset import Dataset, check_span, read_members
-from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
-from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, read_seek_table, shard_stem, span_bytes
+from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, read_seek_table, span_bytes
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from fuelrail.pipeline.format.index_row import IndexRow
-    from fuelrail.pipeline.format.manifest import Manifest, ShardEntry
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.index.shards import ShardEntry
+    from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.pipeline.sample.schema import Meta
 
 
@@ -44,8 +45,10 @@ class Fault(msgspec.Struct, frozen=True):
 class ShardCheck:
     """The check of one plain tar; ``dataset`` is None where the index cannot be read."""
 
-    def __init__(self, folder: Path, manifest: Manifest, number: int, dataset: Dataset | None, *, deep: bool) -> None:
-        self.number, self.shard = number, manifest.shards[number]
+    def __init__(
+        self, folder: Path, manifest: Manifest, shard: tuple[int, ShardEntry], dataset: Dataset | None, *, deep: bool
+    ) -> None:
+        self.number, self.shard = shard
         self.num_samples = self.num_images = 0
         self.faults: list[Fault] = []
         self._folder, self._dataset, self._deep = folder, dataset, deep
@@ -99,7 +102,7 @@ class ShardCheck:
             self._fault(f"the index covers {at} bytes of {shard.bytes}", at)
         for member in found.values():
             self._fault(f"member '{member.name}' is not in the index", member.header_offset)
-        name = f"{shard_stem(shard.name)}.idx"
+        name = shard.idx_name
         text = listing.encode()
         with contextlib.suppress(OSError):  # reported already, with the other files
             if not self.faults and read_file(self._folder / name, len(text)) != text:
@@ -251,10 +254,12 @@ class _FramedCheck(ShardCheck):
             self._fault("the last frame is not the end of the archive", at)
 
 
-def make_check(folder: Path, manifest: Manifest, number: int, dataset: Dataset | None, *, deep: bool) -> ShardCheck:
-    """The check that fits shard number ``number``."""
-    check = _FramedCheck if is_framed(manifest.shards[number].name) else ShardCheck
-    return check(folder, manifest, number, dataset, deep=deep)
+def make_check(
+    folder: Path, manifest: Manifest, shard: tuple[int, ShardEntry], dataset: Dataset | None, *, deep: bool
+) -> ShardCheck:
+    """The check that fits a shard, which is given with its number."""
+    check = _FramedCheck if is_framed(shard[1].name) else ShardCheck
+    return check(folder, manifest, shard, dataset, deep=deep)
 
 
 def _contradictions(row: IndexRow, meta: Meta, manifest: Manifest, split: str) -> Iterator[str]:

@@ -10,20 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
 from fuelrail.pipeline.errors import DatasetError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
-from fuelrail.pipeline.format.index import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.format.index.shards import ShardEntry
+from fuelrail.pipeline.format.index.tables import file_entry, write_tables
 from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    CameraEntry,
     FileEntry,
     Manifest,
-    ShardEntry,
     SplitEntry,
-    channel_table,
     decode_manifest,
     encode_manifest,
 )
@@ -49,10 +49,9 @@ _NEVER_NULL: Final = ("key", "frame", "timestamp_ns")
 
 
 class _Shards(NamedTuple):
-    """The entries of all shards, of their DALI indexes, and the image sizes of each camera."""
+    """The entries of all shards, and the image sizes of each camera."""
 
     entries: list[ShardEntry]
-    listings: list[FileEntry]
     sizes: dict[str, set[tuple[int, int]]]
 
 
@@ -64,19 +63,19 @@ def finish(
     table: ScanTable,
     clips_by_split: Mapping[str, Sequence[int]],
 ) -> Manifest:
-    """Write index, attributes and manifest; every file appears under its name complete, the manifest last."""
+    """Write tables, attributes and manifest; every file appears under its name complete, the manifest last."""
     names = list(dict.fromkeys(stored_field(name, job.recipe.images) for name in info.names))
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     index, attributes = work.temporary / INDEX_FILE, work.temporary / ATTRIBUTES_FILE
     shards = _write_index(index, work, plan, info, codecs)
     _write_attributes(attributes, plan, table, info, clips_by_split)
-    files = [_entry(index), _entry(attributes)]
+    files = [*write_tables(work.temporary, shards.entries), file_entry(attributes)]
+    for entry in files:
+        work.out.publish_file(entry.name, work.temporary / entry.name)
     if job.dictionary is not None:
         data = job.dictionary.data
         files.append(FileEntry(name=DICTIONARY_FILE, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-    for path in (index, attributes):
-        work.out.publish_file(path.name, path)
-    manifest = _manifest(job, plan, info, clips_by_split, codecs, shards, [*files, *shards.listings])
+    manifest = _manifest(job, plan, info, clips_by_split, codecs, shards, files)
     encoded = encode_manifest(manifest)
     with work.out.publish(MANIFEST_FILE) as file:
         file.write(encoded)
@@ -85,7 +84,7 @@ def finish(
 
 def _write_index(path: Path, work: Workspace, plan: Plan, info: ScanInfo, codecs: Mapping[str, str]) -> _Shards:
     """Write the index from the records of the shards."""
-    shards = _Shards([], [], {camera.channel: set() for camera in info.cameras})
+    shards = _Shards([], {camera.channel: set() for camera in info.cameras})
     with IndexWriter(path, list(codecs), sorted(set(codecs.values()))) as rows:
         for planned in plan.shards:
             record = load_record(work.out, planned.stem)
@@ -105,11 +104,10 @@ def _write_index(path: Path, work: Workspace, plan: Plan, info: ScanInfo, codecs
                     num_samples=planned.num_samples,
                     bytes=record.bytes,
                     sha256=record.sha256,
+                    idx_bytes=record.idx_bytes,
+                    idx_sha256=record.idx_sha256,
                 )
             )
-            if record.idx_bytes:
-                name = f"{planned.stem}.idx"
-                shards.listings.append(FileEntry(name=name, bytes=record.idx_bytes, sha256=record.idx_sha256))
     return shards
 
 
@@ -130,6 +128,7 @@ def _manifest(
         fingerprint="",
         num_samples=len(plan.rows),
         num_clips=num_clips,
+        num_bytes=sum(entry.bytes for entry in shards.entries),
         seed=job.recipe.seed,
         order_unit=job.recipe.order,
         channels=channel_table(
@@ -156,8 +155,8 @@ def _manifest(
             "codecs": dict(codecs),
         },
         splits=_splits(plan, clips_by_split),
-        shards=tuple(shards.entries),
         files=tuple(files),
+        lineage=info.lineage,
         provenance={
             "recipe": msgspec.to_builtins(job.recipe),
             "facts": info.facts,
@@ -213,9 +212,3 @@ def _write_attributes(
             writer = pq.ParquetWriter(path, part.schema, compression="zstd")
         writer.write_table(part)
     writer.close()
-
-
-def _entry(path: Path) -> FileEntry:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest)

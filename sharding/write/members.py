@@ -28,8 +28,8 @@ from fuelrail.sharding.write.packer import RawMember
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.scan_table import Reference

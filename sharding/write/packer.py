@@ -10,7 +10,7 @@ import xxhash
 
 from fuelrail.pipeline.errors import MemberTooLargeError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
 from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
 from fuelrail.sharding.write.blocks import BlockWriter

@@ -51,9 +51,9 @@ from fuelrail.sharding.write.staging import StagedSource
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.codecs import Dictionary
-    from fuelrail.pipeline.format.manifest import LidarEntry
     from fuelrail.pipeline.format.rules import Rig
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.planning.plan import PlannedShard

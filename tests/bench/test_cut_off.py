@@ -123,6 +123,19 @@ def test_a_rank_that_is_killed_is_named_in_a_partial_report(dataset, tmp_path):
     assert processes_of(token) == []
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_is_named_within_the_time_limit(dataset, tmp_path):
+    options, is_under_way, _ = CASES["train"]
+    with under_way("train", dataset, tmp_path / "out", (*options, "--timeout-s", 15), is_under_way) as (process, token):
+        (rank,) = (pid for pid in processes_of(token) if b"RANK=1" in environ_of(pid).split(b"\0"))
+        os.kill(rank, signal.SIGSTOP)
+        _, error = process.communicate(timeout=_PATIENCE_S)
+    assert process.returncode == 1, error
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["cut_off"].startswith("rank 1 did not answer within the time limit (timeout_s), after ")
+    assert processes_of(token) == []
+
+
 def test_nothing_outlives_a_command_that_is_killed(dataset, tmp_path):
     options, is_under_way, _ = CASES["train"]
     with under_way("train", dataset, tmp_path / "out", options, is_under_way) as (process, token):

@@ -16,9 +16,9 @@ from pyquaternion import Quaternion
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.channels.sensors import channel_table
 from fuelrail.pipeline.errors import ConfigError, SchemaError
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.manifest import channel_table
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.transforms.ego import BevAugment
 from support.datasets import build_dataset
@@ -81,8 +81,8 @@ def seen_share(projections, ida_mats, boxes, is_clear):
 
 def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, monkeypatch):
     text = README.read_text()
-    block = re.search(r"In a training script.*?```python\n(.*?)```.*?```python\n(.*?)```", text, re.DOTALL)
-    code = (block[1] + block[2]).replace("range(24)", "range(1)").replace('"dataset"', '"OUT"')
+    block = re.search(r"In a training script.*?```python\n(.*?)```", text, re.DOTALL)
+    code = block[1].replace("range(24)", "range(1)").replace('"dataset"', '"OUT"')
     if not torch.cuda.is_available():
         code = code.replace(', device="cuda"', "")
     batches = []

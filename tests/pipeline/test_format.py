@@ -16,10 +16,13 @@ import pytest
 import xxhash
 import zstandard
 
-from fuelrail.pipeline.format import codecs, index, manifest, tar
+from fuelrail.pipeline.format import codecs, manifest, tar
+from fuelrail.pipeline.format.index import keys, shards
+from fuelrail.pipeline.format.index import samples as index
 from fuelrail.pipeline.sample import schema
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
 from support.datasets import build_dataset
+from support.plain_tables import check_files, read_shards
 
 if TYPE_CHECKING:
     import msgspec
@@ -43,7 +46,7 @@ def first_column(text: str) -> list[str]:
 def structs() -> dict[str, type[msgspec.Struct]]:
     return {
         "splits": manifest.SplitEntry,
-        "shards": manifest.ShardEntry, "files": manifest.FileEntry,
+        "ancestors": manifest.Ancestor, "files": manifest.FileEntry,
     }  # fmt: skip
 
 
@@ -52,7 +55,7 @@ class TestTables:
         text = section("2. `dataset.json`")
         assert first_column(text) == list(manifest.Manifest.__struct_fields__)
         for key, kind in structs().items():
-            row = next(line for line in text.splitlines() if line.startswith(f"| `{key}`"))
+            row = next(line for line in text.splitlines() if line.startswith("| ") and f"`{key}`" in line)
             stated = re.search(r"`[^`]*\{([^}]*)\}", row)
             assert stated is not None
             assert re.findall(r'"(\w+)"', stated[1]) == list(kind.__struct_fields__)
@@ -72,6 +75,17 @@ class TestTables:
         assert f"exactly {index.ROWS_PER_BATCH:,} rows" in text
         for key in (index._VERSION_KEY, index._NAMES_KEY, index._CODECS_KEY):
             assert f"`{key.decode()}`" in text
+
+    @pytest.mark.parametrize(
+        ("title", "schema"), [("`shards.arrow`", shards.SHARDS_SCHEMA), ("`keys.arrow`", keys._SCHEMA)]
+    )
+    def test_tables(self, title, schema) -> None:
+        text = section(title)
+        stated = [[cell.strip().strip("`") for cell in x.split("|")[1:3]] for x in text.splitlines() if x[:3] == "| `"]
+        kinds = {"binary(32)": "fixed_size_binary[32]", "binary(16)": "fixed_size_binary[16]"}
+        assert [(name, kinds.get(kind, kind)) for name, kind in stated] == [(f.name, str(f.type)) for f in schema]
+        for key, value in schema.metadata.items():
+            assert f"`{key.decode()}` = `{value.decode()}`" in text
 
     @pytest.mark.parametrize("kind", [schema.Geometry, schema.Boxes])
     def test_arrays(self, kind) -> None:
@@ -123,14 +137,16 @@ class PlainReader:
         self.root = root
         self.manifest = json.loads((root / "dataset.json").read_bytes())
         assert (self.manifest["format"], self.manifest["version"]) == ("fuelrail-dataset", 1)
-        left_out = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest")
+        left_out = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance",
+                    "digest")  # fmt: skip
         covered = {name: value for name, value in self.manifest.items() if name not in left_out}
-        covered["files"] = [file for file in covered["files"] if file["name"] in ("index.arrow", "zstd.dict")]
+        covered["files"] = [
+            file for file in covered["files"] if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
+        ]
         canonical = json.dumps(covered, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         assert hashlib.sha256(canonical.encode()).hexdigest() == self.manifest["fingerprint"]
-        for entry in [*self.manifest["shards"], *self.manifest["files"]]:
-            data = (root / entry["name"]).read_bytes()
-            assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
+        check_files(root, self.manifest)
+        self.shards = read_shards(root, self.manifest)
         with pa.memory_map(str(root / "index.arrow")) as source:
             table = pa.ipc.open_file(source).read_all()
             self.names = json.loads(table.schema.metadata[b"fuelrail.members"])
@@ -139,7 +155,7 @@ class PlainReader:
 
     def sample(self, position: int) -> tuple[str, dict[str, bytes]]:
         row = self.rows[position]
-        shard = (self.root / self.manifest["shards"][row["shard"]]["name"]).read_bytes()
+        shard = (self.root / self.shards[row["shard"]]["name"]).read_bytes()
         span = shard[row["offset"] : row["offset"] + row["length"]]
         assert xxhash.xxh3_64_intdigest(span) == row["xxh3"]
         members = {}

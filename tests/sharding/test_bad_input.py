@@ -56,7 +56,7 @@ def test_any_scene_name_leads_to_legal_keys(tmp_path, names):
     assert len(set(keys)) == 6
     assert not any(character in key for key in keys for character in "./ ")
     listed = []
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         with tarfile.open(out / shard.name) as archive:
             listed += archive.getnames()
     assert {name.partition(".")[0] for name in listed} == set(keys)
@@ -132,7 +132,7 @@ def test_names_over_100_bytes_go_all_the_way(tmp_path, layout):
     shard_nuscenes(source.root, out, layout=layout)
     assert verify(out, deep=True, num_threads=1).faults == []
     dataset = open_dataset(out)
-    (shard,) = dataset.manifest.shards
+    (shard,) = dataset.shards
     options = ["--zstd"] if layout == "frame" else []
     listed = subprocess.run(["tar", *options, "-tf", out / shard.name], capture_output=True, check=True).stdout
     names = listed.decode().splitlines()

@@ -15,6 +15,7 @@ import zstandard
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_points
 from support.nuscenes_tables import build_nuscenes
+from support.plain_tables import check_files, read_shards
 from support.sharding import shard_nuscenes
 
 DTYPES = {"U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
@@ -40,20 +41,23 @@ def canonical(value) -> bytes:
 def test_manifest(out):
     manifest = json.loads((out / "dataset.json").read_text("utf-8"))
     assert (manifest["format"], manifest["version"]) == ("fuelrail-dataset", 1)
-    left_out = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest")
+    left_out = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance",
+                "digest")  # fmt: skip
     covered = {name: value for name, value in manifest.items() if name not in left_out}
-    covered["files"] = [file for file in covered["files"] if file["name"] in ("index.arrow", "zstd.dict")]
+    covered["files"] = [
+        file for file in covered["files"] if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")
+    ]
     assert hashlib.sha256(canonical(covered)).hexdigest() == manifest["fingerprint"]
-    for entry in [*manifest["shards"], *manifest["files"]]:
-        data = (out / entry["name"]).read_bytes()
-        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
+    check_files(out, manifest)
+    shards = read_shards(out, manifest)
+    assert sum(shard["bytes"] for shard in shards) == manifest["num_bytes"]
     position = 0
-    for shard in manifest["shards"]:
+    for shard in shards:
         assert shard["first_sample"] == position
         position += shard["num_samples"]
     assert position == manifest["num_samples"] == 6
     for name, split in manifest["splits"].items():
-        run = manifest["shards"][split["first_shard"] :][: split["num_shards"]]
+        run = shards[split["first_shard"] :][: split["num_shards"]]
         assert {shard["split"] for shard in run} == {name}
         assert run[0]["first_sample"] == split["first_sample"]
         assert sum(shard["num_samples"] for shard in run) == split["num_samples"]
@@ -87,8 +91,9 @@ def decode(codec, stored, raw_bytes, out):
 def read_samples(out):
     manifest = json.loads((out / "dataset.json").read_text("utf-8"))
     rows, names, codecs = read_index(out)
+    shards = read_shards(out, manifest)
     for row in rows:
-        name = manifest["shards"][row["shard"]]["name"]
+        name = shards[row["shard"]]["name"]
         shard = (out / name).read_bytes()
         span = shard[row["offset"] : row["offset"] + row["length"]]
         assert xxhash.xxh3_64(span).intdigest() == row["xxh3"]
@@ -149,7 +154,7 @@ def read_points(data):
 def test_seek_table(out):
     manifest = json.loads((out / "dataset.json").read_text("utf-8"))
     rows = read_index(out)[0]
-    for number, shard in enumerate(manifest["shards"]):
+    for number, shard in enumerate(read_shards(out, manifest)):
         if not shard["name"].endswith(".tar.zst"):
             continue
         data = (out / shard["name"]).read_bytes()
@@ -177,7 +182,7 @@ def test_tar_blocks(out):
         [f"{row['key']}.{names[m['name']]}{suffixes[codecs[m['codec']]]}" for m in row["members"]] for row in rows
     ]
     found = []
-    for shard in json.loads((out / "dataset.json").read_text("utf-8"))["shards"]:
+    for shard in read_shards(out, json.loads((out / "dataset.json").read_text("utf-8"))):
         data, at = (out / shard["name"]).read_bytes(), 0
         if shard["name"].endswith(".tar.zst"):
             data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()

@@ -66,15 +66,17 @@ def test_every_layout_holds_the_same_and_is_whole(outs, name):
     assert report.num_images == 36 * 6
     assert members_of(outs / name) == members_of(outs / "member")
     suffix = ".tar.zst" if name == "frame" else ".tar"
-    manifest = open_dataset(outs / name).manifest
-    assert len(manifest.shards) > 3
-    assert all(entry.name.endswith(suffix) for entry in manifest.shards)
+    dataset = open_dataset(outs / name)
+    manifest = dataset.manifest
+    assert manifest.num_shards == len(dataset.shards) > 3
+    assert all(entry.name.endswith(suffix) for entry in dataset.shards)
     assert manifest.compression["layout"] == LAYOUTS[name]["layout"]
     listed = {entry.name for entry in manifest.files}
     assert (DICTIONARY_FILE in listed) is (name == "dictionary")
-    assert any(file.endswith(".idx") for file in listed) is (name != "frame")
+    idx = {entry.idx_name for entry in dataset.shards if entry.idx_bytes}
+    assert len(idx) == (0 if name == "frame" else len(dataset.shards))
     assert {path.name for path in (outs / name).iterdir()} == {
-        "dataset.json", *listed, *(entry.name for entry in manifest.shards)
+        "dataset.json", *listed, *idx, *(entry.name for entry in dataset.shards)
     }  # fmt: skip
 
 
@@ -189,8 +191,9 @@ def test_uncompressed_shards_have_the_size_that_was_asked_for(tmp_path):
     # Most of a sample is points, which planning takes to shrink to half where they are compressed.
     build_nuscenes(tmp_path / "source", {"a": 30}, cameras=("CAM_FRONT",), num_points=4000)
     manifest = shard_nuscenes(tmp_path / "source", tmp_path / "out", shard_size_bytes=400_000, layout="none").manifest
-    assert len(manifest.shards) > 4
-    assert all(300_000 < entry.bytes < 450_000 for entry in manifest.shards[:-1])
+    shards = open_dataset(tmp_path / "out").shards
+    assert manifest.num_shards == len(shards) > 4
+    assert all(300_000 < entry.bytes < 450_000 for entry in shards[:-1])
 
 
 @pytest.mark.parametrize("name", ["frame", "dictionary"])
@@ -227,7 +230,7 @@ def test_gnu_tar_reads_frame_shards(outs):
     path = outs / "frame" / "train-000000.tar.zst"
     said = subprocess.run(["tar", "--zstd", "-tf", path], check=True, capture_output=True, text=True).stdout.split()
     dataset = open_dataset(outs / "frame")
-    rows = [dataset.index.row(at) for at in range(dataset.manifest.shards[0].num_samples)]
+    rows = [dataset.index.row(at) for at in range(dataset.shards[0].num_samples)]
     assert said == [f"{row.key}.{member.name}" for row in rows for member in row.members]
 
 
@@ -236,7 +239,7 @@ def test_a_seekable_reader_by_others_reads_frame_shards(outs):
     """pyzstd's SeekableZstdFile goes by the seek table alone: any sample without those before it; `zstd -t` agrees."""
     pyzstd = pytest.importorskip("pyzstd", reason="pip install 'fuelrail[test]'")
     dataset = open_dataset(outs / "frame")
-    for shard_entry in dataset.manifest.shards:
+    for shard_entry in dataset.shards:
         path = outs / "frame" / shard_entry.name
         plain = subprocess.run(["zstd", "-dcq", path], capture_output=True, check=True).stdout
         with pyzstd.SeekableZstdFile(path, "r") as file:

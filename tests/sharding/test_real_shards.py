@@ -82,7 +82,7 @@ def test_every_member_is_the_sources(root, out, tables):
 @pytest.mark.process
 def test_gnu_tar_lists_and_extracts(root, out, tables, tmp_path):
     dataset = open_dataset(out)
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         listed = subprocess.run(["tar", "tf", out / shard.name], check=True, capture_output=True, text=True)
         assert listed.stderr == ""
         plain = out / shard.name
@@ -119,7 +119,7 @@ def test_the_webdataset_library_reads_the_shards(root, out, tables):
     webdataset = pytest.importorskip("webdataset")
     dataset = open_dataset(out)
     seen = []
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         path = out / shard.name
         url = f"pipe:zstd -dcq {path}" if path.suffix == ".zst" else str(path)
         for sample in webdataset.WebDataset(url, shardshuffle=False):

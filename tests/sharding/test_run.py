@@ -84,7 +84,7 @@ def test_n1_the_fingerprint_covers_every_byte_and_every_row(source, expected, tm
 def test_any_number_of_workers_gives_the_same_bytes(source, expected, tmp_path, num_workers):
     outcome = shard_nuscenes(source.root, tmp_path / "out", num_workers=num_workers, **OPTIONS)
     assert digests(tmp_path / "out") == digests(expected)
-    assert outcome.num_written == len(outcome.manifest.shards) > 3
+    assert outcome.num_written == outcome.manifest.num_shards > 3
 
 
 def test_a_moved_source_gives_the_same_bytes(source, expected, tmp_path):
@@ -96,9 +96,17 @@ def test_a_moved_source_gives_the_same_bytes(source, expected, tmp_path):
 def test_nothing_but_the_dataset_is_left(source, expected):
     names = set(digests(expected))
     dataset = open_dataset(expected)
-    shards = {shard.name for shard in dataset.manifest.shards}
+    shards = {name for shard in dataset.shards for name in (shard.name, shard.idx_name)}
     assert names == {"dataset.json", *shards, *(entry.name for entry in dataset.manifest.files)}
-    assert {"index.arrow", "attributes.parquet", "train-000000.idx", "val-000000.tar"} <= names
+    assert {
+        "shards.arrow",
+        "index.arrow",
+        "keys.arrow",
+        "blocks.sha256",
+        "attributes.parquet",
+        "train-000000.idx",
+        "val-000000.tar",
+    } <= names
     for path in expected.iterdir():
         for private in (str(expected).encode(), str(source.root).encode()):
             assert private not in path.read_bytes()
@@ -118,7 +126,7 @@ def test_index_manifest_and_shards_fit(expected):
     clips = {name: set() for name in dataset.manifest.splits}
     for position in range(len(dataset.index)):
         row = dataset.index.row(position)
-        shard = dataset.manifest.shards[row.shard]
+        shard = dataset.shards[row.shard]
         assert shard.first_sample <= position < shard.first_sample + shard.num_samples
         with dataset.shard_path(row).open("rb") as file:
             file.seek(row.offset)
@@ -132,7 +140,7 @@ def test_a_finished_dataset_is_checked_and_left(source, expected, tmp_path):
     shutil.copytree(expected, tmp_path / "out")
     before = {path.name: path.stat().st_ino for path in (tmp_path / "out").iterdir()}
     outcome = shard_nuscenes(source.root, tmp_path / "out", **OPTIONS)
-    assert (outcome.num_written, outcome.num_kept) == (0, len(outcome.manifest.shards))
+    assert (outcome.num_written, outcome.num_kept) == (0, outcome.manifest.num_shards)
     assert {path.name: path.stat().st_ino for path in (tmp_path / "out").iterdir()} == before
 
 
@@ -244,12 +252,12 @@ def test_a_source_file_that_was_repaired_costs_the_shards_concerned_only(source,
         row = dataset.index.row(at)
         span = dataset.shard_path(row).read_bytes()[row.offset : row.offset + row.length]
         members, twin = read_members(row, span, ""), open_dataset(expected)
-        there = twin.index.row(twin.index.find(row.key))
+        there = twin.index.row(twin.find(row.key))
         span = twin.shard_path(there).read_bytes()[there.offset : there.offset + there.length]
         assert members == read_members(there, span, "")
     # What is finished is checked as any dataset is, and made whole in the cut that it has.
     before = digests(out)
-    (out / dataset.manifest.shards[0].name).unlink()
+    (out / dataset.shards[0].name).unlink()
     assert shard_nuscenes(root, out, **OPTIONS).num_written == 1
     assert digests(out) == before
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, train_dictionary
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE
-from fuelrail.pipeline.format.manifest import encode_manifest, load_manifest
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, read_seek_table
 from fuelrail.sharding.verify.dataset import verify
+from support import edits
 from support.datasets import build_dataset
 
 SHARD = "train-000000.tar.zst"
@@ -36,10 +33,7 @@ def pristine(tmp_path_factory):
 def reseal(root, data):
     """Other bytes of the first shard, with a manifest that agrees: what only an insider's mistake leaves."""
     (root / SHARD).write_bytes(data)
-    manifest = load_manifest(root)
-    first = msgspec.structs.replace(manifest.shards[0], bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    manifest = msgspec.structs.replace(manifest, shards=(first, *manifest.shards[1:]))
-    (root / "dataset.json").write_bytes(encode_manifest(manifest))
+    edits.reseal(root)
 
 
 def test_a_good_dataset(pristine):

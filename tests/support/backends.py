@@ -10,4 +10,14 @@ HAS_DALI = importlib.util.find_spec("nvidia") is not None and importlib.util.fin
 
 needs_dali = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed")
 
+
+def dali_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let DALI run a GPU's graph, and everything around it, in host memory."""
+    from fuelrail.loaders.decode import dali
+
+    made = dali.Pipeline
+    monkeypatch.setattr(dali, "_MIXED", "cpu")
+    monkeypatch.setattr(dali, "Pipeline", lambda *args, **options: made(*args, **{**options, "device_id": None}))
+
+
 BACKENDS = ["turbo", "pillow", pytest.param("dali", marks=needs_dali)]

@@ -9,21 +9,20 @@ import numpy as np
 import simplejpeg
 import xxhash
 
+from fuelrail.pipeline.channels.sensors import CameraEntry, LidarEntry, channel_table
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary
-from fuelrail.pipeline.format.index import INDEX_FILE, write_index
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.shards import ShardEntry
+from fuelrail.pipeline.format.index.tables import file_entry, write_tables
 from fuelrail.pipeline.format.manifest import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    CameraEntry,
-    FileEntry,
-    LidarEntry,
+    Lineage,
     Manifest,
-    ShardEntry,
     SplitEntry,
-    channel_table,
     encode_manifest,
 )
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, pack_sample
@@ -197,11 +196,10 @@ def build_dataset(
         )  # fmt: skip
     kinds = sorted({member.codec for row in rows for member in row.members} | {"raw"})
     write_index(root / INDEX_FILE, rows, names, kinds)
-    side = [INDEX_FILE]
+    files = write_tables(root, shards)
     if dictionary is not None:
         (root / DICTIONARY_FILE).write_bytes(dictionary.data)
-        side.append(DICTIONARY_FILE)
-    files = [(name, (root / name).read_bytes()) for name in side]
+        files.append(file_entry(root / DICTIONARY_FILE))
     manifest = Manifest(
         format=FORMAT, version=FORMAT_VERSION, name="tiny", fingerprint="", num_samples=len(rows),
         num_clips=sum(s.num_clips for s in split_entries.values()), seed=seed, order_unit="frame",
@@ -211,8 +209,8 @@ def build_dataset(
             fields={BOXES: ""} if labelled else {},
         ),
         classes=CLASSES, attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,
-        compression={"layout": layout, "level": 3}, splits=split_entries, shards=tuple(shards),
-        files=tuple(FileEntry(name=name, bytes=len(data), sha256=_sha256(data)) for name, data in files),
+        compression={"layout": layout, "level": 3}, splits=split_entries,
+        files=tuple(files), lineage=Lineage(), num_bytes=sum(shard.bytes for shard in shards),
         provenance={"source": "tests"},
     )  # fmt: skip
     (root / MANIFEST_FILE).write_bytes(encode_manifest(manifest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE, write_index
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.blocks import BlockFile
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardTable
+from fuelrail.pipeline.format.index.tables import file_entry, seal_tables, write_tables
 from fuelrail.pipeline.format.manifest import Manifest, encode_manifest, load_manifest
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, member_header
 from fuelrail.sharding.write.packer import IndexText
@@ -27,14 +32,17 @@ def reseal(out: Path, change: Callable[[Manifest], Manifest] = lambda manifest: 
     """Make the manifest agree with changed files again, and change it."""
     manifest: Manifest = load_manifest(out)
     shards = []
-    for shard in manifest.shards:
+    for shard in ShardTable(BlockFile(out / SHARDS_FILE), manifest):
         data = (out / shard.name).read_bytes()
-        shards.append(msgspec.structs.replace(shard, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-    files = []
-    for file in manifest.files:
-        data = (out / file.name).read_bytes()
-        files.append(msgspec.structs.replace(file, bytes=len(data), sha256=hashlib.sha256(data).hexdigest()))
-    manifest = msgspec.structs.replace(manifest, shards=tuple(shards), files=tuple(files))
+        idx = (out / shard.idx_name).read_bytes() if shard.idx_bytes else b""
+        stated = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "idx_bytes": len(idx)}
+        shards.append(shard._replace(**stated, idx_sha256=hashlib.sha256(idx).hexdigest() if idx else ""))
+    with contextlib.suppress(FuelrailError):  # an index that none can read stays as it is
+        write_tables(out, shards)
+    seal_tables(out)
+    files = tuple(file_entry(out / file.name) for file in manifest.files)
+    num_bytes = sum(shard.bytes for shard in shards)
+    manifest = msgspec.structs.replace(manifest, num_bytes=num_bytes, files=files)
     (out / "dataset.json").write_bytes(encode_manifest(change(manifest)))
 
 
@@ -52,7 +60,7 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
     """
     dataset = open_dataset(out)
     target = dataset.index.row(position)
-    shard = dataset.manifest.shards[target.shard]
+    shard = dataset.shards[target.shard]
     rows = [dataset.index.row(at) for at in range(len(dataset.index))]
     whole, data, listing = (out / shard.name).read_bytes(), bytearray(), IndexText()
     names = dict.fromkeys(dataset.index.names)

@@ -25,11 +25,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format import codecs
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
-from fuelrail.pipeline.format.index import INDEX_FILE, write_index
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
+from fuelrail.pipeline.format.index.tables import seal_tables, write_tables
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, Manifest, encode_manifest
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, END_OF_ARCHIVE, member_header
 from support.datasets import build_dataset
@@ -37,6 +39,8 @@ from support.datasets import build_dataset
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from fuelrail.pipeline.format.index.shards import ShardEntry
 
 
 @dataclass
@@ -86,6 +90,8 @@ class Parts:
     edit_span: Callable[[int, bytes], bytes] = _same_span
     edit_rows: Callable[[list[IndexRow]], list[IndexRow]] = list
     edit_table: Callable[[pa.Table], pa.Table] = _same_table
+    num_bytes: object = None
+    edit_shards: Callable[[list[ShardEntry]], list[ShardEntry]] = list
     edit_files: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
     edit_folder: Callable[[Path], object] = _nothing
 
@@ -113,7 +119,7 @@ def take_apart(root: Path) -> Parts:
             SampleParts(row, {entry.name: Member(bytes(raw[entry.name]), entry.codec) for entry in row.members})
         )
     manifest = json.loads((root / MANIFEST_FILE).read_bytes())
-    return Parts(root, manifest, [entry.name for entry in dataset.manifest.shards], samples)
+    return Parts(root, manifest, [entry.name for entry in dataset.shards], samples)
 
 
 @contextlib.contextmanager
@@ -129,13 +135,24 @@ def edited(root: Path, out: Path) -> Iterator[Parts]:
     kinds = sorted({entry.codec for row in rows for entry in row.members} | {"raw"})
     write_index(out / INDEX_FILE, rows, names, kinds)
     _edit_index(out / INDEX_FILE, parts.edit_table)
+    shards = parts.edit_shards([_shard_now(entry, out) for entry in open_dataset(root).shards])
+    with contextlib.suppress(FuelrailError):  # of an index that none can read, the keys stay as they are
+        write_tables(out, shards)
     for name, edit in parts.edit_files.items():
         (out / name).write_bytes(edit((out / name).read_bytes()))
-    for entry in [*_listed(parts.manifest["shards"]), *_listed(parts.manifest["files"])]:
+    seal_tables(out)
+    with contextlib.suppress(TypeError, ValueError):
+        parts.manifest["num_bytes"] = parts.num_bytes or sum(shard.bytes for shard in shards)
+    for entry in _listed(parts.manifest["files"]):
         with contextlib.suppress(OSError, ValueError, TypeError):  # a name or a list that is none
             _state(entry, out)
     (out / MANIFEST_FILE).write_bytes(sealed(parts.manifest))
     parts.edit_folder(out)
+
+
+def _shard_now(entry: ShardEntry, out: Path) -> ShardEntry:
+    data = (out / entry.name).read_bytes()
+    return entry._replace(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:

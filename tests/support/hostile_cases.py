@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from fuelrail.pipeline.format import index_checks
+from fuelrail.pipeline.format.index import checks as index_checks
 from fuelrail.pipeline.sample.arrays import write_tensors
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META, Boxes, Geometry, decode_arrays
+from fuelrail.pipeline.storage.spill import numpy_dtype
 from support.hostile import Member, Parts
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _replace_column(parts: Parts, name: str, value: int) -> None:
     def edit(table: pa.Table) -> pa.Table:
         at, kind = table.schema.get_field_index(name), table.schema.field(name)
         values = table[name].to_pylist()
-        low, high = np.iinfo(kind.type.to_pandas_dtype()).min, np.iinfo(kind.type.to_pandas_dtype()).max
+        low, high = np.iinfo(numpy_dtype(kind.type)).min, np.iinfo(numpy_dtype(kind.type)).max
         return table.set_column(at, kind, pa.array([min(max(value, low), high), *values[1:]], kind.type))
 
     parts.edit_table = edit
@@ -303,17 +304,17 @@ def _many_cameras(parts: Parts) -> None:
 
 def _manifest() -> dict[str, Any]:
     names = ("name", "num_samples", "channels", "classes", "attributes", "time_base", "license", "compression", "splits",
-             "shards", "files", "provenance", "version", "order_unit", "fingerprint", "seed")  # fmt: skip
+             "lineage", "files", "provenance", "version", "order_unit", "fingerprint", "seed")  # fmt: skip
     made: dict[str, Any] = {
         f"{name}={kind}": partial(_manifest_value, name=name, value=value)
         for name in names
         for kind, value in VALUES.items()
         if kind in ("null", "minus", "digits", "long", "escape", "list", "object")
     }
-    for name, value in (("provenance", {"recipe": 5}), ("channels", []), ("shards", []), ("splits", {}), ("classes", ["a"] * 100_000),
+    for name, value in (("provenance", {"recipe": 5}), ("channels", []), ("lineage", []), ("splits", {}), ("classes", ["a"] * 100_000),
                         ("provenance", {"recipe": {"source": ESCAPE, "tool": ESCAPE}}), ("compression", {"codecs": 5})):  # fmt: skip
         made[f"{name}={str(value)[:20]}"] = partial(_manifest_value, name=name, value=value)
-    for name, keys in (("shards", ("name", "split", "bytes", "num_samples")), ("splits", ("first_shard", "num_shards")),
+    for name, keys in (("splits", ("first_shard", "num_shards", "first_sample", "num_samples")),
                        ("files", ("name", "bytes")), ("channels", ("name", "kind", "field", "law", "dtype", "axes", "shape", "source_name", "sizes"))):  # fmt: skip
         for key in keys:
             for kind in ("minus", "escape", "path", "long"):
@@ -341,7 +342,15 @@ def _kinds() -> dict[str, Any]:
         "gone": lambda path: path.symlink_to("nothing"), "empty": lambda path: path.write_bytes(b""),
         "hole": lambda path: (path.touch(), os.truncate(path, 40 << 30)),
     }  # fmt: skip
-    files = ("dataset.json", "index.arrow", "train-000000.tar", "attributes.parquet")
+    files = (
+        "dataset.json",
+        "index.arrow",
+        "shards.arrow",
+        "keys.arrow",
+        "blocks.sha256",
+        "train-000000.tar",
+        "attributes.parquet",
+    )
     return {f"{name}-{kind}": partial(_kind, name=name, make=make) for name in files for kind, make in makers.items()}
 
 
@@ -371,7 +380,7 @@ def _compressed(parts: Parts, codec: str) -> None:
     parts.edit_files["index.arrow"] = edit
 
 
-def _patched(parts: Parts, place: str, value: int) -> None:
+def _patched(parts: Parts, place: str, value: int, name: str = "index.arrow") -> None:
     """State other places and sizes of the first record batch: the format string of ``place`` is of struct."""
 
     def edit(data: bytes) -> bytes:
@@ -385,13 +394,13 @@ def _patched(parts: Parts, place: str, value: int) -> None:
         header = index_checks._field(message, table, 2)
         batch = header + struct.unpack_from("<I", message, header)[0]
         buffers, count = index_checks._vector(message, index_checks._field(message, batch, 2))
-        name, _, number = place.partition("-")
+        what, _, number = place.partition("-")
         buffer = start + 8 + buffers + 16 * (int(number or 0) % count)
         at, kind = {
             "offset": (buffer, "<q"), "length": (buffer + 8, "<q"), "rows": (start + 8 + index_checks._field(message, batch, 0), "<q"),
             "message": (start + 8 + index_checks._field(message, table, 3), "<q"), "block": (footer_at + blocks, "<q"),
             "metadata": (footer_at + blocks + 8, "<i"), "body": (footer_at + blocks + 16, "<q"), "footer": (len(data) - 10, "<i"),
-        }[name]  # fmt: skip
+        }[what]  # fmt: skip
         struct.pack_into(
             kind,
             changed,
@@ -400,7 +409,7 @@ def _patched(parts: Parts, place: str, value: int) -> None:
         )
         return bytes(changed)
 
-    parts.edit_files["index.arrow"] = edit
+    parts.edit_files[name] = edit
 
 
 def _arrow() -> dict[str, Any]:
@@ -423,6 +432,13 @@ def _arrow() -> dict[str, Any]:
         for place in places
         for value in (-1, 0, 1 << 20, 1 << 40, 2**63 - 1)
     }
+    for name in ("shards.arrow", "keys.arrow"):
+        made |= {f"{name}-flip{seed}": partial(_flip, name=name, seed=seed) for seed in range(20)}
+        made |= {
+            f"{name}-{place}={value}": partial(_patched, place=place, value=value, name=name)
+            for place in places
+            for value in (-1, 1 << 40)
+        }
     return made | {codec: partial(_compressed, codec=codec) for codec in ("zstd", "lz4")}
 
 

@@ -15,9 +15,10 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+_SCALAR = np.float64(0.0).__reduce__()[0]  # it lies elsewhere in numpy 1
 _ALLOWED = {
-    ("numpy.core.multiarray", "scalar"): np._core.multiarray.scalar,
-    ("numpy._core.multiarray", "scalar"): np._core.multiarray.scalar,
+    ("numpy.core.multiarray", "scalar"): _SCALAR,
+    ("numpy._core.multiarray", "scalar"): _SCALAR,
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _encode,
 }

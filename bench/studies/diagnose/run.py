@@ -23,7 +23,8 @@ from fuelrail.bench.studies.diagnose.report import (
     suggestions,
 )
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.trainer.settings import LeaveOut, Positive, TrainOptions
+from fuelrail.bench.trainer.models.settings import Positive  # noqa: TC001 (msgspec resolves the fields' types)
+from fuelrail.bench.trainer.settings import LeaveOut, TrainOptions
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.settings import make_options
 from fuelrail.pipeline.storage.filesystem import is_url

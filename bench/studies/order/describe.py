@@ -97,7 +97,7 @@ def describe_order(
     entry = opened.split(options.split)
     first, end = entry.first_sample, entry.first_sample + entry.num_samples
     clips, shards = opened.index.clip_numbers(first, end), opened.index.column("shard", first, end)
-    lengths = Layout.of_split(opened.manifest, options.split).shard_lengths
+    lengths = Layout.of_split(opened, options.split).shard_lengths
     placed = _placed(compiled, spec, lengths, options)
     figures = [describe(each, clips, shards, options.global_batch) for each in placed]
     description = Description(

@@ -11,6 +11,7 @@ from rich.table import Table
 from fuelrail.bench.measure.processes import exit_code
 from fuelrail.bench.report.files import TRACE_JSON, report_files
 from fuelrail.bench.report.options import OutputOptions, add_dataset, print_partial
+from fuelrail.bench.studies.train.report import learning_sentences
 from fuelrail.bench.studies.train.run import run_training
 from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.pipeline.cli import add_flags, from_flags, print_json
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.train.report import Report
 
-HELP = "train a small multi-camera model on all ranks and measure how busy the accelerators were"
+HELP = "train a model on all ranks and measure how busy the accelerators were"
 DESCRIPTION = (
-    "Trains a small multi-camera model with DDP and writes report.json, report.md and report.html: occupancy, the time "
-    "of each phase of the step, the loader's stages, throughput."
+    "Trains a model, divided over the ranks as --strategy or --mesh says, and writes report.json, report.md and "
+    "report.html: occupancy, the time of each phase of the step, the loader's stages, throughput."
 )
 
 
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     made = run_training(arguments.dataset, options, out, html=output.html)
     (report,) = made.reports
     if output.json:
-        names = ("cut_off", "window", "figures", "warnings")
+        names = ("cut_off", "window", "figures", "checkpoints", "against", "target", "warnings")
         print_json({name: getattr(report, name) for name in names})
     else:
         print_report(report, Console(soft_wrap=True))
@@ -85,6 +86,8 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, highlight=False)
         if report.source is not None:
             console.print(report.source.sentence(), highlight=False)
+    for line in learning_sentences(report):
+        console.print(line, highlight=False)
     for warning in report.warnings:
         console.print(f"warning: {warning}", highlight=False)
 
@@ -101,6 +104,8 @@ def _about_devices(report: Report) -> Iterator[str]:
             f"GPU {gpu.index}: kernels ran {gpu.kernels:.0%} of the time, memory {memory_gib:.1f} GiB, SM clock "
             f"{gpu.mean_sm_clock_mhz:.0f} MHz" + ("" if gpu.jpeg is None else f", JPEG decoder busy {gpu.jpeg:.0%}")
         )
+    for rank, line in enumerate(report.memory or []):
+        yield f"rank {rank}: peak memory of step {line.step} {line.peak_bytes / 2**20:,.1f} MiB"
     for pace in figures.paces:
         if pace.is_slow:
             yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.markdown import document, table
+from fuelrail.bench.studies.train.report import learning_sentences
 
 if TYPE_CHECKING:
     from fuelrail.bench.studies.train.report import Figures, Report
@@ -19,6 +20,9 @@ def render_markdown(report: Report) -> str:
     what = f"{ranks}, each one {device}, {report.options['batch_size']} samples a rank and batch"
     figures = report.figures
     body = [f"No figures: {report.window.too_short}."] if figures is None else _figures(report, figures)
+    body += _memory(report)
+    learned = [f"- {sentence}" for sentence in learning_sentences(report)]
+    body += ["", *learned] if learned else []
     return document(report, "Training", f"{report.dataset.name}: {what}", body)
 
 
@@ -72,3 +76,15 @@ def _figures(report: Report, figures: Figures) -> list[str]:
     if gpus:
         lines += ["", *table(("GPU", "kernels ran", "JPEG decoder", "memory GiB", "SM clock MHz"), gpus)]
     return lines
+
+
+def _memory(report: Report) -> list[str]:
+    memory = [
+        [str(rank), f"{line.peak_bytes / 2**20:,.1f}", "none" if line.reserved is None else
+         f"{max(line.reserved) / 2**20:,.1f}",
+         ", ".join(f"{kind} {max(values) / 2**20:,.1f}" for kind, values in line.allocated.items())]
+        for rank, line in enumerate(report.memory or [])
+    ]  # fmt: skip
+    if memory:
+        return ["", *table(("rank", "peak memory MiB", "reserved MiB", "most of each kind MiB"), memory)]
+    return []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.page import GIB, bar, facts, figure, head, hero, key, legend, note, page, table, tiles
 from fuelrail.bench.studies.train.plots import PHASE_COLOURS, PHASE_LABELS, plots
+from fuelrail.bench.studies.train.report import learning_sentences
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.clock import Summary
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 # Losses below this share of the wall time are not worth a sentence.
 _NOTABLE = 0.02
+
+MIB = 2**20
 
 _EMULATION = (
     "This run used an emulated GPU, as MLPerf Storage does. The figures say whether this host and this dataset would "
@@ -62,6 +65,8 @@ def render_page(report: Report) -> str:
         *_real_and_emulated(report),
         *_over_time(report, drawn),
         *_step(report, drawn),
+        *_memory(report, drawn),
+        *_learning(report),
         *_loader(report, drawn),
         *_ranks(report),
         *_definitions(report),
@@ -206,6 +211,39 @@ def _step(report: Report, drawn: dict[str, str]) -> list[str]:
     }
     present = [figure(drawn[name], caption) for name, caption in captions.items() if name in drawn]
     return [*parts, f'<div class="row">{"".join(present)}</div>']
+
+
+def _memory(report: Report, drawn: dict[str, str]) -> list[str]:
+    if not report.memory:
+        return []
+    on_gpu = report.memory[0].source == "allocator"
+    caption = (
+        "Bytes by kind on rank "
+        f"0. The step took longer than others: {'the allocator wrote down' if on_gpu else 'a tracker followed'} "
+        f"{'each block' if on_gpu else 'each tensor'}. "
+        + ("Activations include what is temporary." if on_gpu else "The optimiser’s temporary tensors count as its.")
+    )
+    rows = [
+        [
+            f"{rank}",
+            f"{line.peak_bytes / MIB:,.1f}",
+            "none" if line.reserved is None else f"{max(line.reserved) / MIB:,.1f}",
+            ", ".join(f"{kind} {max(values) / MIB:,.1f}" for kind, values in line.allocated.items()),
+        ]
+        for rank, line in enumerate(report.memory)
+    ]
+    header = ["rank", "peak [MiB]", "reserved [MiB]", "most of each kind [MiB]"]
+    return [
+        "<h2>Memory over a step</h2>",
+        figure(drawn["memory"], caption) if "memory" in drawn else "",
+        table(header, rows),
+    ]
+
+
+def _learning(report: Report) -> list[str]:
+    """Loss compared, targets and checkpoints, one sentence each."""
+    lines = learning_sentences(report)
+    return ["<h2>Learning and checkpoints</h2>", *(f"<p>{escape(line)}</p>" for line in lines)] if lines else []
 
 
 def _loader(report: Report, drawn: dict[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, Summary, summarise_ns
+from fuelrail.bench.measure.clock import NS_PER_S, Summary, summarise_ns
 from fuelrail.bench.measure.machine import (
     CpuUse,  # noqa: TC001 (msgspec resolves the field's type)
     DatasetFacts,  # noqa: TC001 (likewise)
@@ -21,12 +21,25 @@ from fuelrail.bench.measure.occupancy import (
     measured_steps,
     occupancy_of,
     rank_paces,
-    rolling_occupancy,
     window_of,
 )
-from fuelrail.bench.measure.records import PHASES, RankLog, Stage, StageSnapshot, StepRecord
+from fuelrail.bench.measure.records import (
+    PHASES,
+    MemoryLine,
+    RankLog,
+    Stage,
+    StageSnapshot,
+    StepRecord,
+)
 from fuelrail.bench.report.files import ReportHeader, created_now, load_report_of
+from fuelrail.bench.studies.train.checkpoints import CheckpointFigures, checkpoint_figures
+from fuelrail.bench.studies.train.convergence import (
+    LossComparison,  # noqa: TC001 (msgspec resolves the field's type)
+    Target,  # noqa: TC001 (likewise)
+)
 from fuelrail.bench.studies.train.data_source import DataSource, data_source, warnings_of_source
+from fuelrail.bench.studies.train.series import Series, series_of
+from fuelrail.bench.trainer.strategies.settings import not_promised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,13 +53,10 @@ SCHEMA = "fuelrail-bench-train"
 VERSION = 2
 
 
-ROLLING_STEPS = 5
-
-
 _S_PER_HOUR = 3600
 
 
-_TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace"}
+_TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace", "checkpoint"}
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,17 +114,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     paces: list[RankPace] = []
 
 
-class Series(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's steps, warm-up included, column by column. ``end_s`` counts from the first rank's start."""
-
-    rank: int
-    end_s: list[float]
-    occupancy: list[float]
-    loss: list[float | None]
-    wall_ms: list[float]
-    phases_ms: dict[str, list[float]]
-
-
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: what it ran on and how far it came."""
 
@@ -134,6 +133,8 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early; ``ranks_disagree``: they
     ended with different weights, so the gradients were not the same on all of them. ``gpus`` is what NVML saw from the
     ranks' start to their end, where there is a GPU and `pynvml`. ``source`` says where the bytes came from.
+    ``against`` compares the loss with that of another report, ``target`` says when it reached a value, ``memory`` has
+    a line for each rank that followed its memory.
     """
 
     num_ranks: int
@@ -147,6 +148,10 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     series: list[Series]
     gpus: list[GpuUse] | None = None
     source: DataSource | None = None
+    checkpoints: CheckpointFigures | None = None
+    against: LossComparison | None = None
+    target: Target | None = None
+    memory: list[MemoryLine] | None = None
 
 
 def build_report(
@@ -185,12 +190,20 @@ def build_report(
         figures=figures,
         warnings=find_warnings(settings, logs, window, figures, cpu, source),
         source=source,
+        checkpoints=checkpoint_figures(settings, logs, None if figures is None else figures.step_time.mean_ms),
+        memory=[log.memory for log in logs if log.memory is not None] or None,
         cpu=cpu,
         gpus=gpus,
         ranks_disagree=ranks_disagree(logs),
         ranks=[_rank_facts(rank, log) for rank, log in enumerate(logs)],
-        series=[_series(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
+        series=[series_of(rank, log.steps, start_ns) for rank, log in enumerate(logs)],
     )
+
+
+def learning_sentences(report: Report) -> list[str]:
+    """What the report says on loss and checkpoints, as text."""
+    parts = [part.sentence() for part in (report.against, report.target) if part is not None]
+    return [*parts, *(report.checkpoints.sentences() if report.checkpoints else [])]
 
 
 def load_report(path: Path) -> Report:
@@ -311,17 +324,6 @@ def _rank_facts(rank: int, log: RankLog) -> RankFacts:
     )
 
 
-def _series(rank: int, steps: Sequence[StepRecord], start_ns: int) -> Series:
-    return Series(
-        rank=rank,
-        end_s=[(step.end_ns - start_ns) / NS_PER_S for step in steps],
-        occupancy=rolling_occupancy(steps, ROLLING_STEPS),
-        loss=[step.loss for step in steps],
-        wall_ms=[step.wall_ns / NS_PER_MS for step in steps],
-        phases_ms={phase: [step.phase_ns(phase) / NS_PER_MS for step in steps] for phase in PHASES},
-    )
-
-
 # Shares of the wall time or of the steps below which there is no warning.
 _NOISE = 0.01
 
@@ -361,8 +363,12 @@ def _of_the_run(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[st
         yield f"This run left out {' and '.join(settings.leave_out)}: it measures what that costs, not training."
     elif ranks_disagree(logs):
         yield "The ranks ended with different weights: their gradients differed. Do not trust this run."
+    for name in (logs[0].restored.skipped if logs[0].restored else []) if logs else []:
+        yield f"A newer checkpoint was damaged and is set aside; the run continued from the one before. {name}."
     if any(step.loss is None for log in logs for step in log.steps):
         yield "The loss was not finite in some steps: lower the learning rate. The times are valid."
+    if settings.parallel.deterministic:
+        yield f"The run is deterministic, with limits: {'; '.join(not_promised(settings.parallel))}."
 
 
 def _of_the_input(settings: TrainSettings, logs: Sequence[RankLog]) -> Iterator[str]:

@@ -15,15 +15,18 @@ from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, pr
 from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
-from fuelrail.bench.report.files import TRACE_JSON, merge_traces, prepare_folder, write_report
+from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder, write_report
 from fuelrail.bench.report.options import output_folder
-from fuelrail.bench.studies.train.report import Report, build_report
+from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
+from fuelrail.bench.studies.train.report import Report, build_report, load_report
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
+from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.settings import make_options
-from fuelrail.pipeline.storage.filesystem import is_url
+from fuelrail.pipeline.storage.filesystem import filesystem, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +39,7 @@ _SETTINGS_FILE = "settings.json"
 _LOG_FILE = "ranks.log"
 _RECORDS = "records"
 _TRACES = "trace"
+_DEFAULT_STEPS = 60
 
 
 def train(
@@ -62,16 +66,52 @@ def run_training(
     """Make one run and write its report into ``out``, if given; see :func:`train`."""
     if options.trace and out is None:
         raise ConfigError("trace=True writes a file: give out=FOLDER")
+    other = None if options.against is None else load_report(_report_file(options.against))
     with output_folder(out) as folder:
-        training = TrainRun(dataset, options, folder / _RECORDS)
+        runs = [TrainRun(dataset, options, folder / _RECORDS)]
+        if options.check_batch is not None:
+            runs.append(TrainRun(dataset, _larger_batch(options, options.check_batch), folder / f"{_RECORDS}-larger"))
         prepare_folder(folder, html=html and out is not None)
-        made = measure_all([training])
+        made = _compared(measure_all(runs), options, other)
         if out is not None:
             write_report(made.reports[0], folder, html=html)
         if options.trace:
             merge_traces(folder / _TRACES, folder / TRACE_JSON)
             shutil.rmtree(folder / _TRACES, ignore_errors=True)
     return made
+
+
+def _report_file(place: str) -> Path:
+    path = Path(place)
+    return path / REPORT_JSON if path.is_dir() else path
+
+
+def _larger_batch(options: TrainOptions, batch_size: int) -> TrainOptions:
+    """The same number of samples in steps of another size; the learning rate is scaled with it (Goyal et al. 2017)."""
+    if options.checkpoint is not None or options.against is not None:
+        raise ConfigError("check_batch makes two runs of its own: leave out checkpoint and against")
+    scale = batch_size / options.batch_size
+    steps = None if options.epochs is not None else int((options.steps or _DEFAULT_STEPS) / scale)
+    if steps == 0:
+        raise ConfigError(f"steps={options.steps} are less than one step of check_batch={batch_size}: use more steps")
+    return msgspec.structs.replace(
+        options, batch_size=batch_size, steps=steps, learning_rate=options.learning_rate * scale
+    )
+
+
+def _compared(made: Made, options: TrainOptions, other: Report | None) -> Made:
+    """Add to the last report what is said on its loss: compared with another run's, and with a target."""
+    report, name = made.reports[-1], options.against
+    if len(made.reports) > 1:
+        other, name = made.reports[0], f"the run with batch size {options.batch_size}"
+    batch = global_batch(report.options, report.num_ranks)
+    if other is not None:
+        sides = (report.series, batch, other.series, global_batch(other.options, other.num_ranks))
+        report = msgspec.structs.replace(report, against=compare_losses(*sides, str(name)))
+    if options.target_loss is not None:
+        target = time_to(options.target_loss, report.series, batch)
+        report = msgspec.structs.replace(report, target=target)
+    return made._replace(reports=[report])
 
 
 class TrainRun:
@@ -149,6 +189,10 @@ def measure_all(runs: Sequence[TrainRun]) -> Made:
                 raise
             cut_off = str(error) or "the run was interrupted"
             break
+        if gpus.reason is not None:
+            report = msgspec.structs.replace(
+                report, warnings=[*report.warnings, f"No facts of the GPUs from NVML: {gpus.reason}."]
+            )
         reports.append(report)
         cut_off = report.cut_off
         if cut_off is not None:
@@ -160,7 +204,7 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
     if options.steps is not None and options.epochs is not None:
         raise ConfigError(f"steps={options.steps} and epochs={options.epochs} exclude each other: give one of them")
     profile = options.profile or _profile(options.accelerator)
-    steps = 60 if options.steps is None and options.epochs is None else options.steps
+    steps = _DEFAULT_STEPS if options.steps is None and options.epochs is None else options.steps
     return TrainSettings(
         dataset=dataset if is_url(dataset) else str(Path(dataset).absolute()),
         split=options.split,
@@ -187,7 +231,37 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         transform=options.transform,
         inject=options.inject,
         trace=str((records.parent / _TRACES).absolute()) if options.trace else None,
+        checkpoint=_checkpoint_place(options),
+        every=options.every,
+        keep=options.keep,
+        failures_per_day=options.failures_per_day,
+        memory=options.memory,
+        parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
+        timeout_s=options.timeout_s,
     )
+
+
+def _checkpoint_place(options: TrainOptions) -> str | None:
+    """The place of checkpoints as all ranks see it. Raises ConfigError where it cannot be one."""
+    if options.memory and options.warmup < 3:
+        raise ConfigError(f"memory=True follows the third warm-up step: warmup={options.warmup} must be 3 or more")
+    place = options.checkpoint
+    if place is None:
+        return None
+    if options.leave_out:
+        raise ConfigError(
+            f"checkpoint={place!r} and leave_out={options.leave_out} exclude each other: a run without a part measures "
+            "what that costs, it does not train"
+        )
+    if is_url(place):
+        filesystem(place)
+        return place
+    folder = Path(place.removeprefix("file://")).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--checkpoint '{place}' cannot be a folder: {error.strerror}; choose another one") from error
+    return str(folder)
 
 
 def _profile(choice: str) -> AcceleratorProfile | None:
@@ -221,12 +295,16 @@ def check_decoder(settings: TrainSettings) -> None:
 
 
 def _check_world(num_ranks: int, settings: TrainSettings, dataset: DatasetFacts) -> None:
-    global_batch = num_ranks * settings.batch_size * settings.accumulation
+    degrees = degrees_of(settings.parallel, num_ranks)
+    check_fits(settings.parallel, degrees, MODELS[settings.model_name], settings.batch_size)
+    if degrees.composed and "all-reduce" in settings.leave_out:
+        raise ConfigError(f"leave_out all-reduce needs whole models on each rank, and the mesh is {degrees}; use ddp")
+    global_batch = degrees.data * settings.batch_size * settings.accumulation
     if dataset.num_samples < global_batch:
         raise ConfigError(
-            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = {num_ranks} "
-            f"ranks x {settings.batch_size} samples x {settings.accumulation} batches: use fewer ranks or smaller "
-            "batches"
+            f"split '{dataset.split}' has {dataset.num_samples} samples, one step takes {global_batch} = "
+            f"{degrees.data} data-parallel ranks x {settings.batch_size} samples x {settings.accumulation} batches: "
+            "use fewer ranks or smaller batches"
         )
     num_gpus = len(installed_gpus())
     if settings.profile is None and num_ranks > num_gpus:
@@ -273,6 +351,14 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
     if outcome.exit_code == 0:
         return None
     log_hint = f"their output is in records/{_LOG_FILE} beside the report"
+    if any(log.failure is not None and log.failure.kind == "timed out" for log in logs):
+        silent = [rank for rank, log in enumerate(logs) if log.failure is None and log.end is None]
+        if silent:
+            done = ", ".join(str(len(logs[rank].steps)) for rank in silent)
+            return (
+                f"rank {', '.join(map(str, silent))} did not answer within the time limit (timeout_s), after "
+                f"{done} steps; {log_hint}"
+            )
     # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
     for exit_ in outcome.failed:
         if exit_.exit_code < 0 and exit_.exit_code != -signal.SIGTERM:

@@ -55,7 +55,15 @@ class CameraJpeg:
         self._scratch_bytes = _function(library, "camera_jpeg_scratch_bytes", size, size, number, number, number)
         self._resized = _function(library, "camera_jpeg_resized", number, *common, ctypes.POINTER(_Resize))
         self._picture = _function(library, "camera_jpeg_picture", number, *common, number, number, pointer, size)
+        self._cut_rows = _function(library, "restart_rows_cut", None, pointer, number)
         self._local = threading.local()
+
+    def cut_rows(self, table: NDArray[np.int64]) -> None:
+        """Cut rows out of JPEGs with restart markers: one file a row of the table, as ``RestartRows`` lists them.
+
+        The last column becomes the number of bytes written to the file's room, 0 where it cannot be cut.
+        """
+        self._cut_rows(table.ctypes.data, len(table))
 
     @staticmethod
     def takes(info: ImageInfo, factor: int) -> bool:
@@ -138,7 +146,7 @@ class CameraJpeg:
         return not declined
 
 
-def _function(library: ctypes.CDLL, name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer:
+def _function(library: ctypes.CDLL, name: str, result: type | None, *arguments: type) -> ctypes._NamedFuncPointer:
     function = library[name]
     function.restype, function.argtypes = result, arguments
     return function

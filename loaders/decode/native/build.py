@@ -1,4 +1,4 @@
-"""Compiles the native camera-JPEG decoder and the guard of maps: ``python -m fuelrail.loaders.decode.native``.
+"""Compiles the native library of this folder: ``python -m fuelrail.loaders.decode.native``.
 
 Installing does the same (hatch_build.py), where it can. Only the standard library is used, so that a build backend can
 load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
@@ -54,6 +54,7 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             f"-DSOURCE_CRC={source_crc(folder)}u",
             "camera_jpeg.c",
             "map_guard.c",
+            "restart_rows.c",
         ]
         done = subprocess.run(
             [*command, "-o", str(made), "-lm"],

@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fuelrail.pipeline.format.attributes import AttributesFile
+from fuelrail.pipeline.format.index.attributes_file import AttributesFile
+from fuelrail.pipeline.storage.spill import numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,7 @@ class SpilledTable:
         self._columns: dict[str, Any] = {}
         for field in schema:
             is_text = pa.types.is_string(field.type)
-            self._columns[field.name] = spill.texts() if is_text else spill.column(field.type.to_pandas_dtype())
+            self._columns[field.name] = spill.texts() if is_text else spill.column(numpy_dtype(field.type))
         self._is_valid = {field.name: spill.column(np.bool_) for field in schema}
 
     @staticmethod

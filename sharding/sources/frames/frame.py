@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.pipeline.format.manifest import LidarEntry
+from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:

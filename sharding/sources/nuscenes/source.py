@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
+from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
-from fuelrail.pipeline.format.manifest import LidarEntry
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.columns.tokens import Cut

@@ -3,6 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fuelrail.bench.measure.accelerator import load_profile, profile_names
@@ -23,6 +24,37 @@ def test_a_linear_layers_arithmetic_is_counted():
 
     # 2 x 3 x 8 x 4 forward; the same again for the weights' gradients; none for the input's, which nobody asks for.
     assert count_training_flop(Loss(), [torch.ones(3, 8)]) == 2 * (2 * 3 * 8 * 4)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("layers", "width", "tokens", "vocabulary"), [(2, 64, 32, 128), (3, 32, 128, 64)])
+def test_a_transformers_arithmetic_is_that_of_the_formula(layers, width, tokens, vocabulary):
+    """72 B s l h^2 (1 + s / 6h + V / 12 h l): Korthikanti et al. 2022, arXiv:2205.05198, equation 7."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(x)))
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(vocabulary, width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+            self.head = nn.Linear(width, vocabulary, bias=False)
+
+        def forward(self, x):
+            return self.head(self.blocks(self.embedding(x))).sum()
+
+    model = Decoder()
+    formula = 72 * 2 * tokens * layers * width**2 * (1 + tokens / (6 * width) + vocabulary / (12 * width * layers))
+    assert count_training_flop(model, [torch.zeros(2, tokens, dtype=torch.long)]) == pytest.approx(formula, rel=1e-12)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

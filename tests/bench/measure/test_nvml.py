@@ -85,8 +85,9 @@ def test_f12_gpus_are_found_by_the_uuid_of_torchs_device(monkeypatch):
 
 
 def test_f12_why_nvml_says_nothing_is_logged(caplog):
-    with NvmlWatch(1, Card(driver=False)):
+    with NvmlWatch(1, Card(driver=False)) as watch:
         pass
+    assert watch.reason == "OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver"
     assert "no facts from NVML: OSError: Driver Not Loaded; it needs nvidia-ml-py and a driver" in caplog.text
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import safetensors.numpy
 
 from fuelrail.bench.micro import metadata, timing
-from fuelrail.pipeline.format.index import SampleIndex, write_index
+from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
 
 

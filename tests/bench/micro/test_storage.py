@@ -18,11 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 def test_its_dataset_is_one(tmp_path):
     dataset = make_dataset(tmp_path / "made", 7, 3, scale=0.01)
-    assert [shard.num_samples for shard in dataset.manifest.shards] == [3, 3, 1]
+    assert [shard.num_samples for shard in dataset.shards] == [3, 3, 1]
     storage = open_storage(dataset)
     for index in range(7):
         storage.span(index, dataset.index.row(index))
-    for shard in dataset.manifest.shards:
+    for shard in dataset.shards:
         data = (dataset.root / shard.name).read_bytes()
         assert len(list(iter_members(data, shard=shard.name))) == 9 * shard.num_samples
     for look_ahead in (1, 2, 64):

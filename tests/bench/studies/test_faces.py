@@ -19,7 +19,8 @@ from fuelrail.bench.studies.order.describe import DescribeOptions, describe_orde
 from fuelrail.bench.studies.scale.options import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.run import train
-from fuelrail.bench.trainer.settings import MODELS, ModelName, TrainOptions
+from fuelrail.bench.trainer.models.settings import MODELS, ModelName
+from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.pipeline.cli import add_flags, from_flags
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -108,7 +109,7 @@ def test_describe_order_returns_figures(dataset):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 2}, "unknown field `rank`; allowed here: split, ranks"),
+        ({"rank": 2}, "unknown field `rank`; allowed here: strategy, mesh"),
         ({"ranks": 0}, "TrainOptions: at 'ranks': Expected `int` >= 1"),
         ({"leave_out": ["nothing"]}, "Invalid enum value 'nothing'; allowed here: all-reduce, copy"),
         ({"steps": 9, "epochs": 1}, "steps=9 and epochs=1 exclude each other"),

@@ -14,10 +14,9 @@ from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.occupancy import occupancy_of, window_of
 from fuelrail.bench.measure.records import PHASES
 from fuelrail.bench.trainer.loop import train
-from fuelrail.bench.trainer.settings import ModelSettings
+from fuelrail.bench.trainer.models.occupancy import camera_inputs
+from fuelrail.bench.trainer.strategies.parallel import Parallel
 from support.bench_runs import MS, PROFILE, HandClock
-
-SIZE = ModelSettings(width=8, num_stages=1, blocks_per_stage=0, subsample=1, grid=2)
 
 
 class Slow(nn.Module):
@@ -31,6 +30,10 @@ class Slow(nn.Module):
     def forward(self, img, cam_valid, intrinsics, cam2ego, target, weight):
         self.clock.pass_ms(self.forward_ms)
         return (self.weight * img.float().mean() - 1).square().sum()
+
+
+def parallel(model):
+    return Parallel(model, torch.optim.AdamW(model.parameters()), lambda made: camera_inputs(made, 2, 51.2))
 
 
 def batch(number, *, samples=2, cameras=2):
@@ -54,7 +57,9 @@ def stalling(clock, waits_ms, **shape):
 def run(waits_ms, *, forward_ms=0.0, **options):
     clock = HandClock()
     batches = options.pop("batches", None) or stalling(clock, waits_ms)
-    return list(train(Slow(clock, forward_ms), SIZE, batches, EmulatedAccelerator(PROFILE, clock), clock, **options))
+    return list(
+        train(parallel(Slow(clock, forward_ms)), batches, EmulatedAccelerator(PROFILE, clock), clock, **options)
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -80,7 +85,7 @@ def test_phases_leave_no_gap_within_and_between_steps():
 
 def test_what_the_caller_does_with_a_record_belongs_to_the_next_step():
     clock = HandClock()
-    loop = train(Slow(clock), SIZE, stalling(clock, [0, 0]), EmulatedAccelerator(PROFILE, clock), clock)
+    loop = train(parallel(Slow(clock)), stalling(clock, [0, 0]), EmulatedAccelerator(PROFILE, clock), clock)
     first = next(loop)
     clock.pass_ms(5)
     second = next(loop)
@@ -91,7 +96,7 @@ def test_what_the_caller_does_with_a_record_belongs_to_the_next_step():
 def test_it_stops_after_its_steps_and_asks_for_no_batch_too_many():
     clock = HandClock()
     source = stalling(clock, [0] * 10)
-    records = list(train(Slow(clock), SIZE, source, EmulatedAccelerator(PROFILE, clock), clock, num_steps=3))
+    records = list(train(parallel(Slow(clock)), source, EmulatedAccelerator(PROFILE, clock), clock, num_steps=3))
     assert [record.step for record in records] == [0, 1, 2]
     assert int(next(source)["img"][0, 0, 0, 0, 0]) == 4
 
@@ -107,8 +112,8 @@ def test_accumulated_gradients_are_the_mean():
     clock = HandClock()
     joined, single = Slow(clock), Slow(clock)
     batches = [batch(0), batch(0)]
-    list(train(joined, SIZE, batches, EmulatedAccelerator(PROFILE, clock), clock, accumulation=2))
-    list(train(single, SIZE, batches[:1], EmulatedAccelerator(PROFILE, clock), clock))
+    list(train(parallel(joined), batches, EmulatedAccelerator(PROFILE, clock), clock, accumulation=2))
+    list(train(parallel(single), batches[:1], EmulatedAccelerator(PROFILE, clock), clock))
     assert torch.equal(joined.weight, single.weight)
     assert joined.weight.item() != 1.0
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fuelrail.bench.measure.records import RankWriter, rank_path, read_rank
-from fuelrail.bench.trainer.model import BevOccupancy
-from fuelrail.bench.trainer.settings import MODELS
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.parallel import Parallel, build
 from fuelrail.bench.trainer.worker import batches, from_memory, parameters_digest, run_rank
 from fuelrail.loaders import ImageAugment
 from support.bench_runs import PROFILE, SETTINGS
@@ -35,7 +35,7 @@ def test_epochs_follow_each_other(dataset):
         steps = [(batch["epoch"], batch["step"]) for batch in batches(loader, 2)]
         assert steps == [(epoch, step) for epoch in (0, 1) for step in range(4)]
         endless = [batch["epoch"] for batch in islice(batches(loader, None), 10)]
-        assert endless == [0] * 4 + [1] * 4 + [2] * 2
+        assert endless == [2] * 4 + [3] * 4 + [4] * 2  # from where the loader is
 
 
 def test_batches_from_memory_come_in_turns_and_end_like_the_loaders(dataset):
@@ -68,5 +68,5 @@ def test_the_seed_decides_the_weights():
 
 
 def _fresh_model(settings):
-    torch.manual_seed(settings.seed)
-    return BevOccupancy(MODELS[settings.model_name])
+    model = build(MODELS[settings.model_name], "cpu", settings.seed)
+    return Parallel(model, torch.optim.SGD(model.parameters()), model.inputs)

@@ -13,8 +13,8 @@ import torch
 from fuelrail.loaders.batch import assemble as assemble_module
 from fuelrail.loaders.batch.assemble import assemble
 from fuelrail.loaders.records import BatchSlot, DecodedSample
+from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SchemaError
-from fuelrail.pipeline.format.manifest import LidarEntry
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import META, Sample, decode_meta
 from fuelrail.pipeline.transforms.image import ImageAugment

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fuelrail.loaders.batch.transfer import make_transfer, map_tensors, require_cuda
+from fuelrail.loaders.batch.transfer import Moved, make_transfer, map_tensors, require_cuda
 from fuelrail.pipeline.errors import ConfigError
 
 
@@ -52,8 +52,7 @@ def test_missing_cuda_is_said_with_the_argument_that_asks_for_it():
 def test_a_batch_on_cuda_is_equal_and_its_number_is_checked():
     transfer = make_transfer("cuda")
     batch = {"img": torch.arange(24, dtype=torch.uint8).view(2, 12).pin_memory(), "points": [torch.ones(5)]}
-    moved = transfer(batch)
-    transfer.hand_over(moved)
+    moved = transfer.hand_over(transfer(batch))
     assert moved["img"].is_cuda
     assert torch.equal(moved["img"].cpu(), batch["img"])
     with pytest.raises(ConfigError, match="numbered from 0"):
@@ -65,14 +64,15 @@ def test_f10_a_transfer_keeps_the_device_that_was_current_when_it_was_made(monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     transfer = make_transfer("cuda")
     current[0] = 0
 
-    class Moved(torch.Tensor):
+    class OnDevice(torch.Tensor):
         def record_stream(self, stream):
             recorded.append(stream)
 
-    transfer.hand_over({"img": torch.zeros(1).as_subclass(Moved)})
+    on_device = torch.zeros(1).as_subclass(OnDevice)
+    transfer.hand_over(Moved({"img": on_device}, None, [on_device]))
     assert recorded == ["stream of cuda:1"]

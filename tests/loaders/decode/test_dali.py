@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 import weakref
@@ -11,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
+from fuelrail.loaders import Transforms
 from fuelrail.loaders.decode import dali_install, make_decoder
-from fuelrail.loaders.decode.dali_install import InstalledDali
-from fuelrail.loaders.decode.protocol import UNKNOWN, ImageFacts
+from fuelrail.loaders.decode.dali_install import Engine, InstalledDali
+from fuelrail.loaders.decode.protocol import MIN_LANES, UNKNOWN, DaliOptions, ImageFacts
 from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.decode import ImageDecoder, Interpolation
 
+HAS_CUDA12 = dali_install.installed_dali().package == "nvidia-dali-cuda120"
 SIZES = [(320, 180), (64, 64), (250, 333), (401, 97)]
 AUGMENT = ImageAugment(
     height=48, width=64, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
@@ -49,8 +54,9 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dali.DaliDecoder
     monkeypatch.setattr(dali, "_MIXED", "cpu")
 
     def make(**options: Any) -> dali.DaliDecoder:
-        decoder = dali.DaliDecoder(**options)
+        decoder = dali.DaliDecoder(options=DaliOptions(**options))
         decoder._on_gpu = True
+        decoder._check_every = decoder._options.check_every
         return decoder
 
     return make
@@ -157,6 +163,40 @@ def test_a_batch_is_its_images_one_by_one(count: int, augment: ImageAugment) -> 
     assert decoder.num_refused == 0, "libjpeg-turbo did DALI's work"
 
 
+GOLDEN = {
+    ("bilinear", True): "571cce7d538c6f86",
+    ("bicubic", True): "cb4b27196694765b",
+    ("bilinear", False): "bf5f4ace04d0ce21",
+    ("bicubic", False): "cb08aca55f06a5b7",
+}
+"""xxh3 of 80 images by filter, and whether maps are drawn for training; of DALI 2.4.0 on a processor with AVX2."""
+
+
+@pytest.mark.skipif(
+    importlib.metadata.version("nvidia-dali-cuda120" if HAS_CUDA12 else "nvidia-dali-cuda130") != "2.4.0",
+    reason="the digests are those of DALI 2.4.0",
+)
+@pytest.mark.parametrize(("interpolation", "train"), GOLDEN)
+def test_pixels_on_the_cpu_are_those_of_before(interpolation: Interpolation, train: bool) -> None:
+    augment = AUGMENT if train else AUGMENT.evaluation()
+    encoded: list[bytes | None] = []
+    maps: list[ImageMap] = []
+    for number in range(80):
+        width, height = SIZES[number % 4]
+        x, y = np.meshgrid(np.arange(width), np.arange(height))
+        picture = np.stack([(x * (3 + number % 5) + y * 7 * k) % 251 for k in (1, 2, 3)], -1).astype(np.uint8)
+        is_png = number % 7 == 3
+        options: dict[str, Any] = {} if is_png else {"subsampling": "4:2:0" if number % 2 else "4:4:4"}
+        if number % 3 and not is_png:
+            options["restart_marker_rows"] = 1
+        file = encode(picture, "png" if is_png else "jpeg", **options)
+        encoded.append(None if number % 11 == 10 else file)
+        maps += augment.draw([(width, height)], seed=0, epoch=0, sample=number)
+    out = torch.empty((80, 3, 48, 64), dtype=torch.uint8)
+    assert make_decoder("dali").decode_batch(encoded, maps, out, interpolation) == [None] * 80
+    assert xxhash.xxh3_64_hexdigest(out.numpy().tobytes()) == GOLDEN[interpolation, train]
+
+
 class Runs:
     """Stand in for a pipeline's runs: ``answer`` gets the encoded images that were fed, and may raise."""
 
@@ -251,13 +291,119 @@ def test_f6_the_first_run_of_every_pipeline_on_a_gpu_is_a_full_batch(
     assert (out.int() - expected.int()).abs().max() <= 2
 
 
-def test_f32_one_image_in_n_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f20_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch, lambda fed: None)
+    encoded, maps = batch(6, AUGMENT.evaluation())
+    damaged = encode(natural(320, 180))[:-300]
+    files, shown = [*encoded, damaged] * 2, [*maps, maps[0]] * 2
+    out = torch.full((14, 3, 48, 64), 7, dtype=torch.uint8)
+    errors = make_decoder("dali").decode_batch(files, shown, out)
+    assert runs.sizes == [6]
+    assert [at for at, error in enumerate(errors) if error is not None] == [6, 13]
+    assert torch.equal(out[:6], out[7:13])
+    assert (out[[6, 13]] == 7).all()
+    # The same file under another map is another image.
+    make_decoder("dali").decode_batch([encoded[0]] * 2, [maps[0], batch(1)[1][0]], out[:2])
+    assert sum(runs.sizes[1:]) == 2
+
+
+def test_f16_f31_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = []
+    wait = dali.ThreadState.wait
+    monkeypatch.setattr(dali.ThreadState, "wait", lambda state: held.append(len(state._held)) or wait(state))
+    encoded, maps = batch(dali.MAX_BATCH + 5, AUGMENT.evaluation())
+    decoder = make_decoder("dali")
+    decoder.decode_batch(encoded, maps, torch.empty((len(encoded), 3, 48, 64), dtype=torch.uint8))
+    assert held == [2], "two runs"
+    assert decoder._local.state._held == []
+
+
+@pytest.mark.parametrize(("engine", "threads"), [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)])
+def test_f18_threads_of_a_pipeline_are_few(engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: engine is not None)
+    monkeypatch.setattr(dali_install, "gpu_engine", lambda index: Engine(engine, "as told"))
+    decoder = dali.DaliDecoder("cuda:0", num_threads=16)
+    assert decoder._num_threads == threads
+    assert dali.DaliDecoder("cpu", num_threads=16)._num_threads == 16
+
+
+def test_f18_the_memory_of_a_thread_is_that_of_the_largest_image() -> None:
+    options = dali.DaliDecoder("cuda:0", facts=ImageFacts((1600, 900), 1.0))._gpu_options()
+    assert options["device_memory_padding"] == options["host_memory_padding"] == 1600 * 900 * 3 * 2
+    assert "device_memory_padding" not in dali.DaliDecoder("cuda:0")._gpu_options()
+
+
+def test_f19_a_full_batch_leaves_no_engine_idle() -> None:
+    for num_engines in (4, 5, 7):
+        assert dali.MAX_BATCH % num_engines == 0
+    assert dali.MAX_BATCH >= 96  # 16 samples of 6 cameras are one run
+
+
+def test_f18_a_run_takes_memory_for_the_images_of_a_batch_only(
+    monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
+    assert dali.DaliDecoder(facts=ImageFacts((1600, 900), 1.0, 12))._max_run == 12
+    assert dali.DaliDecoder(facts=ImageFacts((1600, 900), 1.0, 500))._max_run == dali.MAX_BATCH
+    runs = Runs(monkeypatch, lambda fed: None)
+    decoder = as_on_gpu(check_every=0)
+    decoder._max_run = 5
+    encoded, maps = batch(7, AUGMENT.evaluation())
+    assert decoder.decode_batch(encoded, maps, torch.empty((7, 3, 48, 64), dtype=torch.uint8)) == [None] * 7
+    assert runs.sizes == [5, 5, 2]  # the first is the warm-up
+
+
+def test_f7_a_share_is_a_public_option() -> None:
+    transforms = Transforms(dali={"hardware_share": 0.5, "check_every": 10})
+    decoder = make_decoder("dali", "cuda:0", dali=transforms.dali)
+    assert decoder._gpu_options()["hw_decoder_load"] == 0.5
+    assert decoder._check_every == 10
+    for wrong in ({"hardware_share": 1.5}, {"check_every": -1}):
+        with pytest.raises(ConfigError):
+            DaliOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (Engine("CPU", "no nvJPEG", "install it"), "decodes on the CPU: no nvJPEG; install it"),
+        (Engine("CUDA", "no libnvcuvid", "set video"), "decodes on the GPU's CUDA cores: no libnvcuvid; set video"),
+        (Engine("CUDA", "it has no engines"), None),
+        (Engine("hardware", "engines", "a newer one is better"), None),
+    ],
+)
+def test_another_engine_than_expected_is_logged(engine, said, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dali_install, "gpu_engine", lambda index: engine)
+    dali.DaliDecoder("cuda:0")
+    assert [record.getMessage() for record in caplog.records] == [f"decoder='dali' on cuda:0 {said}"] * bool(said)
+
+
+def test_a_driver_that_is_too_old_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dali_install, "driver_version", lambda: "470.1")
+    with pytest.raises(ConfigError, match=r"on cuda:0: the NVIDIA driver 470\.1 is older than .*; update it"):
+        dali.DaliDecoder("cuda:0")
+
+
+def test_no_memory_on_the_device_is_a_sentence_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    decoder = dali.DaliDecoder()
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(DecoderError, match="no memory left to decode in: take a smaller batch_size"):
+        decoder.new_output((1, 3, 48, 64))
+
+
+def test_f32_one_image_in_n_is_compared(
+    monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
     encoded, maps = batch(13)
-    decoder = dali.DaliDecoder(check_every=5)
+    decoder = as_on_gpu(check_every=5)
     compared: list[int] = []
-    decode_into = decoder._turbo.decode_into
+    decode_into = decoder._exact.decode_into
     monkeypatch.setattr(
-        decoder._turbo,
+        decoder._exact,
         "decode_into",
         lambda data, *rest: compared.append(encoded.index(data)) or decode_into(data, *rest),
     )
@@ -268,23 +414,31 @@ def test_f32_one_image_in_n_is_compared(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "image", [natural(320, 180), np.random.default_rng(0).integers(0, 256, (180, 320, 3), np.uint8)]
+    "image",
+    [
+        natural(320, 180),
+        np.random.default_rng(0).integers(0, 256, (180, 320, 3), np.uint8),
+        np.random.default_rng(1).integers(0, 256, (22, 40, 3), np.uint8).repeat(8, 0).repeat(8, 1),
+    ],
 )
-def test_f32_right_pixels_pass(image: np.ndarray) -> None:
-    encoded = [encode(image)] * 12
-    maps = [AUGMENT.draw([(320, 180)], seed=0, epoch=0, sample=number)[0] for number in range(12)]
+def test_f32_right_pixels_pass(image: np.ndarray, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
+    encoded = [encode(image) for _ in range(12)]
+    size = image.shape[1], image.shape[0]
+    maps = [AUGMENT.draw([size], seed=0, epoch=0, sample=number)[0] for number in range(12)]
     out = torch.empty((12, 3, 48, 64), dtype=torch.uint8)
-    assert dali.DaliDecoder(check_every=1).decode_batch(encoded, maps, out) == [None] * 12
+    assert as_on_gpu(check_every=1).decode_batch(encoded, maps, out) == [None] * 12
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda pictures: pictures.roll(1, 0)])
-def test_f32_wrong_pixels_without_an_error_are_an_error(wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f32_wrong_pixels_without_an_error_are_an_error(
+    wrong, monkeypatch: pytest.MonkeyPatch, as_on_gpu: Callable[..., dali.DaliDecoder]
+) -> None:
     right = torch.utils.dlpack.from_dlpack
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda pictures: wrong(right(pictures)))
     encoded, maps = batch(8, AUGMENT.evaluation())
     out = torch.empty((8, 3, 48, 64), dtype=torch.uint8)
     with pytest.raises(DecoderError, match=r"returned wrong pixels .* image 0 of a batch of 8 .* at least 30 dB"):
-        dali.DaliDecoder(check_every=1000).decode_batch(encoded, maps, out)
+        as_on_gpu().decode_batch(encoded, maps, out)
     assert make_decoder("dali").decode_batch(encoded, maps, out) == [None] * 8  # which compares nothing on the CPU
 
 
@@ -320,7 +474,7 @@ import atexit
 atexit.register(lambda: print("left", len(decoder._local.state.pipelines)))  # runs after what dali registers
 import sys, numpy as np
 from fuelrail.loaders.decode import dali_install, make_decoder
-from fuelrail.loaders.decode.dali_install import InstalledDali
+from fuelrail.loaders.decode.dali_install import Engine, InstalledDali
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.lens import Lens
 import simplejpeg

@@ -103,6 +103,30 @@ def test_the_libraries_of_the_installed_dali_are_found() -> None:
     assert found.problem == ""
 
 
+# The newest versions whose issues and release notes the table of faults was made from.
+LOOKED_AT = {"nvidia-nvjpeg": (13, 3), "nvidia-nvjpeg-cu12": (12, 4), "nvimgcodec": (0, 9)}
+
+
+def test_f29_f30_the_table_of_faults_covers_what_the_extra_brings() -> None:
+    found = dali_install.installed_dali()
+    if found is None:
+        pytest.skip("NVIDIA DALI is not installed")
+    line = dali_install._LINES[found.package]
+    texts = [*importlib.metadata.requires(found.package), *importlib.metadata.requires(line.nvimgcodec)]
+    required = {name[0] for name in map(dali_install._NAME.match, texts) if name}
+    assert {line.nvjpeg, line.nvimgcodec} <= required, "DALI requires other packages than those whose faults are known"
+    versions = {line.nvjpeg: found.nvjpeg, "nvimgcodec": found.nvimgcodec}
+    for name, version in versions.items():
+        newest = LOOKED_AT[name]
+        assert dali_install._numbers(version)[:2] <= newest, (
+            f"look for faults of {name} {version}, then raise LOOKED_AT"
+        )
+    # Old nvJPEG and new nvImageCodec are why regions are not decoded on a GPU.
+    effects = " ".join(fault.effect for fault in found.known_faults)
+    assert ("decodes regions of 4:2:0" in effects) == (dali_install._numbers(found.nvjpeg) < (13, 2))
+    assert ("crash on H100 and B200" in effects) == (dali_install._numbers(found.nvimgcodec) >= (0, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "version"),
     [

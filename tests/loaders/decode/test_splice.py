@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders.decode import dali_jobs, make_decoder, probe, turbo
-from fuelrail.loaders.decode.dali_jobs import make_job
-from fuelrail.loaders.decode.splice import splice_rows
+from fuelrail.loaders.decode.dali_jobs import prepare
+from fuelrail.loaders.decode.jpeg import Scratch
+from fuelrail.loaders.decode.native import load as load_native
+from fuelrail.loaders.decode.splice import RowsWanted, splice_batch, splice_rows
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -153,6 +155,52 @@ def test_views_can_be_spliced() -> None:
     assert splice_rows(memoryview(b"x" + encoded)[1:], probe(encoded), 300, 400) == expected
 
 
+def test_f17_the_native_library_cuts_a_whole_batch_as_python_does() -> None:
+    native = load_native()
+    assert not isinstance(native, str), native
+    wanted = []
+    for subsampling in SUBSAMPLINGS:
+        for wh in ((320, 400), (325, 411), (17, 60)):
+            encoded = with_restarts(*wh, subsampling)
+            info = probe(encoded)
+            wanted += [
+                RowsWanted(encoded, info, int(top * wh[1]), int(bottom * wh[1]))
+                for top, bottom in ((0.0, 1.0), (0.6, 1.0), (0.3, 0.6), (0.0, 0.2), (0.5, 0.5))
+            ]
+    encoded = with_restarts(320, 400)
+    info = probe(encoded)
+    marker = encoded.index(b"\xff\xd3", info.scan_at)
+    for damaged in (
+        encoded[: marker + 1] + b"\xd5" + encoded[marker + 2 :],
+        encoded[:marker] + encoded[marker + 2 :],
+        encoded[:marker] + b"\xff\xd3" + encoded[marker:],
+        encoded[:-40],
+        encoded + bytes(32),
+        encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=2),
+        encode(natural(320, 400), "png"),
+    ):
+        wanted.append(RowsWanted(damaged, probe(damaged), 300, 400))
+    expected = [splice_rows(*rows) for rows in wanted]
+    assert sum(spliced is not None for spliced in expected) > 30
+    scratch = Scratch()
+    for library in (native, None):
+        assert splice_batch(wanted, scratch, library) == expected
+    assert splice_batch([], scratch, native) == []
+
+
+def test_f17_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = load_native()
+    assert not isinstance(native, str), native
+    calls: list[int] = []
+    cut_rows = native.cut_rows
+    monkeypatch.setattr(native, "cut_rows", lambda table: calls.append(len(table)) or cut_rows(table))
+    encoded = [with_restarts(*NUSCENES_WH, quality=90)] * 1 + [encode(natural(*NUSCENES_WH))]
+    maps = [ImageAugment(height=256, width=704).draw([NUSCENES_WH], seed=0, epoch=0, sample=n)[0] for n in range(8)]
+    found = prepare([encoded[n % 2] for n in range(8)], maps, Scratch(), native)
+    assert calls == [4]
+    assert [probe(job.encoded.tobytes()).height < 700 for job in found.jobs] == [True, False] * 4
+
+
 @pytest.mark.real
 @pytest.mark.process
 def test_real_pictures_prepared_by_jpegtran() -> None:
@@ -176,14 +224,13 @@ def test_real_pictures_prepared_by_jpegtran() -> None:
 @pytest.mark.parametrize("name", ["eval", "bevdet", "streampetr", "padded"])
 def test_dali_is_fed_only_what_a_crop_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded, image_map = with_restarts(*NUSCENES_WH, quality=90), ALL_MAPS[name]
-    job = make_job(0, encoded, probe(encoded), image_map)
-    assert job is not None
+    (job,) = prepare([encoded], [image_map], Scratch(), None).jobs
     rows = probe(job.encoded.tobytes()).height
     assert (rows < 800) == (name != "padded")
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     pictures = []
-    for splice in (splice_rows, lambda *arguments: None):
-        monkeypatch.setattr(dali_jobs, "splice_rows", splice)
+    for splice in (splice_batch, lambda wanted, *arguments: [None] * len(wanted)):
+        monkeypatch.setattr(dali_jobs, "splice_batch", splice)
         pictures.append(np.empty((3, image_map.out_wh[1], image_map.out_wh[0]), np.uint8))
         make_decoder("dali").decode_into(encoded, image_map, pictures[-1])
     # The same pixels go in; DALI's resampling of another height may round another way.

@@ -172,3 +172,22 @@ def test_ray_train_goes_on_after_its_workers_died(tiny, tmp_path):
         for step, epoch, keys in reported:
             assert (step, epoch, keys) == expected(tiny, world)[step]
         assert len([entry for entry in again if entry[0] == 4]) >= 2, "the step at which they died came again"
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_f28_nccl_is_bound_to_the_ranks_gpu(has_gpu, monkeypatch):
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "example.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    made = []
+    monkeypatch.setattr(example.dist, "init_process_group", lambda *args, **options: made.append((args, options)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    example.join_group()
+    assert made == ([(("nccl",), {"device_id": torch.device("cuda", 1)})] if has_gpu else [(("gloo",), {})])
+
+
+def test_f28_no_example_joins_a_group_by_itself():
+    own = {file.name for file in EXAMPLES.glob("*.py") if "init_process_group(" in file.read_text(encoding="utf-8")}
+    assert own == {"example.py", "mmengine_runner.py"}

@@ -180,12 +180,12 @@ class TestPread(StorageSuite):
         expected = spans_of(root)
         drop_from_memory(root)
         dataset = open_dataset(root)
-        total = sum(shard.bytes for shard in dataset.manifest.shards)
+        total = dataset.shards.num_bytes
         storage = PreadShards(dataset, memory_bytes=total * 2 // 3)
         rows = rows_of(dataset)
 
         def cached():
-            resident = [resident_pages(root / shard.name) for shard in dataset.manifest.shards]
+            resident = [resident_pages(root / shard.name) for shard in dataset.shards]
             # The page in the middle of a sample is its own.
             return {index for index, row in rows if resident[row.shard][(row.offset + row.length // 2) // PAGE] & 1}
 

@@ -17,7 +17,7 @@ from fuelrail.pipeline.sample.schema import GEOMETRY, Geometry, decode_arrays, e
 from support.datasets import CAMERAS, LIDAR, build_dataset
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.format.index_row import IndexRow
+    from fuelrail.pipeline.format.index.row import IndexRow
 
 
 @pytest.fixture(scope="module")

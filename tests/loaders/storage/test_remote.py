@@ -248,7 +248,8 @@ class TestOpening:
             assert dataset.root == tmp_path / "datasets" / name
             assert [dataset.index.row(i) for i in range(25)] == [here.index.row(i) for i in range(25)]
             assert dataset.location == server.url + "/"
-        assert [request.name for request in server.requests] == ["dataset.json", "index.arrow", "dataset.json"]
+        names = ["dataset.json", "shards.arrow", "index.arrow", "dataset.json"]
+        assert [request.name for request in server.requests] == names
         assert not [path for path in dataset.root.iterdir() if path.name.startswith(".")]
 
     def test_a_damaged_local_index_is_fetched_again(self, serve, pristine, tmp_path):

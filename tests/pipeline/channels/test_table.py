@@ -14,15 +14,9 @@ from fuelrail.pipeline.channels import plugins
 from fuelrail.pipeline.channels.kinds import KINDS, Kind, Packed
 from fuelrail.pipeline.channels.laws import LAWS, LawCode
 from fuelrail.pipeline.channels.selection import broken_table, check_members, decode_values, select
+from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, ImageError, ManifestError, SchemaError
-from fuelrail.pipeline.format.manifest import (
-    BOXES_CHANNEL,
-    CameraEntry,
-    LidarEntry,
-    camera_channel,
-    lidar_channel,
-)
 
 CAMERA = camera_channel(CameraEntry(channel="cam", source_name="CAM", sizes=((6, 4),)))
 LIDAR = lidar_channel(LidarEntry(channel="lidar", source_name="LIDAR", columns=("x", "y", "z")))

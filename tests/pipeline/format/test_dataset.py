@@ -20,12 +20,13 @@ from fuelrail.pipeline.errors import (
     DatasetNotReadyError,
     FuelrailError,
     IndexFileError,
+    ManifestError,
     MemberTooLargeError,
     StorageError,
     TruncatedShardError,
 )
 from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
-from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
 from fuelrail.pipeline.format.tar import iter_members, split_member_name
 from fuelrail.pipeline.sample.schema import META, decode_sample
@@ -71,7 +72,7 @@ def test_every_member_comes_back(built) -> None:
 def test_index_and_tars_tell_the_same(built) -> None:
     root, _ = built
     dataset = open_dataset(root)
-    for number, shard in enumerate(dataset.manifest.shards):
+    for number, shard in enumerate(dataset.shards):
         rows = [dataset.index.row(i) for i in range(shard.first_sample, shard.first_sample + shard.num_samples)]
         found = [(*split_member_name(f.name), f.offset, f.length)
                  for f in iter_members((root / shard.name).read_bytes(), shard=shard.name)]  # fmt: skip
@@ -155,7 +156,7 @@ class TestDamage:
             assert found.keys() == raw.keys()
             assert all(found[key].items() <= raw[key].items() for key in raw)
 
-    @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE])
+    @pytest.mark.parametrize("name", [MANIFEST_FILE, INDEX_FILE, "shards.arrow", "blocks.sha256"])
     def test_cut_files_are_found_when_opened(self, copy: Path, name) -> None:
         good = (copy / name).read_bytes()
         for length in (0, 1, len(good) // 2, len(good) - 2):
@@ -179,12 +180,12 @@ class TestDamage:
         # Of the same size, but for another number of samples.
         manifest = load_manifest(copy)
         size = (copy / INDEX_FILE).stat().st_size
-        files = tuple(msgspec.structs.replace(f, bytes=size) for f in manifest.files if f.name == INDEX_FILE)
+        files = tuple(msgspec.structs.replace(f, bytes=size) if f.name == INDEX_FILE else f for f in manifest.files)
         (copy / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
         with pytest.raises(IndexFileError, match="has 3 rows, the manifest 7"):
             open_dataset(copy)
         (copy / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=())))
-        with pytest.raises(IndexFileError, match="the manifest says None"):
+        with pytest.raises(ManifestError, match=r"does not name shards\.arrow, which every dataset has"):
             open_dataset(copy)
 
 

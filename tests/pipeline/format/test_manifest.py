@@ -12,23 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CameraEntry, LidarEntry, camera_channel, lidar_channel
 from fuelrail.pipeline.errors import DatasetNotReadyError, ManifestError
 from fuelrail.pipeline.format.manifest import (
-    BOXES_CHANNEL,
     FORMAT,
     FORMAT_VERSION,
     MANIFEST_FILE,
-    CameraEntry,
+    Ancestor,
     FileEntry,
-    LidarEntry,
+    Lineage,
     Manifest,
-    ShardEntry,
     SplitEntry,
-    camera_channel,
     decode_manifest,
     encode_manifest,
     fingerprint,
-    lidar_channel,
     load_manifest,
 )
 
@@ -38,13 +35,6 @@ if TYPE_CHECKING:
 
 FRONT = CameraEntry(channel="cam_front", source_name="CAM_FRONT", sizes=((1600, 900),))
 TOP = LidarEntry(channel="lidar_top", source_name="LIDAR_TOP", columns=("x", "y", "z"))
-
-
-def shard(number: int, split: str, first: int, count: int) -> ShardEntry:
-    return ShardEntry(
-        name=f"{split}-{number:06d}.tar", split=split, first_sample=first, num_samples=count, bytes=4096,
-        sha256=f"{number:064x}",
-    )  # fmt: skip
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -58,7 +48,7 @@ def manifest(**changes: Any) -> Manifest:
             "train": SplitEntry(first_sample=0, num_samples=7, first_shard=0, num_shards=2, num_clips=2),
             "val": SplitEntry(first_sample=7, num_samples=2, first_shard=2, num_shards=1, num_clips=1),
         },
-        shards=(shard(0, "train", 0, 4), shard(1, "train", 4, 3), shard(0, "val", 7, 2)),
+        num_bytes=12_288, lineage=Lineage(),
         files=(FileEntry(name="index.arrow", bytes=100, sha256="0" * 64),),
         provenance={"source": "nuscenes", "options": {"version": None, "nested": [1, "zwei"]}},
     )  # fmt: skip
@@ -85,14 +75,14 @@ def test_the_file_is_indented_json_with_a_closing_newline() -> None:
     assert "straße" in GOOD.decode()
 
 
-NOT_COVERED = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "provenance", "digest")
+NOT_COVERED = ("name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest")
 
 
 def test_fingerprint_is_what_plain_python_computes() -> None:
     found = json.loads(signed(files=(*manifest().files, FileEntry(name="train-000000.idx", bytes=1, sha256="1" * 64))))
     stated = found["fingerprint"]
     covered = {name: value for name, value in found.items() if name not in NOT_COVERED}
-    covered["files"] = [file for file in found["files"] if file["name"] in ("index.arrow", "zstd.dict")]
+    covered["files"] = [file for file in found["files"] if file["name"] in ("shards.arrow", "index.arrow", "zstd.dict")]
     canonical = json.dumps(covered, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     assert hashlib.sha256(canonical).hexdigest() == stated
 
@@ -101,15 +91,15 @@ def test_fingerprint_covers_what_a_training_run_depends_on_and_nothing_else() ->
     dictionary = FileEntry(name="zstd.dict", bytes=9, sha256="2" * 64)
     covered: list[dict[str, Any]] = [
         {"num_clips": 4}, {"num_samples": 1}, {"channels": ()}, {"channels": manifest().channels[:1]}, {"classes": ()},
-        {"attributes": ("parked",)}, {"time_base": "clip"}, {"ego_origin": "imu"}, {"splits": {}}, {"shards": ()},
+        {"attributes": ("parked",)}, {"time_base": "clip"}, {"ego_origin": "imu"}, {"splits": {}}, {"num_bytes": 1},
         {"files": ()}, {"files": (*manifest().files, dictionary)}, {"format": "x"}, {"version": 2},
         {"files": (FileEntry(name="index.arrow", bytes=100, sha256="3" * 64),)},
-        {"shards": (shard(9, "train", 0, 4), *manifest().shards[1:])},
+        {"files": (*manifest().files, FileEntry(name="shards.arrow", bytes=100, sha256="3" * 64))},
     ]  # fmt: skip
     parquet = FileEntry(name="attributes.parquet", bytes=9, sha256="4" * 64)
     other: list[dict[str, Any]] = [
         {"name": "other"}, {"seed": 8}, {"order_unit": "clip"}, {"license": "MIT"}, {"compression": {}},
-        {"provenance": {}}, {"fingerprint": "f"}, {"digest": "f"},
+        {"provenance": {}}, {"lineage": Lineage(parents=("a",))}, {"fingerprint": "f"}, {"digest": "f"},
         {"files": (*manifest().files, parquet)},
     ]  # fmt: skip
     assert {name for change in covered + other for name in change} == set(Manifest.__struct_fields__)
@@ -157,18 +147,17 @@ def test_channels_are_cameras_then_lidars_then_boxes() -> None:
         (GOOD.replace(b'"seed": 7', b'"seed": 8'), "was edited or damaged"),
         (GOOD.replace(b'"zwei"', b'"drei"'), "was edited or damaged"),
         (GOOD.replace(b'"unix"', b'"clip"'), "was edited or damaged"),
-        (signed(shards=(shard(0, "train", 0, 4), shard(1, "train", 5, 3))), "'train-000001.tar' does not continue at"),
-        (signed(shards=(shard(0, "train", 1, 4),)), "'train-000000.tar' does not continue at sample 0"),
-        (signed(shards=(shard(0, "test", 0, 9),)), "'test-000000.tar' does not continue"),
-        (signed(shards=(shard(9, "train", 0, 0), *manifest().shards)), "does not continue"),
-        (signed(num_samples=10), "shards hold 9 samples, splits 9, stated 10"),
+        (signed(num_samples=10), "the splits hold 9 samples, stated are 10"),
         (signed(splits={"train": manifest().splits["train"], "val": SplitEntry(
-            first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1)}), "splits 10, stated 9"),
-        (signed(splits={"val": manifest().splits["train"], "train": manifest().splits["val"]}), "does not match"),
+            first_sample=7, num_samples=3, first_shard=2, num_shards=1, num_clips=1)}), "10 samples, stated are 9"),
         (signed(splits=manifest().splits | {"train": SplitEntry(
-            first_sample=1, num_samples=7, first_shard=0, num_shards=2, num_clips=2)}), "'train' does not match"),
+            first_sample=1, num_samples=7, first_shard=0, num_shards=2, num_clips=2)}), "'train' does not continue at"),
         (signed(splits=manifest().splits | {"train": SplitEntry(
-            first_sample=0, num_samples=7, first_shard=0, num_shards=1, num_clips=2)}), "'train' does not match"),
+            first_sample=0, num_samples=7, first_shard=0, num_shards=1, num_clips=2)}), "'val' does not continue at"),
+        (signed(splits=manifest().splits | {"train": SplitEntry(
+            first_sample=0, num_samples=7, first_shard=0, num_shards=0, num_clips=2)}), "7 samples and no shard"),
+        (signed(splits=manifest().splits | {"train": SplitEntry(
+            first_sample=0, num_samples=7, first_shard=0, num_shards=8, num_clips=2)}), "'train' does not continue at"),
     ],
 )  # fmt: skip
 def test_what_does_not_add_up_is_refused(data, words) -> None:
@@ -181,21 +170,17 @@ def test_what_does_not_add_up_is_refused(data, words) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../train.tar", "/etc/passwd", "sub/train.tar", "train/", "a\0.tar", "dataset.json"]
 )
-@pytest.mark.parametrize("kind", ["shards", "files"])
-def test_file_names_cannot_leave_the_folder(kind, name) -> None:
-    entries = getattr(manifest(), kind)
-    changed = (msgspec.structs.replace(entries[0], name=name), *entries[1:])
+def test_file_names_cannot_leave_the_folder(name) -> None:
+    first, *others = manifest().files
+    changed = (msgspec.structs.replace(first, name=name), *others)
     with pytest.raises(ManifestError, match="not a plain file name"):
-        decode_manifest(signed(**{kind: changed}), "here")
+        decode_manifest(signed(files=changed), "here")
 
 
 def test_nothing_stands_twice() -> None:
-    first, second, third = manifest().shards
-    shards = (first, msgspec.structs.replace(second, name=first.name), third)
-    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' occurs twice"):
-        decode_manifest(signed(shards=shards), "here")
-    with pytest.raises(ManifestError, match=r"file 'train-000000\.tar' occurs twice"):
-        decode_manifest(signed(files=(msgspec.structs.replace(manifest().files[0], name=first.name),)), "here")
+    (first,) = manifest().files
+    with pytest.raises(ManifestError, match=r"file 'index\.arrow' occurs twice"):
+        decode_manifest(signed(files=(first, first)), "here")
     channels = (camera_channel(FRONT), lidar_channel(msgspec.structs.replace(TOP, channel="cam_front")))
     with pytest.raises(ManifestError, match="channel 'cam_front' occurs twice"):
         decode_manifest(signed(channels=channels), "here")
@@ -299,4 +284,25 @@ def test_l5_a_version_of_two_megabytes_is_not_printed_whole() -> None:
 
 def test_l2_a_manifest_has_a_limit() -> None:
     with pytest.raises(ManifestError, match="more than a manifest may have"):
-        decode_manifest(GOOD + b" " * (32 << 20), "here")
+        decode_manifest(GOOD + b" " * (16 << 20), "here")
+
+
+def test_the_lineage_names_every_ancestor_once_nearest_first() -> None:
+    first, second = manifest(name="a", fingerprint="1"), manifest(name="b", fingerprint="2")
+    both = manifest(name="ab", fingerprint="3", lineage=Lineage.of([first, second]))
+    found = Lineage.of([both, first])
+    assert found.parents == ("3", "1")
+    assert [(one.fingerprint, one.parents) for one in found.ancestors] == [("3", ("1", "2")), ("1", ()), ("2", ())]
+    assert decode_manifest(signed(lineage=found), "here").lineage == found
+
+
+def test_a_lineage_keeps_the_nearest_ancestors() -> None:
+    chain = [manifest(fingerprint="0")]
+    for number in range(1, 200):
+        chain.append(manifest(fingerprint=str(number), lineage=Lineage.of(chain[-1:])))
+    found = chain[-1].lineage.ancestors
+    assert [one.fingerprint for one in found] == [str(number) for number in range(198, 70, -1)]
+    decode_manifest(signed(lineage=chain[-1].lineage), "here")
+    one = Ancestor(fingerprint="", name="", num_samples=1, made_by="", parents=())
+    with pytest.raises(ManifestError, match="129 ancestors, at most 128"):
+        decode_manifest(signed(lineage=Lineage(ancestors=(one,) * 129)), "here")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fuelrail.pipeline.errors import ConfigError, FrameError, IndexFileError, MemberTooLargeError, TruncatedShardError
 from fuelrail.pipeline.format import zstd_frames
 from fuelrail.pipeline.format.dataset import open_dataset, read_members
-from fuelrail.pipeline.format.index_row import IndexRow, MemberEntry
+from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember, iter_members, pack_sample
 from support.datasets import build_dataset
 

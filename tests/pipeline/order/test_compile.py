@@ -13,8 +13,9 @@ from pyarrow import parquet as pq
 
 from fuelrail.bench.micro.synthetic_index import write_synthetic_index
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
-from fuelrail.pipeline.format.attributes import ATTRIBUTES_FILE, Attributes
+from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.compile import compile_order, read_keys
 from fuelrail.pipeline.order.mix import Mix

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.format.manifest import LidarEntry
 from fuelrail.sharding.planning.recipe import (
     Recipe,
     codec_of,

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.index import INDEX_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE
 from fuelrail.sharding.verify.dataset import verify
 from support.edits import replace_index, reseal, rewrite
@@ -77,8 +77,13 @@ def test_every_flipped_byte_of_a_shard_is_found(out):
         ("val-000000.idx", "flipped", "SHA-256 does not match the manifest"),
         ("val-000000.idx", "cut", "bytes, the manifest says"),
         ("attributes.parquet", "flipped", "SHA-256 does not match the manifest"),
-        ("index.arrow", "gone", "cannot be opened"),
-        ("index.arrow", "cut", "cannot be opened"),
+        ("index.arrow", "gone", "has no index.arrow"),
+        ("index.arrow", "cut", "bytes, the manifest says"),
+        ("shards.arrow", "gone", "has no shards.arrow"),
+        ("shards.arrow", "cut", "bytes, the manifest says"),
+        ("shards.arrow", "flipped", "do not match their SHA-256 in blocks.sha256"),
+        ("keys.arrow", "gone", "cannot be read: No such file"),
+        ("keys.arrow", "flipped", "SHA-256 does not match the manifest"),
     ],
 )
 def test_damaged_files(out, name, harm, says):

@@ -55,6 +55,41 @@ def test_two_ranks_train_on_the_whole_epoch_and_are_reported(dataset, tmp_path, 
     assert "emulated" in (out / "report.html").read_text()
 
 
+def test_a_run_continues_from_its_checkpoint_on_other_ranks_with_the_same_losses(dataset, tmp_path, capsys):
+    place = tmp_path / "checkpoints"
+    common = ("--model", "light", "--workers", 1, "--warmup", 3, "--no-html")
+    whole = tmp_path / "whole"
+    assert bench(dataset, whole, "--ranks", 1, "--batch-size", 4, "--steps", 20, *common, "--memory") == 0
+    checkpoints = ("--checkpoint", place, "--every", 4, "--keep", 2)
+    assert bench(dataset, tmp_path / "a", "--ranks", 2, "--batch-size", 2, "--steps", 9, *common, *checkpoints) == 0
+    assert sorted(path.name[:13] for path in place.iterdir()) == ["step-00000008", "step-00000009"]
+    capsys.readouterr()
+    again = ("--ranks", 1, "--batch-size", 4, "--steps", 20, *common, *checkpoints, "--against", whole)
+    assert bench(dataset, tmp_path / "b", *again) == 0
+    printed = capsys.readouterr().out
+    assert "continued after step 9 from checkpoint step-00000009" in printed
+    report = load_report(tmp_path / "b" / "report.json")
+    assert report.checkpoints.restored.world_size == 2
+    assert [series.first_step for series in report.series] == [9]
+    assert report.against.verdict == "within noise"
+    assert report.against.num_samples == 11 * 4
+    assert report.against.largest_difference <= 2e-6
+    (line,) = load_report(whole / "report.json").memory
+    assert line.step == 2
+    assert {"parameters", "optimiser", "activations"} <= line.allocated.keys()
+    assert bench(dataset, tmp_path / "c", *again) == 2
+    assert "the run is complete: checkpoint step-00000020" in capsys.readouterr().err
+
+
+def test_a_larger_batch_is_checked_by_two_short_runs(dataset, tmp_path):
+    options = ("--batch-size", 2, "--check-batch", 4, "--steps", 40, "--warmup", 2, "--model", "light", "--no-html")
+    assert bench(dataset, tmp_path, *options) == 0
+    report = load_report(tmp_path / "report.json")
+    assert (report.options["batch_size"], report.options["num_steps"]) == (4, 20)
+    assert (report.against.other, report.against.num_samples) == ("the run with batch size 2", 80)
+    assert report.against.largest_difference is None
+
+
 def test_a_damaged_sample_ends_the_run_with_its_address_and_a_partial_report(dataset, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(dataset, damaged)
@@ -82,7 +117,7 @@ def _row_of_step(folder, step):
     from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
 
     dataset = open_dataset(folder)
-    order = Order(OrderSpec(kind="shuffled", seed=0), Layout.of_split(dataset.manifest, "train"), 0)
+    order = Order(OrderSpec(kind="shuffled", seed=0), Layout.of_split(dataset, "train"), 0)
     return dataset.index.row(dataset.split("train").first_sample + int(order(np.array([step]))[0]))
 
 
@@ -100,6 +135,11 @@ def _row_of_step(folder, step):
         (("--accelerator", "tpu"), "must be auto, cuda or emulated:PROFILE"),
         (("--accelerator", "emulated:"), "must be auto, cuda or emulated:PROFILE"),
         (("--accelerator", "emulated:z80"), "known profiles"),
+        (("--memory", "--warmup", 2), "warmup=2 must be 3 or more"),
+        (("--checkpoint", "checkpoints", "--leave-out", "training"), "exclude each other"),
+        (("--checkpoint", "zip+tar://x"), "cannot be opened"),
+        (("--check-batch", 8, "--against", "report.json"), "report.json"),
+        (("--check-batch", 100_000, "--steps", 2), "less than one step of check_batch=100000"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_sentence(dataset, tmp_path, capsys, options, said):

@@ -3,14 +3,28 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fuelrail.bench.measure.records import RankLog
+from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave, MemoryLine, RankLog
+from fuelrail.bench.studies.train.markdown import render_markdown
 from fuelrail.bench.studies.train.page import render_page, verdict
 from support.bench_runs import SETTINGS, log, report_of, step, steps
 from support.html_page import Page
 
 pytestmark = pytest.mark.slow
 
+LEARNED = log(0, steps(60))
+LEARNED.memory = MemoryLine(
+    step=2,
+    source="allocator",
+    at_ms=[0.0, 1.0, 2.0],
+    allocated={"parameters": [2**20] * 3, "activations": [0, 2**22, 0]},
+    reserved=[2**23] * 3,
+)
+LEARNED.saves = [CheckpointSave(step=20, stall_ns=10**7, total_ns=10**9, num_bytes=10**6)]
+LEARNED.restored = CheckpointRestore(step=10, folder="step-00000010.0123abcd", world_size=4, skipped=["<cut>"])
 RUNS = {
+    "with memory and checkpoints": report_of(
+        [LEARNED], settings=msgspec.structs.replace(SETTINGS, checkpoint="/private", failures_per_day=2.0)
+    ),
     "two ranks": report_of([log(0, steps(20, wait_ms=3)), log(1, steps(20, wait_ms=3, reduce_ms=2))], price=2.5),
     "three hundred steps": report_of([log(0, steps(300, wait_ms=3))]),
     "a first step that towers": report_of([log(0, [step(0, 0, wait_ms=9_000), *steps(30, 9_031_000_000)])]),
@@ -45,6 +59,22 @@ def test_the_page_tells_what_the_report_tells(run):
         assert f"{report.figures.throughput.gpu_hours_per_million_samples:.1f}" in page.text
     else:
         assert "No occupancy figure" in page.text
+
+
+def test_memory_and_checkpoints_are_shown():
+    report = RUNS["with memory and checkpoints"]
+    text, markdown = Page(render_page(report)).text, render_markdown(report)
+    for said in (
+        "continued after step 10 from checkpoint step-00000010.0123abcd, which 4 ranks saved",
+        "1 checkpoint of 1.0 MB: each stalled the training for 10.0 ms and was visible after 1,000 ms",
+        "At 2 failures a day, save every 29 s",
+        "set aside; the run continued from the one before. <cut>",
+    ):
+        assert said in text
+        assert said in markdown
+    assert "| 0 | 5.0 | 8.0 | parameters 1.0, activations 4.0 |" in markdown
+    assert "parameters 1.0, activations 4.0" in text
+    assert "/private" not in text
 
 
 def test_an_emulated_run_says_on_every_occasion_that_it_is(run):

@@ -1,0 +1,288 @@
+"""Does every way of dividing a model over ranks train as one process does? Losses side by side, step by step.
+
+Worlds of 2, 4 and 8 ranks on this host (gloo) train each tiny model under each strategy and composition, on batches of
+the loader. Rank 0 then trains the undivided model alone on the same global batches, in the parts that the ranks (and a
+pipeline's micro-batches) had, one after another, so that BatchNorm sees the same samples together. Compared are the
+losses of all steps, the mean over the global batch, and the samples' keys.
+
+ResNet learns at a rate of 2e-8, the others at 1e-3: BatchNorm over few values and AdamW, which divides by a gradient's
+own size, make last digits of the sums grow in a few steps. At 2e-8 the steps still change the loss by hundreds of times
+the bound, so a gradient that is wrong shows.
+
+Low precision: losses of bf16 and fp16 against fp32 in one process, as means over windows of 20 of 200 steps, at 1e-5:
+of a loss that is nearly 0 a percentage says nothing.
+
+    python -m fuelrail.bench.micro.parallel_equality --out bench/results/parallel_equality.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fuelrail.bench.measure.machine import MachineFacts, machine_facts
+from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.trainer.launch import run_ranks
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, check_fits, degrees_of
+from fuelrail.pipeline.errors import FuelrailError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+GLOBAL_BATCH = 16
+EXACT, LOW = 2e-6, 0.01
+TINY = ("bev-tiny", "resnet-tiny", "vit-tiny", "gpt-tiny")
+_IMAGE = (64, 128)
+_NUM_BATCHES = 20
+_WINDOW = 20
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One training: a model, how it is divided, and how long."""
+
+    model: str
+    parallel: ParallelSettings = ParallelSettings()
+    precision: Precision = "fp32"
+    steps: int = 20
+
+    @property
+    def rate(self) -> float:
+        """Learning rate; see the module's docstring."""
+        if self.model.startswith("resnet"):
+            return 2e-8
+        return 1e-3 if self.precision == "fp32" else 1e-5
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out: the largest difference of a loss (in low precision: relative, of a window's mean)."""
+
+    world: int
+    degrees: str
+    case: Case
+    same_samples: bool
+    difference: float
+    first_loss: float
+    last_loss: float
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is within the bound."""
+        return self.same_samples and self.difference <= (EXACT if self.case.precision == "fp32" else LOW)
+
+
+class Equality(msgspec.Struct, frozen=True, kw_only=True):
+    """The result file."""
+
+    benchmark: str
+    machine: MachineFacts
+    global_batch: int
+    compared: list[Compared]
+
+
+def cases_of(world: int) -> Iterator[Case]:
+    """All cases of a world."""
+    meshes = {
+        2: [],
+        4: ["pp=2,dp_shard=2", "pp=2,tp=2", "dp_shard=2,tp=2", "dp_replicate=2,tp=2", "pp=2,dp_replicate=2"],
+        8: [
+            *("pp=2,dp_shard=2,tp=2", "pp=2,dp_replicate=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"),
+            *("pp=2,dp_replicate=2,dp_shard=2", "pp=4,dp_shard=2", "pp=2,tp=4", "dp_shard=4,tp=2"),
+        ],
+    }[world]
+    for model in TINY:
+        for strategy in ("ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"):
+            micro = 8 if strategy == "pipeline" else None
+            yield Case(model=model, parallel=ParallelSettings(strategy=strategy, micro_batches=micro))
+        for mesh in meshes:
+            micro = 4 if "pp" in mesh else None
+            yield Case(model=model, parallel=ParallelSettings(mesh=mesh, micro_batches=micro))
+    if world == 2:
+        yield from _variations()
+
+
+def _variations() -> Iterator[Case]:
+    """Schedules, recomputation, offload, compilation, clipping and optimisers, each once; and low precision."""
+    for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        for model in ("gpt-tiny", "vit-tiny"):
+            pipeline = ParallelSettings(strategy="pipeline", pipeline_schedule=schedule, micro_batches=8)
+            yield Case(model=model, parallel=pipeline)
+    for options in (
+        {"strategy": "fsdp2", "recompute": "full"},
+        {"strategy": "fsdp2", "recompute": "selective"},
+        {"strategy": "tensor", "recompute": "selective"},
+        {"strategy": "fsdp2", "offload": True},
+        {"strategy": "fsdp2", "compile": "aot_eager"},
+        {"strategy": "ddp", "bucket_mib": 0.01},
+        *({"strategy": name, "clip_norm": 0.1} for name in ("ddp", "fsdp2", "tensor", "pipeline")),
+        *({"strategy": name, "optimiser": "sgd", "rate_warmup": 10} for name in ("ddp", "fsdp2", "tensor")),
+    ):
+        yield Case(model="gpt-tiny", parallel=ParallelSettings(**options))  # type: ignore[arg-type]
+    low = (("bev-tiny", "ddp"), ("vit-tiny", "ddp"), ("gpt-tiny", "fsdp2"), ("gpt-tiny", "tensor"))
+    for precision, (model, strategy) in (
+        *itertools.product(("bf16", "fp16"), low),
+        ("bf16", ("resnet-tiny", "ddp")),
+    ):
+        yield Case(model=model, parallel=ParallelSettings(strategy=strategy), precision=precision, steps=200)  # type: ignore[arg-type]
+
+
+class Comparison:
+    """One rank: trains cases and compares them; batches and references are kept."""
+
+    def __init__(self, dataset: str) -> None:
+        import torch.distributed as dist
+
+        self._dataset = dataset
+        self._world = dist.get_world_size()
+        self._batches: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+        self._alone: dict[bytes, list[float]] = {}
+
+    def compare(self, case: Case) -> Compared:
+        """Train a case on all ranks and compare it; all ranks must call this."""
+        import torch.distributed as dist
+
+        from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
+        from fuelrail.loaders.distributed import resolve_world
+
+        degrees = degrees_of(case.parallel, self._world)
+        rows = GLOBAL_BATCH // degrees.data
+        check_fits(case.parallel, degrees, MODELS[case.model], rows, _IMAGE)
+        mesh = make_mesh(degrees, "cpu")
+        place = resolve_world(mesh)
+        batches = self._load(place.rank, place.size)
+        started_s = time.perf_counter()
+        parallel = parallelise(
+            build(MODELS[case.model], "cpu", 0), case.parallel, degrees, mesh,
+            batch_size=rows, learning_rate=case.rate, precision=case.precision,
+        )  # fmt: skip
+        losses = [parallel.step(batch) for batch in itertools.islice(itertools.cycle(batches), case.steps)]
+        seconds = time.perf_counter() - started_s
+        keys: list[Any] = [None] * self._world
+        dist.all_gather_object(keys, (place.rank, [batch["sample_key"] for batch in batches]))
+        same, difference = True, 0.0
+        if dist.get_rank() == 0:
+            micro = (case.parallel.micro_batches or rows) if degrees.pp > 1 else 1
+            expected = self._train_alone(case, degrees.data * micro)
+            difference = _difference(losses, expected, case)
+            ranks = dict(keys)
+            found = [[key for rank in sorted(ranks) for key in ranks[rank][step]] for step in range(_NUM_BATCHES)]
+            same = found == [batch["sample_key"] for batch in self._load(0, 1)]
+        return Compared(
+            world=self._world, degrees=str(degrees), case=case, same_samples=same, difference=difference,
+            first_loss=losses[0], last_loss=losses[-1], seconds=round(seconds, 2),
+        )  # fmt: skip
+
+    def _load(self, rank: int, size: int) -> list[Mapping[str, Any]]:
+        from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+        from fuelrail.pipeline.order.batching import World
+
+        if (rank, size) not in self._batches:
+            transforms = Transforms(image=ImageAugment(height=_IMAGE[0], width=_IMAGE[1]))
+            with DataLoader(
+                self._dataset, GLOBAL_BATCH // size, seed=7, num_workers=1, transforms=transforms,
+                world=World(rank, size), check_ranks=False,
+            ) as loader:  # fmt: skip
+                self._batches[rank, size] = list(itertools.islice(loader, _NUM_BATCHES))
+        return self._batches[rank, size]
+
+    def _train_alone(self, case: Case, num_parts: int) -> list[float]:
+        """Losses of one process, in fp32, that adds up the gradients of the parts."""
+        from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+
+        kept = {name: getattr(case.parallel, name) for name in ("clip_norm", "optimiser", "rate_warmup")}
+        key = msgspec.json.encode([case.model, case.rate, case.steps, kept, num_parts])
+        if key not in self._alone:
+            model = build(MODELS[case.model], "cpu", 0)
+            alone = parallelise(
+                model, ParallelSettings(**kept), Degrees(), None, batch_size=GLOBAL_BATCH, learning_rate=case.rate
+            )
+            losses = []
+            for batch in itertools.islice(itertools.cycle(self._load(0, 1)), case.steps):
+                parts = zip(*(tensor.chunk(num_parts) for tensor in model.inputs(batch)), strict=True)
+                losses.append(sum(float(alone.forward_backward(part, accumulation=num_parts)) for part in parts))
+                alone.update()
+            self._alone[key] = losses
+        return self._alone[key]
+
+
+def _difference(losses: Sequence[float], expected: Sequence[float], case: Case) -> float:
+    if case.precision == "fp32":
+        return max(abs(one - other) for one, other in zip(losses, expected, strict=True))
+    windows = range(0, case.steps, _WINDOW)
+    sums = [(sum(losses[at : at + _WINDOW]), sum(expected[at : at + _WINDOW])) for at in windows]
+    return max(abs(one / other - 1) for one, other in sums)
+
+
+def run_rank(cases: Path, dataset: str, out: Path) -> None:
+    """One rank of a world: all cases of a file, one after the other; rank 0 writes what came out."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    comparison = Comparison(dataset)
+    with out.open("w") if dist.get_rank() == 0 else open("/dev/null", "w") as file:  # noqa: PTH123 - a device
+        for case in msgspec.json.decode(cases.read_bytes(), type=list[Case]):
+            compared = comparison.compare(case)
+            file.write(msgspec.json.encode(compared).decode() + "\n")
+            file.flush()
+    dist.barrier()  # or ZeRO's end aborts the process
+    dist.destroy_process_group()
+
+
+def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared]:
+    """Run each world's cases. Raises FuelrailError where a world ends early."""
+    from fuelrail.bench.micro.loader_data import write_cameras
+
+    write_cameras(folder / "cameras", GLOBAL_BATCH * _NUM_BATCHES, channels=("cam_front", "cam_front_right"))
+    found: list[Compared] = []
+    for world, cases in worlds.items():
+        listed, out, log = (folder / f"{world}.{name}" for name in ("cases", "jsonl", "log"))
+        listed.write_bytes(msgspec.json.encode(list(cases)))
+        program = [__spec__.name, "--rank", str(listed), str(folder / "cameras"), str(out)]
+        outcome = run_ranks(program, world, log, lambda: None)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        if outcome.exit_code:
+            raise FuelrailError(f"{world} ranks ended early: see the end of its log:\n{log.read_text()[-900:]}")
+        found += [msgspec.json.decode(line, type=Compared) for line in out.read_text().splitlines()]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; 1 if a difference is larger than it may be."""
+    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.parallel_equality", description=__doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8], help="(default: %(default)s)")
+    parser.add_argument("--models", nargs="+", default=list(TINY), help="(default: all)")
+    parser.add_argument("--rank", nargs=4, metavar="ARGUMENT", help="run as a rank (used by the command itself)")
+    options = parser.parse_args(argv)
+    if options.rank:
+        run_rank(Path(options.rank[0]), options.rank[1], Path(options.rank[2]))
+        return 0
+    machine = machine_facts()
+    with tempfile.TemporaryDirectory(prefix="fuelrail-equality-") as folder:
+        worlds = {world: [case for case in cases_of(world) if case.model in options.models] for world in options.worlds}
+        compared = measure(worlds, Path(folder))
+    for one in compared:
+        options_of = msgspec.json.encode(one.case.parallel).decode()
+        print(  # noqa: T201
+            f"{one.world} {one.case.model:11} {one.degrees:32} {one.case.precision} {one.difference:.1e} "
+            f"{'holds' if one.holds else 'OFF'} {one.seconds:.1f} s {options_of if not one.holds else ''}"
+        )
+    result = Equality(benchmark="parallel_equality", machine=machine, global_batch=GLOBAL_BATCH, compared=compared)
+    if options.out is not None:
+        publish_json(options.out, result)
+    return 0 if all(one.holds for one in compared) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

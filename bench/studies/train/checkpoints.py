@@ -1,0 +1,87 @@
+"""What checkpoints cost a run, and how often to save them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fuelrail.bench.measure.clock import Summary, summarise_ns
+from fuelrail.bench.measure.records import CheckpointRestore  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.trainer.checkpoints.interval import suggested_interval_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.bench.measure.records import RankLog
+    from fuelrail.bench.trainer.settings import TrainSettings
+
+
+class CheckpointFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoints of a run.
+
+    ``stall``: what each save took from the training, of the rank that lost most. ``save``: how long it took in the
+    background, until it was visible. ``interval_s`` is the suggested time between two saves at
+    ``failures_per_day`` failures (:func:`fuelrail.bench.trainer.checkpoints.interval.suggested_interval_s`), and
+    ``interval_steps`` the same in steps of the measured window; None where a figure for it is missing.
+    """
+
+    restored: CheckpointRestore | None
+    num_saves: int
+    num_bytes: int | None
+    stall: Summary | None
+    save: Summary | None
+    failures_per_day: float | None
+    interval_s: float | None
+    interval_steps: int | None
+
+    def sentences(self) -> list[str]:
+        """The figures as text."""
+        lines = []
+        if self.restored is not None:
+            lines.append(
+                f"The run continued after step {self.restored.step} from checkpoint {self.restored.folder}, which "
+                f"{self.restored.world_size} rank{'s' if self.restored.world_size != 1 else ''} saved."
+            )
+        if self.stall is not None and self.save is not None and self.num_bytes is not None:
+            plural = "s" if self.num_saves != 1 else ""
+            lines.append(
+                f"{self.num_saves} checkpoint{plural} of {self.num_bytes / 1e6:,.1f} MB: each stalled the training for "
+                f"{self.stall.mean_ms:.1f} ms and was visible after {self.save.mean_ms:,.0f} ms."
+            )
+        if self.interval_s is not None:
+            steps = "" if self.interval_steps is None else f", {self.interval_steps:,} steps of this run"
+            lines.append(
+                f"At {self.failures_per_day:g} failures a day, save every {self.interval_s:,.0f} s{steps}: that loses "
+                "the least time to saves and to steps done again (Daly 2006)."
+            )
+        return lines
+
+
+def checkpoint_figures(
+    settings: TrainSettings, logs: Sequence[RankLog], step_ms: float | None
+) -> CheckpointFigures | None:
+    """Return the figures of a run's checkpoints; None for a run without. ``step_ms``: mean time of a step."""
+    if settings.checkpoint is None:
+        return None
+    failures_per_day = settings.failures_per_day
+    # Ranks that were killed may lack the last ones.
+    saves = list(zip(*(log.saves for log in logs), strict=False))
+    stall = summarise_ns([max(save.stall_ns for save in ranks) for ranks in saves]) if saves else None
+    save = summarise_ns([max(save.total_ns for save in ranks) for ranks in saves]) if saves else None
+    interval_s = None
+    if stall is not None and save is not None and failures_per_day is not None:
+        interval_s = suggested_interval_s(stall.mean_ms / 1e3, save.mean_ms / 1e3, failures_per_day)
+    steps = None
+    if interval_s is not None and step_ms is not None:
+        steps = max(1, round(interval_s * 1e3 / step_ms))
+    return CheckpointFigures(
+        restored=logs[0].restored,
+        num_saves=len(saves),
+        num_bytes=saves[-1][0].num_bytes if saves else None,
+        stall=stall,
+        save=save,
+        failures_per_day=failures_per_day,
+        interval_s=interval_s,
+        interval_steps=steps,
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints of a training run: what is in one, where it lies, when it is written."""

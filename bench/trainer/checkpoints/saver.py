@@ -1,0 +1,245 @@
+"""Save a run's state while it trains on, and restore it on any mesh."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from fuelrail.bench.measure.records import CheckpointRestore, CheckpointSave
+from fuelrail.bench.trainer.checkpoints.state import (
+    Manifest,
+    model_tensors,
+    progress_of,
+    put_back,
+    targets_of,
+    tensors_of,
+)
+from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store, digests, step_of
+from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from fuelrail.bench.trainer.strategies.parallel import Parallel
+    from fuelrail.loaders import DataLoader
+
+_T = TypeVar("_T")
+# Saving and loading wait for storage; a rank that died must be noticed all the same.
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Checkpoints:
+    """The checkpoints of a run at a folder or URL; made by all ranks together, after the process group.
+
+    ``identity`` is what a checkpoint must share with this run to be restored, by name. All methods are called by all
+    ranks alike. Load checkpoints that you trust only: torch's metadata in them is a pickle.
+    """
+
+    def __init__(self, place: str, *, keep: int, identity: Mapping[str, str]) -> None:
+        self._store = Store(place)
+        self._keep, self._identity = keep, dict(identity)
+        # The background thread's collectives must not meet the training's.
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._token = self._on_first(lambda: secrets.token_hex(4))
+        self._stager = _KeptStager(cache_staged_state_dict=True)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[CheckpointSave] | None = None
+
+    def save(self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]) -> CheckpointSave | None:
+        """Start to save the state after ``step`` steps, and return the save before, if it was not returned yet.
+
+        The state is copied before this returns; the training may change it. Waits for the save before. Raises
+        FuelrailError where that failed.
+        """
+        start_ns = time.monotonic_ns()
+        done = self.wait()
+        folder = self._store.folder(step, self._token)
+        writer = self._store.writer(folder)
+        progress = msgspec.to_builtins(progress_of(parallel, loader_state))
+        written = async_save(
+            tensors_of(parallel, self._rank),
+            storage_writer=writer,
+            process_group=self._group,
+            async_stager=self._stager,
+        )
+        assert isinstance(written, Future), "a blocking stager has finished"
+        stall_ns = time.monotonic_ns() - start_ns
+
+        def finish() -> CheckpointSave:
+            return self._finish(written, writer, folder, progress, (start_ns, stall_ns))
+
+        self._pending = self._thread.submit(finish)
+        return done
+
+    def wait(self) -> CheckpointSave | None:
+        """Wait until no save is under way, and return the last one; None if it was returned already."""
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    def close(self) -> CheckpointSave | None:
+        """Wait for the last save, and leave the ranks' group."""
+        done = self.wait()
+        self._thread.shutdown()
+        dist.destroy_process_group(self._group)
+        return done
+
+    def restore(self, parallel: Parallel, loader: DataLoader) -> CheckpointRestore | None:
+        """Continue from the newest complete checkpoint; None where there is none, also of a killed first save.
+
+        One whose bytes changed is set aside, and the one before is taken. Raises StateMismatchError, with both sides,
+        for a checkpoint of another model, dataset or version, and FuelrailError where all are damaged.
+        """
+
+        def candidates() -> list[str]:
+            self._store.clean()
+            return self._store.complete()
+
+        skipped: list[str] = []
+        for folder in (found := self._on_first(candidates)):
+            try:
+                manifest = self._on_first(partial(self._store.read, folder))
+                self._everywhere(partial(self._check, folder, manifest))
+            except DamagedError as error:
+                self._on_first(partial(self._store.hide, folder))
+                skipped.append(f"{folder}: {error}")
+                continue
+            self._load(folder, manifest, parallel, loader)
+            return CheckpointRestore(step=manifest.step, folder=folder, world_size=manifest.world_size, skipped=skipped)
+        if found:
+            raise FuelrailError(
+                f"no checkpoint in '{self._store.shown}' is whole ({'; '.join(skipped)}): restore the files, or use "
+                "another --checkpoint to start again"
+            )
+        return None
+
+    def _finish(
+        self,
+        written: Future[Metadata],
+        writer: FileSystemWriter,
+        folder: str,
+        progress: dict[str, Any],
+        times_ns: tuple[int, int],
+    ) -> CheckpointSave:
+        """In the background: wait for all ranks' files, make them visible, remove old checkpoints."""
+        step = step_of(folder)
+        try:
+            written.result()
+            parts: list[Any] = [None] * self._world_size
+            dist.all_gather_object(parts, digests(writer), group=self._group)
+            files = {name: entry for part in parts for name, entry in part.items()}
+            manifest = Manifest(
+                step=step, world_size=self._world_size, identity=self._identity, progress=progress, files=files
+            )
+            self._on_first(partial(self._store.publish, folder, manifest))
+            self._on_first(partial(self._store.prune, self._keep))
+        except Exception as error:
+            raise FuelrailError(
+                f"the checkpoint of step {step} could not be written to '{self._store.shown}': {error}; checkpoints "
+                "of earlier steps are whole"
+            ) from error
+        start_ns, stall_ns = times_ns
+        return CheckpointSave(
+            step=step,
+            stall_ns=stall_ns,
+            total_ns=time.monotonic_ns() - start_ns,
+            num_bytes=sum(size for size, _ in files.values()),
+        )
+
+    def _check(self, folder: str, manifest: Manifest) -> None:
+        """Check this rank's share of the files."""
+        self._store.check(folder, manifest, sorted(manifest.files)[self._rank :: self._world_size])
+
+    def _load(self, folder: str, manifest: Manifest, parallel: Parallel, loader: DataLoader) -> None:
+        where = f"checkpoint '{self._store.shown}/{folder}'"
+        differing = [
+            f"{name}: checkpoint has {manifest.identity.get(name)}, this run has {self._identity.get(name)}"
+            for name in sorted({*manifest.identity, *self._identity})
+            if manifest.identity.get(name) != self._identity.get(name)
+        ]
+        if differing:
+            raise StateMismatchError(f"{where} is of another run; {'; '.join(differing)}; use another --checkpoint")
+        # Checks dataset, split, order and settings, and says both sides itself.
+        loader.load_state_dict(manifest.progress["loader"])
+        reader = self._store.reader(folder)
+        saved = reader.read_metadata()
+        self._compare_shapes(where, saved, parallel)
+        tensors = targets_of(parallel, saved, self._rank, manifest.world_size)
+        load(tensors, storage_reader=reader, process_group=self._group)
+        put_back(parallel, tensors, manifest.progress)
+
+    def _compare_shapes(self, where: str, saved: Metadata, parallel: Parallel) -> None:
+        """Compare the model of all ranks together with the saved one."""
+        shares: list[Any] = [None] * self._world_size
+        own = {name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()}
+        dist.all_gather_object(shares, own, group=self._group)
+        ours = {name: shape for share in shares for name, shape in share.items()}
+        theirs = {
+            name: list(item.size)
+            for name, item in saved.state_dict_metadata.items()
+            if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
+        }
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                raise StateMismatchError(
+                    f"{where} is of another model; {name.removeprefix('model.')}: checkpoint has "
+                    f"{theirs.get(name, 'none')}, this model has {ours.get(name, 'none')}; use the model of the "
+                    "checkpoint, or another --checkpoint"
+                )
+
+    def _on_first(self, function: Callable[[], _T]) -> _T:
+        """Call a function on rank 0 and return its result, or raise its error, on all ranks."""
+        outcome: list[Any] = [_outcome(function) if self._rank == 0 else None]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        result: _T = _unwrap(outcome)
+        return result
+
+    def _everywhere(self, function: Callable[[], None]) -> None:
+        """Call a function on all ranks; where one raises, all raise the first one's error."""
+        outcomes: list[Any] = [None] * self._world_size
+        dist.all_gather_object(outcomes, _outcome(function), group=self._group)
+        _unwrap(outcomes)
+
+
+class _KeptStager(BlockingAsyncStager):
+    """Copies the state into memory that stays from save to save: new memory takes longer to get than to fill."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state to the CPU; the result is valid until the next call."""
+        kept = self.state_dict_cache
+        if kept is not None and kept.keys() != state_dict.keys():
+            kept = self.state_dict_cache = None
+        if kept is None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Torch would pin the memory, which is for copies from a GPU.
+            self.state_dict_cache = BlockingAsyncStager().stage(state_dict)
+            return self.state_dict_cache
+        return super().stage(state_dict)
+
+
+def _outcome(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - the result, or the error
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - raised by _unwrap on every rank
+        return error
+
+
+def _unwrap(outcomes: list[Any]) -> Any:  # noqa: ANN401
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes[0]

@@ -1,0 +1,97 @@
+"""A GPT-2-style decoder: token and position embeddings, causal blocks, the next token's cross-entropy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
+from fuelrail.bench.trainer.models.transformer import Block, block_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.bench.trainer.models.settings import GptSettings
+
+_MAX_STRIDE = 8
+
+
+class Gpt(StagedModel):
+    """Tokens to the mean loss of predicting each of them from those before it."""
+
+    def __init__(self, settings: GptSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.stem = _Embeddings(settings)
+        self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=True) for _ in range(settings.depth))
+        self.head = _NextToken(settings)
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return tokens int64 [B, context + 1] and weight float [B]."""
+        return tokens_of(batch, self.settings), batch["valid"].float()
+
+    def tensor_plans(self) -> TensorPlans:
+        """Divide the vocabulary of stem and head, the tokens behind the stem, and the blocks' channels and tokens."""
+        stem = {
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+            "": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+        }
+        head = {
+            "norm": SequenceParallel(),
+            "vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        return stem, block_plan(), head
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, settings: GptSettings) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(settings.vocabulary, settings.width)
+        self.positions = nn.Embedding(settings.context, settings.width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002 - the head's
+        places = torch.arange(tokens.shape[1] - 1, device=tokens.device)
+        hidden: Tensor = self.tokens(tokens[:, :-1]) + self.positions(places)
+        return hidden
+
+
+class _NextToken(nn.Module):
+    def __init__(self, settings: GptSettings) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(settings.width)
+        # Not tied to the embedding: in a pipeline they lie on different ranks.
+        self.vocabulary = nn.Linear(settings.width, settings.vocabulary, bias=False)
+
+    def forward(self, hidden: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+        logits = self.vocabulary(self.norm(hidden)).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        return mean_over_samples(losses.view(len(tokens), -1).mean(dim=1), weight)
+
+
+def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
+    """Tokens int64 [B, context + 1] of a batch.
+
+    This is the one place where a `tokens` channel of the dataset plugs in. Until batches carry it, tokens are made of
+    the samples' keys: equal steps through the vocabulary from a start, both of which the key decides. They can be
+    learnt, and are the same in every run.
+    """
+    digests = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]], np.uint64)
+    starts = (digests >> np.uint64(8)).astype(np.int64) % settings.vocabulary
+    strides = (digests % np.uint64(_MAX_STRIDE)).astype(np.int64) + 1
+    places = np.arange(settings.context + 1)
+    tokens = (starts[:, None] + strides[:, None] * places) % settings.vocabulary
+    return torch.from_numpy(tokens).to(batch["valid"].device)

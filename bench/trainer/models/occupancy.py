@@ -1,0 +1,147 @@
+"""What the camera models share: their inputs, pixels, rays, and a head that says which cells of a grid hold a box.
+
+Each token of a feature map carries the ray of its pixel in the ego frame (from the batch's intrinsics and extrinsics,
+as PETR embeds positions, arXiv 2203.05625); the cells of a grid around the vehicle attend to all tokens of all cameras;
+a linear layer says whether a box has its centre in the cell. The loss (binary cross-entropy) falls when images,
+geometry and boxes belong together.
+
+Letters in shape comments: B samples, N cameras, C channels, H W pixels, h w feature cells, T tokens, G grid cells.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from fuelrail.bench.trainer.models.staged import mean_over_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+# ImageNet statistics of 0..255 RGB, as everybody's pretrained backbones expect.
+_MEAN = (123.675, 116.28, 103.53)
+_STD = (58.395, 57.12, 57.375)
+
+
+class Pixels(nn.Module):
+    """uint8 images [B, N, 3, H, W] to normalised pixels [B * N, 3, H/s, W/s], every s-th in both directions."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, subsample: int) -> None:
+        super().__init__()
+        self.subsample = subsample
+        self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
+
+    def forward(self, img: Tensor) -> Tensor:
+        """Return normalised pixels."""
+        step = self.subsample
+        pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
+        return (pixels.float() - self.mean) / self.std
+
+
+class OccupancyHead(nn.Module):
+    """Features of all cameras and their geometry to the mean loss of an occupancy grid; see the module's docstring."""
+
+    def __init__(self, width: int, stride: int, grid: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.ray_embedding = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width))
+        self.queries = nn.Parameter(torch.randn(grid**2, width) / width**0.5)
+        self.keys_values = nn.Linear(width, 2 * width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(
+        self,
+        features: Tensor,
+        img: Tensor,
+        cam_valid: Tensor,
+        intrinsics: Tensor,
+        cam2ego: Tensor,
+        target: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """Mean loss over the batch's real samples.
+
+        features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
+        [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4]; target float [B, G] from :func:`occupied_cells`;
+        weight float [B], 0 for padding rows.
+        """
+        num_samples, num_cameras = img.shape[:2]
+        rays = self._rays(features.shape[-2:], intrinsics, cam2ego)  # [B*N, h*w, 6]
+        tokens = features.flatten(2).transpose(1, 2) + self.ray_embedding(rays)
+        tokens = tokens.reshape(num_samples, -1, tokens.shape[-1])  # [B, T, C] with T = N*h*w
+        keys, values = self.keys_values(tokens).chunk(2, dim=-1)
+        # Finite, not -inf: a sample without any valid camera must not turn the softmax into NaN.
+        absent = (cam_valid == 0).repeat_interleave(tokens.shape[1] // num_cameras, dim=1)
+        mask = absent.to(keys.dtype).mul(-1e4)[:, None, :]  # [B, 1, T]
+        queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
+        cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
+        logits = self.head(self.norm(cells + queries)).squeeze(-1).float()
+        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(dim=1)
+        return mean_over_samples(losses, weight)
+
+    def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
+        """Unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""
+        height, width = size
+        # Centre of a feature cell in delivered pixels, whose top-left pixel has its centre at (0, 0).
+        rows = (torch.arange(height, device=cam2ego.device) + 0.5) * self.stride - 0.5
+        columns = (torch.arange(width, device=cam2ego.device) + 0.5) * self.stride - 0.5
+        v, u = torch.meshgrid(rows, columns, indexing="ij")
+        pixels = torch.stack((u, v, torch.ones_like(u)), dim=-1).reshape(-1, 3)
+        inverse, _ = torch.linalg.inv_ex(intrinsics.flatten(0, 1).float())  # an absent camera's zeros are masked
+        inverse = inverse.nan_to_num(0, 0, 0)
+        extrinsics = cam2ego.flatten(0, 1).float()
+        # Products written out: autocast would compute matrix products in low precision, too little for geometry.
+        rotated = (extrinsics[:, :3, :3, None] * inverse[:, None]).sum(dim=2)  # [B*N, 3, 3]
+        rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
+        origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
+        return torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
+
+
+def head_plan() -> dict[str, ParallelStyle]:
+    """What tensor parallel shards of the head: the embedding of rays."""
+    return {"ray_embedding.0": ColwiseParallel(), "ray_embedding.2": RowwiseParallel()}
+
+
+def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor:
+    """Which cells of a square grid around the ego origin hold a box centre: float [B, grid * grid], 0 or 1.
+
+    ``boxes`` holds for each sample [M, 7] boxes in the ego frame, of which x (forward) and y (left), in metres, are
+    read. The grid covers -range_m to range_m in both; centres outside are left out. The result lies on the boxes'
+    device; nothing waits for it.
+    """
+    device = boxes[0].device
+    centres = torch.cat([sample[:, :2].float() for sample in boxes])
+    rows = torch.tensor([row for row, sample in enumerate(boxes) for _ in range(len(sample))], dtype=torch.long)
+    cells = torch.floor((centres + range_m) / (2 * range_m) * grid).long()
+    inside = ((cells >= 0) & (cells < grid)).all(dim=1)
+    # One cell more than there are takes the centres outside: picking the others would mean waiting for the device.
+    flat = torch.where(inside, cells[:, 0] * grid + cells[:, 1], grid * grid)
+    target = torch.zeros(len(boxes), grid * grid + 1, device=device)
+    target[rows.to(device, non_blocking=True), flat] = 1
+    return target[:, :-1]
+
+
+def camera_inputs(batch: Mapping[str, Any], grid: int, range_m: float) -> tuple[Tensor, ...]:
+    """A camera model's arguments: img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
+    num_samples, device = len(batch["img"]), batch["img"].device
+    # A dataset without boxes trains towards an empty grid: its run measures time, its loss means nothing.
+    boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=device)] * num_samples
+    return (
+        batch["img"],
+        batch["cam_valid"],
+        batch["intrinsics"],
+        batch["cam2ego"],
+        occupied_cells(boxes, grid, range_m),
+        batch["valid"].float(),
+    )

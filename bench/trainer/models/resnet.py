@@ -1,0 +1,102 @@
+"""ResNet-50 as published (arXiv 1512.03385, with the stride in the 3x3 convolution as torchvision has it), by images.
+
+Every image of every camera is one input; the class is how many cells of the grid around the vehicle hold a box. It
+measures time: the network is the one that storage benchmarks and accelerators' figures speak of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from fuelrail.bench.trainer.models.occupancy import Pixels, camera_inputs
+from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.bench.trainer.models.settings import ResNetSettings
+
+_EXPANSION = 4
+
+
+class ResNet(StagedModel):
+    """A classifier of images; takes the inputs of all camera models, and uses images and targets."""
+
+    def __init__(self, settings: ResNetSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.stem = _Stem(settings)
+        blocks: list[nn.Module] = []
+        inputs = settings.width
+        for stage, count in enumerate(settings.blocks):
+            width = settings.width * 2**stage
+            for number in range(count):
+                blocks.append(_Bottleneck(inputs, width, 2 if number == 0 and stage > 0 else 1))
+                inputs = width * _EXPANSION
+        self.blocks = nn.ModuleList(blocks)
+        self.head = _Classifier(inputs, settings.classes)
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
+        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
+
+    def tensor_plans(self) -> TensorPlans:
+        """Return the classifier's plan: torch shards no convolutions, so each rank computes all of them."""
+        return {}, {}, {"classes": ColwiseParallel(output_layouts=Replicate())}
+
+
+class _Stem(nn.Module):
+    def __init__(self, settings: ResNetSettings) -> None:
+        super().__init__()
+        self.pixels = Pixels(settings.subsample)
+        self.body = nn.Sequential(
+            *_convolution(3, settings.width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        )  # fmt: skip
+
+    def forward(self, img: Tensor, *_: Tensor) -> Tensor:
+        features: Tensor = self.body(self.pixels(img).contiguous(memory_format=torch.channels_last))
+        return features
+
+
+class _Classifier(nn.Module):
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.classes = nn.Linear(inputs, classes)
+
+    def forward(self, features: Tensor, img: Tensor, cam_valid: Tensor, *rest: Tensor) -> Tensor:
+        """Mean loss over samples, each the mean of its present images; features [B * N, C, h, w]."""
+        target, weight = rest[-2:]
+        logits = self.classes(features.mean(dim=(2, 3))).float()
+        labels = target.sum(dim=1).long().clamp(max=logits.shape[-1] - 1).repeat_interleave(img.shape[1])
+        losses = F.cross_entropy(logits, labels, reduction="none").view(img.shape[:2])
+        present = (cam_valid != 0).float()
+        return mean_over_samples((losses * present).sum(dim=1) / present.sum(dim=1).clamp(min=1), weight)
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = width * _EXPANSION
+        relu = nn.ReLU(inplace=True)
+        last, norm = _convolution(width, outputs, 1, 1)
+        self.body = nn.Sequential(
+            *_convolution(inputs, width, 1, 1), relu, *_convolution(width, width, 3, stride), relu, last, norm
+        )  # fmt: skip
+        # A block starts as the identity, which keeps deep networks well conditioned (arXiv 1706.02677, section 5.1).
+        nn.init.zeros_(norm.weight)
+        same = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
+
+    def forward(self, features: Tensor) -> Tensor:
+        body: Tensor = self.body(features)
+        return F.relu(body + self.shortcut(features))
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)

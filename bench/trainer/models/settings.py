@@ -1,0 +1,123 @@
+"""Sizes of the models by name; nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from fuelrail.pipeline.settings import Settings
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class BevSettings(Settings, frozen=True):
+    """Size of the bird's-eye model: convolutions, then a grid of queries.
+
+    ``subsample`` takes every n-th pixel in both directions before the first layer: the emulated accelerator's stand-in
+    looks at little of the image, so that the host's time is left to the loader. The grid has ``grid`` cells a side and
+    covers -``range_m`` to ``range_m`` metres around the vehicle.
+    """
+
+    width: Positive
+    num_stages: Positive
+    blocks_per_stage: NotNegative
+    subsample: Positive
+    grid: Positive = 16
+    range_m: float = 51.2
+
+
+class ResNetSettings(Settings, frozen=True):
+    """Size of a bottleneck ResNet: ``width`` channels and ``blocks`` per stage; 64 and (3, 4, 6, 3) is ResNet-50."""
+
+    width: Positive = 64
+    blocks: tuple[Positive, ...] = (3, 4, 6, 3)
+    classes: Positive = 10
+    subsample: Positive = 1
+    grid: Positive = 16
+    range_m: float = 51.2
+
+
+class VitSettings(Settings, frozen=True):
+    """Size of the multi-camera ViT: ``depth`` blocks of ``width`` channels over patches of ``patch`` pixels a side."""
+
+    width: Positive
+    depth: Positive
+    heads: Positive
+    patch: Positive = 16
+    subsample: Positive = 1
+    grid: Positive = 16
+    range_m: float = 51.2
+
+    def patches_along(self, pixels: int) -> int:
+        """Return the number of whole patches along a side of an image of that many pixels."""
+        return len(range(self.subsample // 2, pixels, self.subsample)) // self.patch
+
+
+class GptSettings(Settings, frozen=True):
+    """Size of the decoder: ``depth`` blocks of ``width`` channels; it reads ``context`` tokens of a ``vocabulary``."""
+
+    width: Positive
+    depth: Positive
+    heads: Positive
+    vocabulary: Positive = 50304
+    context: Positive = 1024
+
+
+ModelSettings = BevSettings | ResNetSettings | VitSettings | GptSettings
+ModelName = Literal[
+    "light",
+    "stand-in",
+    "base",
+    "bev-tiny",
+    "resnet50",
+    "resnet-tiny",
+    "vit-tiny",
+    "vit-base",
+    "vit-large",
+    "vit-2b",
+    "gpt-tiny",
+    "gpt2",
+    "gpt-1.3b",
+    "gpt-100b",
+]
+
+# `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a
+# ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b the depth
+# and width of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv 2005.14165 (small, XL).
+MODELS: dict[str, ModelSettings] = {
+    "light": BevSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
+    "stand-in": BevSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
+    "base": BevSettings(width=64, num_stages=4, blocks_per_stage=2, subsample=1, grid=48),
+    "bev-tiny": BevSettings(width=8, num_stages=3, blocks_per_stage=2, subsample=8, grid=8),
+    "resnet50": ResNetSettings(),
+    "resnet-tiny": ResNetSettings(width=8, blocks=(2, 2, 2, 2), classes=16, subsample=2),
+    "vit-tiny": VitSettings(width=32, depth=8, heads=8, patch=4, subsample=4, grid=8),
+    "vit-base": VitSettings(width=768, depth=12, heads=12, grid=48),
+    "vit-large": VitSettings(width=1024, depth=24, heads=16, grid=48),
+    "vit-2b": VitSettings(width=1664, depth=48, heads=16, patch=16, grid=48),
+    "gpt-tiny": GptSettings(width=32, depth=8, heads=8, vocabulary=64, context=32),
+    "gpt2": GptSettings(width=768, depth=12, heads=12),
+    "gpt-1.3b": GptSettings(width=2048, depth=24, heads=16, context=2048),
+    "gpt-100b": GptSettings(width=10240, depth=80, heads=80, context=2048),
+}
+
+
+def num_blocks(settings: ModelSettings) -> int:
+    """Number of blocks, between which a pipeline may cut."""
+    if isinstance(settings, BevSettings):
+        return (settings.num_stages - 1) * (settings.blocks_per_stage + 1) + settings.blocks_per_stage
+    return sum(settings.blocks) if isinstance(settings, ResNetSettings) else settings.depth
+
+
+def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, int]:
+    """Sizes that tensor parallel divides, by name; ``image`` is the height and width of a delivered image."""
+    if isinstance(settings, GptSettings):
+        return {"heads": settings.heads, "vocabulary": settings.vocabulary, "context": settings.context}
+    if isinstance(settings, VitSettings):
+        height, width = (settings.patches_along(side) for side in image)
+        return {"heads": settings.heads, "patches of an image": height * width}
+    if isinstance(settings, ResNetSettings):
+        return {"classes": settings.classes}
+    return {"width": settings.width}

@@ -1,0 +1,72 @@
+"""A multi-camera vision transformer: patches of each image as tokens (arXiv 2010.11929), the occupancy head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
+
+from fuelrail.bench.trainer.models.occupancy import OccupancyHead, Pixels, camera_inputs, head_plan
+from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
+from fuelrail.bench.trainer.models.transformer import Block, block_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.bench.trainer.models.settings import VitSettings
+
+
+class MultiCameraVit(StagedModel):
+    """Multi-camera images and their geometry to the loss of an occupancy grid, by a transformer over each image."""
+
+    def __init__(self, settings: VitSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.stem = _Patches(settings)
+        self.blocks = nn.ModuleList(Block(settings.width, settings.heads, causal=False) for _ in range(settings.depth))
+        self.head = _Head(settings)
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
+        return camera_inputs(batch, self.settings.grid, self.settings.range_m)
+
+    def tensor_plans(self) -> TensorPlans:
+        """Divide the tokens behind the stem, the blocks' channels and tokens, and the head's embedding."""
+        divide = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        gather = PrepareModuleInput(
+            input_layouts=(Shard(1), *[None] * 6),
+            desired_input_layouts=(Replicate(), *[None] * 6),
+            use_local_output=True,
+        )
+        return {"": divide}, block_plan(), {"": gather, **{f"cells.{k}": v for k, v in head_plan().items()}}
+
+
+class _Patches(nn.Module):
+    """Images to tokens [B * N, T, C]; where a token is in the world is the head's to say, within its image here."""
+
+    def __init__(self, settings: VitSettings) -> None:
+        super().__init__()
+        self.pixels = Pixels(settings.subsample)
+        self.patches = nn.Conv2d(3, settings.width, settings.patch, settings.patch)
+        # Relative to neighbours, and for any size of image (arXiv 2102.10882).
+        self.positions = nn.Conv2d(settings.width, settings.width, 3, padding=1, groups=settings.width)
+
+    def forward(self, img: Tensor, *_: Tensor) -> Tensor:
+        patches = self.patches(self.pixels(img))
+        tokens: Tensor = (patches + self.positions(patches)).flatten(2).transpose(1, 2)
+        return tokens
+
+
+class _Head(nn.Module):
+    def __init__(self, settings: VitSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.norm = nn.LayerNorm(settings.width)
+        self.cells = OccupancyHead(settings.width, settings.patch * settings.subsample, settings.grid)
+
+    def forward(self, tokens: Tensor, img: Tensor, *inputs: Tensor) -> Tensor:
+        features = self.norm(tokens).transpose(1, 2).unflatten(2, (-1, self.settings.patches_along(img.shape[-1])))
+        loss: Tensor = self.cells(features, img, *inputs)
+        return loss

@@ -1,0 +1,128 @@
+"""Pipeline parallel: stages cut from a model between its blocks, and torch's schedules that run them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.bench.measure.accelerator import Accelerator
+    from fuelrail.bench.trainer.models.staged import StagedModel
+    from fuelrail.bench.trainer.strategies.settings import Schedule
+
+# Schedules whose way through the stages turns at the last rank: rank r has the stages r and 2 p - 1 - r.
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+class Stage(nn.Module):
+    """Some successive blocks of a model, with its stem and head at the ends; parameters keep the model's names.
+
+    Inputs of the model are named ``input_0``, ``input_1``, ...: every rank of a pipeline gets the same batch, so that
+    only the hidden tensor travels.
+    """
+
+    def __init__(self, model: StagedModel, number: int, num_stages: int) -> None:
+        super().__init__()
+        first, last = (len(model.blocks) * place // num_stages for place in (number, number + 1))
+        self.stem = model.stem if number == 0 else None
+        self.blocks = nn.ModuleDict({str(block): model.blocks[block] for block in range(first, last)})
+        self.head = model.head if number == num_stages - 1 else None
+
+    def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
+        """Return the hidden tensor, or the loss of this part of the batch."""
+        inputs = [named[f"input_{number}"] for number in range(len(named))]
+        value: Tensor = hidden[0] if self.stem is None else self.stem(*inputs)
+        for block in self.blocks.values():
+            value = block(value)
+        # Convolutions may leave another layout, which cannot be sent.
+        return value.contiguous() if self.head is None else self.head(value, *inputs)
+
+
+def local_stages(rank: int, num_ranks: int, num_stages: int, schedule: Schedule) -> list[int]:
+    """Numbers of the stages that a rank of the pipeline has."""
+    if schedule in _V_SHAPED:
+        return [rank, num_stages - 1 - rank]
+    return list(range(rank, num_stages, num_ranks))
+
+
+class TimedStage(PipelineStage):
+    """A stage that reports to the accelerator when it computes; what it waits for others is in no phase."""
+
+    def __init__(self, stage: nn.Module, number: int, num_stages: int, device: torch.device, mesh: DeviceMesh) -> None:
+        super().__init__(stage, number, num_stages, device, group=mesh.get_group())
+        self.accelerator: Accelerator | None = None
+        self.share = (0.0, 0.0)  # samples and images of a part of the batch, times this stage's share of the model
+        self._at_start: list[Tensor] | None = None
+
+    def note_buffers(self) -> None:
+        """Note the statistics before the first step; a checkpoint may be loaded after the stage is made."""
+        if self._at_start is None:
+            self._at_start = [buffer.clone() for buffer in self.submod.buffers()]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
+        """Compute the stage's forward pass of one part of the batch."""
+        if self._at_start:
+            # Torch found the shapes by a pass over memory of any content: it must leave no trace in statistics.
+            for buffer, value in zip(self.submod.buffers(), self._at_start, strict=True):
+                buffer.copy_(value)
+            self._at_start = []
+        with nullcontext() if self.accelerator is None else self.accelerator.forward(*self.share):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's
+        """Compute the stage's backward pass of one part of the batch."""
+        with nullcontext() if self.accelerator is None else self.accelerator.backward():
+            return super().backward_one_chunk(*args, **kwargs)
+
+
+class Pipeline:
+    """The stages of one rank and the schedule that runs them with those of the others."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        numbers: Sequence[int],
+        num_stages: int,
+        mesh: DeviceMesh,
+        schedule: Schedule,
+        micro_batches: int,
+        device: torch.device,
+    ) -> None:
+        self.micro_batches = micro_batches
+        self.accumulation = 1
+        self.scale: float | Tensor = 1.0  # of the loss
+        self.stages = [
+            TimedStage(module, number, num_stages, device, mesh)
+            for module, number in zip(modules, numbers, strict=True)
+        ]
+        kind = get_schedule_class(schedule)
+        several = issubclass(kind, PipelineScheduleMulti)
+        self._schedule = kind(
+            self.stages if several else self.stages[0], micro_batches, loss_fn=self._share_of_loss, scale_grads=False
+        )
+
+    def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        return loss * self.scale / (self.micro_batches * self.accumulation)
+
+    def run(self, inputs: Sequence[Tensor], accelerator: Accelerator | None, rows: tuple[int, int]) -> Tensor:
+        """Forward and backward pass of a batch; return its loss, 0 on ranks without the last stage."""
+        share = 1 / self.micro_batches / self.stages[0].num_stages
+        for stage in self.stages:
+            stage.note_buffers()
+            stage.accelerator, stage.share = accelerator, (rows[0] * share, rows[1] * share)
+        losses: list[Tensor] = []
+        named = {f"input_{number}": tensor for number, tensor in enumerate(inputs)}
+        # The target only says how many parts there are; the last stage's output is the loss.
+        self._schedule.step(target=inputs[-1], losses=losses, return_outputs=False, **named)
+        if not losses:
+            return torch.zeros((), device=inputs[0].device)
+        return torch.stack([loss.detach() for loss in losses]).sum() / self.scale

@@ -1,0 +1,233 @@
+"""How a model is divided and trained, as plain values, and whether that is possible; nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from fuelrail.bench.trainer.models.settings import (
+    GptSettings,
+    ModelSettings,
+    NotNegative,
+    Positive,
+    VitSettings,
+    num_blocks,
+    tensor_sizes,
+)
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings
+
+Strategy = Literal["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tensor", "pipeline"]
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+Precision = Literal["fp32", "bf16", "fp16"]
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+# Of which a rank has one stage; of the others two.
+_ONE_STAGE = ("GPipe", "1F1B")
+
+
+class ParallelSettings(Settings, frozen=True, kw_only=True):
+    """How the ranks share a model and how a step is computed. What has a description is a flag of ``bench train``."""
+
+    strategy: Annotated[
+        Strategy,
+        msgspec.Meta(
+            description="how ranks share the model: ddp, zero1 (optimiser state sharded), zero2 (and gradients), fsdp2 "
+            "(and parameters), hsdp (fsdp2 within pairs, copies across), tensor, pipeline; --mesh composes them"
+        ),
+    ] = "ddp"
+    mesh: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="degrees of a composed strategy, whose product is the number of ranks: "
+                "pp=2,dp_replicate=1,dp_shard=2,tp=2; an axis left out is 1",
+                extra={"metavar": "AXIS=N,..."},
+            ),
+        ]
+        | None
+    ) = None
+    pipeline_schedule: Annotated[Schedule, msgspec.Meta(description="order of work in a pipeline")] = "1F1B"
+    micro_batches: (
+        Annotated[
+            Positive, msgspec.Meta(description="parts of a rank's batch in a pipeline (default: one sample each)")
+        ]
+        | None
+    ) = None
+    bucket_mib: (
+        Annotated[
+            float, msgspec.Meta(gt=0, le=1e6, description="DDP's bucket (default: 25, or a quarter of the model)")
+        ]
+        | None
+    ) = None
+    compression: Annotated[
+        Literal["none", "fp16", "powersgd"], msgspec.Meta(description="compression of DDP's gradients")
+    ] = "none"
+    offload: Annotated[bool, msgspec.Meta(description="keep sharded parameters and optimiser in host memory")] = False
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
+        msgspec.Meta(description="activation checkpointing: selective keeps the results of matrix products"),
+    ] = "none"
+    compile: Annotated[
+        Literal["none", "inductor", "aot_eager"], msgspec.Meta(description="torch.compile for each block, by backend")
+    ] = "none"
+    optimiser: Annotated[Literal["adamw", "sgd"], msgspec.Meta(description="optimiser")] = "adamw"
+    clip_norm: (
+        Annotated[float, msgspec.Meta(gt=0, le=1e9, description="largest norm of all gradients (default: no limit)")]
+        | None
+    ) = None
+    base_batch: (
+        Annotated[
+            Positive,
+            msgspec.Meta(description="global batch of --learning-rate, which grows in proportion to the run's own"),
+        ]
+        | None
+    ) = None
+    rate_warmup: Annotated[NotNegative, msgspec.Meta(description="steps in which the learning rate grows from 0")] = 0
+    max_skipped: Annotated[
+        Positive, msgspec.Meta(description="stop after this number of steps in a row without finite gradients (fp16)")
+    ] = 25
+    deterministic: Annotated[
+        bool, msgspec.Meta(description="deterministic kernels; the report lists what stays open")
+    ] = False
+
+
+class Degrees(NamedTuple):
+    """Sizes of the mesh's axes, the outermost first."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def composed(self) -> bool:
+        """Whether it takes more than plain data parallel on whole models."""
+        return self.pp * self.dp_shard * self.tp > 1
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in zip(AXES, self, strict=True) if size > 1) or "one rank"
+
+
+def degrees_of(settings: ParallelSettings, world: int) -> Degrees:
+    """Return the mesh's axes for this number of ranks. Raises ConfigError, which says what would fit."""
+    if settings.mesh is None:
+        if settings.strategy == "hsdp" and world % 2:
+            raise ConfigError(
+                f"strategy 'hsdp' shards over two ranks, which do not divide {world}; use ranks={world + 1}"
+            )
+        degrees = {
+            "ddp": Degrees(dp_replicate=world),
+            "zero1": Degrees(dp_replicate=world),
+            "zero2": Degrees(dp_shard=world),
+            "fsdp2": Degrees(dp_shard=world),
+            "hsdp": Degrees(dp_replicate=world // 2, dp_shard=2),
+            "tensor": Degrees(tp=world),
+            "pipeline": Degrees(pp=world),
+        }[settings.strategy]
+    else:
+        degrees = _parse(settings.mesh)
+        size = math.prod(degrees)
+        if size != world:
+            rest = size // degrees.dp_shard
+            hint = f"ranks={size}" + (f" or dp_shard={world // rest}" if world % rest == 0 else "")
+            raise ConfigError(f"mesh '{settings.mesh}' is for {size} ranks, the run has {world}; use {hint}")
+    whole = not degrees.composed
+    for name, given in {"zero1": settings.strategy == "zero1", "compression": settings.compression != "none"}.items():
+        if given and not whole:
+            raise ConfigError(f"{name} needs whole models on each rank, and the mesh is {degrees}; use strategy=ddp")
+    if settings.offload and degrees.dp_shard == 1:
+        raise ConfigError(f"offload needs sharded parameters, and the mesh is {degrees}; use dp_shard=2 or more")
+    return degrees
+
+
+def _parse(text: str) -> Degrees:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name not in AXES or name in found or not value.isdecimal() or int(value) < 1:
+            raise ConfigError(
+                f"mesh '{text}' has the part '{part}'; write AXIS=N with N of at least 1, each axis once; axes: "
+                f"{', '.join(AXES)}"
+            )
+        found[name] = int(value)
+    return Degrees(**found)
+
+
+def stages_of(settings: ParallelSettings, degrees: Degrees) -> int:
+    """Return the number of stages of the whole pipeline."""
+    return degrees.pp * (1 if settings.pipeline_schedule in _ONE_STAGE else 2)
+
+
+def check_fits(
+    settings: ParallelSettings,
+    degrees: Degrees,
+    model: ModelSettings,
+    batch_size: int,
+    image: tuple[int, int] = (0, 0),
+) -> None:
+    """Check that the degrees divide model and batch. ``image``: height and width of images; (0, 0): not checked.
+
+    Raises ConfigError, which says what would fit.
+    """
+    for name, size in tensor_sizes(model, image).items():
+        if size % degrees.tp:
+            raise ConfigError(
+                f"tp={degrees.tp} does not divide the {size} {name} of the model; {_divisors('tp', size)}"
+            )
+    if isinstance(model, (VitSettings, GptSettings)) and model.width % model.heads:
+        raise ConfigError(f"{model.heads} heads do not divide the model's width of {model.width}")
+    if degrees.pp == 1:
+        return
+    blocks, stages = num_blocks(model), stages_of(settings, degrees)
+    if blocks % stages and isinstance(model, (VitSettings, GptSettings)):
+        raise ConfigError(
+            f"{stages} stages ({settings.pipeline_schedule}, pp={degrees.pp}) do not divide the model's {blocks} "
+            f"layers; {_divisors('stages', blocks)}"
+        )
+    if blocks < stages:
+        raise ConfigError(
+            f"{stages} stages ({settings.pipeline_schedule}, pp={degrees.pp}) are more than the model's {blocks} "
+            "layers; use a smaller pp"
+        )
+    parts = settings.micro_batches or batch_size
+    if batch_size % parts:
+        raise ConfigError(
+            f"micro_batches={parts} does not divide the batch of {batch_size} samples per rank; "
+            f"{_divisors('micro_batches', batch_size)}"
+        )
+    least = {"1F1B": stages, "DualPipeV": stages, "GPipe": 1, "LoopedBFS": 1}.get(
+        settings.pipeline_schedule, degrees.pp
+    )
+    if parts < least or (parts % degrees.pp and "Interleaved" in settings.pipeline_schedule):
+        raise ConfigError(
+            f"{settings.pipeline_schedule} with pp={degrees.pp} needs {least} micro-batches"
+            f"{' or a multiple' if 'Interleaved' in settings.pipeline_schedule else ' or more'}, the batch of "
+            f"{batch_size} samples per rank gives {parts}; use a batch_size of {least}"
+        )
+
+
+def _divisors(name: str, size: int) -> str:
+    found = [str(one) for one in range(1, min(size, 128) + 1) if size % one == 0]
+    return f"{name} of {', '.join(found)} would"
+
+
+def not_promised(settings: ParallelSettings) -> list[str]:
+    """List what a deterministic run does not promise."""
+    open_points = [
+        "another number of ranks or another mesh sums gradients in another order: losses differ in the last digits",
+        "another device, driver or version of torch computes other last digits",
+        "the collective library may change its algorithm, and so the order of sums, with the ranks' placement",
+        "kernels without a deterministic version run as they are, and torch warns of each in the ranks' log",
+    ]
+    if settings.compile != "none":
+        open_points.append("torch.compile may choose other kernels after a change of its cache or version")
+    return open_points

@@ -1,0 +1,142 @@
+"""Batches at fixed addresses, with fixed shapes: for CUDA graphs and torch.compile. ``Transforms(static=...)``.
+
+Lists of tensors that differ in length from sample to sample become one tensor each, padded to a maximum, beside a mask.
+At hand-over the batch is copied into one of a few sets of buffers, in turn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.loaders.config import StaticBatches
+
+_BOX_FILL: Final = {
+    "gt_boxes_3d": 0.0,
+    "gt_labels_3d": -1,
+    "gt_velocity": 0.0,
+    "gt_valid": False,
+    "instance_id": -1,
+}
+"""The entries that have a row a box, and what stands in the rows beyond a sample's boxes."""
+
+
+def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return a collated batch with its lists of tensors padded: ``gt_mask`` and ``points_mask`` say what is real.
+
+    ``gt_mask`` is bool [B, max_boxes], ``points_mask`` bool [B, max_points], with windows [B, T, max_points]. Raises
+    ConfigError for a sample that has more, and for a list of tensors that has no maximum.
+    """
+    if not isinstance(batch, dict):
+        raise ConfigError(
+            f"static batches must be dicts, and collate_fn returned {type(batch).__name__}: return a dict of tensors"
+        )
+    padded: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not _has_tensors(value):
+            padded[name] = value
+        elif name in _BOX_FILL:
+            padded[name], mask = _padded(batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name])
+            padded.setdefault("gt_mask", mask)
+        elif name == "points" and settings.max_points is not None:
+            padded[name], padded["points_mask"] = _padded(batch, name, settings.max_points, "max_points", 0.0)
+        else:
+            fix = "set max_points" if name == "points" else "make it one tensor of one shape in transform or collate_fn"
+            raise ConfigError(f"static batches need a fixed shape, and {name!r} is {_kind(value)} of tensors: {fix}")
+    return padded
+
+
+def _has_tensors(value: Any) -> bool:  # noqa: ANN401
+    """Whether a value other than a tensor holds tensors."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) or _has_tensors(one) for one in value)
+
+
+def _kind(value: Any) -> str:  # noqa: ANN401
+    return f"a {type(value).__name__}"
+
+
+def _padded(
+    batch: dict[str, Any], name: str, maximum: int, option: str, fill: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lists of tensors (n, ...), one a sample or one a frame of it, as one tensor, and the mask of real rows."""
+    samples: Sequence[Any] = batch[name]
+    frames = [sample if isinstance(sample, (list, tuple)) else [sample] for sample in samples]
+    lengths = torch.tensor([[len(one) for one in sample] for sample in frames])
+    if int(lengths.max()) > maximum:
+        at = int(lengths.amax(1).argmax())
+        keys = batch.get("sample_key")
+        which = f"sample {keys[at]!r}" if keys else f"row {at} of the batch"
+        raise ConfigError(
+            f"{which} has {int(lengths.max())} rows of {name!r}, and static batches hold {option}={maximum}: raise "
+            f"{option}, or drop rows in transform or by the order's filter"
+        )
+    first = frames[0][0]
+    out = first.new_full((*lengths.shape, maximum, *first.shape[1:]), fill)
+    for row, sample in zip(out, frames, strict=True):
+        for place, one in zip(row, sample, strict=True):
+            place[: len(one)] = one
+    mask = torch.arange(maximum) < lengths[..., None]
+    has_frames = isinstance(samples[0], (list, tuple))
+    return (out, mask) if has_frames else (out[:, 0], mask[:, 0])
+
+
+class FixedBuffers:
+    """Sets of buffers that batches are copied into in turn, each set's tensors at one address for ever.
+
+    A batch is overwritten when the ``count``-th one after it is handed out. The copy is queued on the stream that is
+    current then, so it comes after what the consumer has queued there before.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sets: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        self._arenas: list[torch.Tensor | None] = [None] * count
+        self._next = 0
+
+    def __call__(self, batch: dict[str, Any], arena: torch.Tensor | None = None) -> dict[str, Any]:
+        """Return the batch with its tensors copied into the next set; those that lie in ``arena`` by one copy.
+
+        Raises ConfigError where a tensor is not what it was in the first batch.
+        """
+        at = self._next
+        self._next = (at + 1) % len(self._sets)
+        buffers, first = self._sets[at], self._sets[0]
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        if first and tensors.keys() != first.keys():
+            unlike = ", ".join(sorted(tensors.keys() ^ first.keys()))
+            raise ConfigError(f"static batches must have the same entries, and these come and go: {unlike}")
+        for name, tensor in tensors.items():
+            _check_like(name, tensor, first.get(name, tensor))
+        home = None if arena is None else arena.untyped_storage().data_ptr()
+        if arena is not None and self._arenas[at] is None:
+            self._arenas[at] = torch.empty_like(arena)
+        kept = self._arenas[at]
+        if arena is not None and kept is not None:
+            kept.copy_(arena)
+        for name, tensor in tensors.items():
+            is_packed = tensor.untyped_storage().data_ptr() == home
+            if name not in buffers:
+                buffers[name] = _in_arena(tensor, kept) if is_packed and kept is not None else torch.empty_like(tensor)
+            if not is_packed:
+                buffers[name].copy_(tensor)
+        return {**batch, **buffers}
+
+
+def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
+    if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.stride() != first.stride():
+        raise ConfigError(
+            f"static batches need fixed shapes, and {name!r} is {tensor.dtype} {list(tensor.shape)} where it was "
+            f"{first.dtype} {list(first.shape)}: pad it in transform or collate_fn"
+        )
+
+
+def _in_arena(tensor: torch.Tensor, arena: torch.Tensor) -> torch.Tensor:
+    """Return the view of another arena that this tensor is of its own."""
+    return arena.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,74 @@
+"""A dataset by number, images decoded: for torch's own DataLoader with a sampler, for Grain, for code that indexes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset as TorchDataset
+
+from fuelrail.loaders.decode import make_decoder, probe
+from fuelrail.pipeline.transforms.image_map import ImageMap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+    from typing import SupportsIndex
+
+    from numpy.typing import NDArray
+
+    from fuelrail.loaders.decode import ImageDecoder
+    from fuelrail.pipeline.format.dataset import Dataset
+
+
+class MapView(TorchDataset[Any]):
+    """Samples by number or key, as torch's map-style ``Dataset`` and as Grain's random-access data source.
+
+    ::
+
+        view = MapView(fuelrail.open("OUT"), channels=["cam_front", "boxes"], transform=crop)
+        torch.utils.data.DataLoader(view, batch_size=8, num_workers=4, sampler=sampler)
+        grain.MapDataset.source(view).shuffle(seed=7).batch(8)
+
+    An item is a dict: ``key``, and by channel what ``Dataset.read`` gives, with images decoded to uint8 arrays
+    (3, height, width), RGB, of the stored size. ``transform`` gets the dict, and what it returns is the item. One range
+    of one shard is read for each item: this is for random access. `fuelrail.DataLoader` reads ahead, and is faster.
+
+    It can be pickled, and each process opens the dataset itself. Items raise what ``Dataset.read`` raises, and
+    ImageError for an image that cannot be decoded.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        channels: Collection[str] | None = None,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self._dataset, self._channels, self._transform = dataset, channels, transform
+        self._cameras = {camera.channel for camera in dataset.manifest.cameras}
+        self._decoder: ImageDecoder | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, which: SupportsIndex | str) -> Any:  # noqa: ANN401 - what the transform returns
+        number = self._dataset.position(which)
+        item = {"key": self._dataset.index.row(number).key, **self._dataset.read(number, self._channels)}
+        for channel in self._cameras & item.keys():
+            item[channel] = self._decoded(item[channel])
+        return item if self._transform is None else self._transform(item)
+
+    def _decoded(self, encoded: bytes) -> NDArray[np.uint8]:
+        if self._decoder is None:
+            self._decoder = make_decoder()
+        info = probe(encoded)
+        image = np.empty((3, info.height, info.width), np.uint8)
+        self._decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)), image)
+        return image
+
+    def __repr__(self) -> str:
+        """Names the data and the channels: Grain stores it to see that a restored run reads the same."""
+        channels = None if self._channels is None else sorted(self._channels)
+        return f"MapView({self._dataset.manifest.fingerprint}, channels={channels})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_decoder": None}

@@ -1,0 +1,227 @@
+"""Files in blocks of 1 MiB, each with a digest: what is read of a table is checked, or fetched, block by block.
+
+``blocks.sha256`` holds the digests of all blocks of ``shards.arrow``, ``index.arrow`` and ``keys.arrow``. FORMAT.md has
+the rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.errors import DatasetError, IndexFileError
+from fuelrail.pipeline.format.index.checks import batch_range, check_plain, footer_range
+from fuelrail.pipeline.storage.files import open_file
+from fuelrail.pipeline.storage.private import open_file as open_private
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    Read = Callable[[int, int], bytes]
+
+BLOCKS_FILE: Final = "blocks.sha256"
+BLOCK_BYTES: Final = 1 << 20
+DIGEST_BYTES: Final = 32
+TABLE_FILES: Final = ("shards.arrow", "index.arrow", "keys.arrow")
+"""The files that have block digests, in the order in which ``blocks.sha256`` holds these."""
+_MAX_RUN: Final = 16
+"""Blocks of one range request at most."""
+
+
+def num_blocks(num_bytes: int) -> int:
+    """The number of blocks of a file of that size; the last one may be shorter."""
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def block_digests(path: Path) -> bytes:
+    """The SHA-256 of each block of a file, one after the other."""
+    with path.open("rb") as file:
+        return b"".join(hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+
+
+def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, bytes]:
+    """Cut the content of ``blocks.sha256`` into those of its files, given their names and sizes [bytes] in its order.
+
+    Raises IndexFileError where it has another length than these sizes make.
+    """
+    found, first = {}, 0
+    for name, num_bytes in sizes:
+        end = first + DIGEST_BYTES * num_blocks(num_bytes)
+        found[name], first = data[first:end], end
+    if first != len(data):
+        raise IndexFileError(f"{BLOCKS_FILE} has {len(data)} bytes; the tables of the dataset make {first}")
+    return found
+
+
+class BlockFile:
+    """A mapped file of a dataset. With ``digests`` each block is checked when it is first needed.
+
+    With ``read``, a range request (first byte, end), the file is a sparse one in the cache: a block whose bytes are not
+    those of its digest is fetched and stored there, for all processes of the host. Safe to use from many threads.
+    """
+
+    def __init__(self, path: Path, digests: bytes | None = None, read: Read | None = None) -> None:
+        """Map the file; raises IndexFileError where it cannot be opened or has another size than its digests."""
+        self.path, self._digests, self._read = path, digests, read
+        try:
+            with open_file(path) as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            why = (isinstance(error, OSError) and error.strerror) or error
+            raise IndexFileError(f"'{path}' cannot be opened: {why}") from error
+        self._view = memoryview(self.map)
+        if digests is not None and len(digests) != DIGEST_BYTES * num_blocks(len(self._view)):
+            raise IndexFileError(
+                f"'{path}' has {len(self._view)} bytes, but {BLOCKS_FILE} has {len(digests) // DIGEST_BYTES} digests "
+                f"of it, one for each {BLOCK_BYTES} bytes"
+            )
+        self._good = bytearray(num_blocks(len(self._view)))
+
+    def need(self, first: int, end: int) -> memoryview:
+        """Bytes ``first`` to ``end - 1``, checked where the file has digests, and fetched where they are not here.
+
+        Raises IndexFileError for bytes outside the file or at odds with their digest, DatasetError where a block cannot
+        be fetched or stored.
+        """
+        if not 0 <= first <= end <= len(self._view):
+            raise IndexFileError(f"'{self.path}': bytes {first} to {end} lie outside its {len(self._view)}")
+        if self._digests is not None:
+            low, high = first // BLOCK_BYTES, num_blocks(end)
+            if 0 in self._good[low:high]:
+                self._check(low, high)
+        return self._view[first:end]
+
+    def _check(self, low: int, high: int) -> None:
+        missing = []
+        for block in range(low, high):
+            if not self._good[block]:
+                if self._matches(block, self._view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]):
+                    self._good[block] = 1
+                else:
+                    missing.append(block)
+        if not missing:
+            return
+        if self._read is None:
+            raise IndexFileError(
+                f"'{self.path}' is damaged: bytes {missing[0] * BLOCK_BYTES} to "
+                f"{min((missing[0] + 1) * BLOCK_BYTES, len(self._view))} do not match their SHA-256 in {BLOCKS_FILE}; "
+                "`fuelrail verify` checks the whole dataset"
+            )
+        runs: list[range] = []
+        for block in missing:
+            if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
+                runs[-1] = range(runs[-1].start, block + 1)
+            else:
+                runs.append(range(block, block + 1))
+        for run in runs:
+            self._fetch(run, self._read)
+
+    def _matches(self, block: int, data: memoryview | bytes) -> bool:
+        assert self._digests is not None
+        return hashlib.sha256(data).digest() == self._digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)]
+
+    def _fetch(self, run: range, read: Read) -> None:
+        first, end = run.start * BLOCK_BYTES, min(run.stop * BLOCK_BYTES, len(self._view))
+        for attempt in range(2):  # bytes are read twice before they are called wrong
+            data = memoryview(read(first, end))
+            wrong = [b for b in run if not self._matches(b, data[(b - run.start) * BLOCK_BYTES :][:BLOCK_BYTES])]
+            if not wrong and len(data) == end - first:
+                break
+            if attempt:
+                raise IndexFileError(
+                    f"bytes {first} to {end} of '{self.path.name}' at the dataset's URL are not those that "
+                    f"{BLOCKS_FILE} describes (SHA-256 differs): was the dataset replaced in part?"
+                )
+        try:
+            descriptor = open_private(self.path, os.O_WRONLY)
+            try:
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(descriptor, data[done:], first + done)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise DatasetError(
+                f"a block of the index cannot be stored in '{self.path}': {error}; choose another folder with cache_dir"
+            ) from error
+        for block in run:
+            self._good[block] = 1
+
+    def open_arrow(self) -> pa.ipc.RecordBatchFileReader:
+        """The file as an Arrow file; raises IndexFileError where it is none."""
+        try:
+            self.need(*footer_range(self._view, self.need))
+            return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
+        except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
+            raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
+
+    def need_batch(self, number: int) -> None:
+        """Have the whole of a record batch here, if blocks of it can be missing."""
+        if self._read is not None:
+            self.need(*batch_range(self._view, number))
+
+    def release(self) -> None:
+        """Give the pages that were looked at back to the page cache; what was handed out stays good."""
+        self.map.madvise(mmap.MADV_DONTNEED)
+
+
+class FixedColumns:
+    """The columns of an Arrow file of one record batch, all of fixed width and without nulls; read range by range."""
+
+    def __init__(self, file: BlockFile, schema: pa.Schema, dtypes: Mapping[str, np.dtype]) -> None:
+        """Open it; raises IndexFileError where the file is not of that schema."""
+        self._file = file
+        reader = file.open_arrow()
+        if not reader.schema.equals(schema, check_metadata=True) or reader.num_record_batches != 1:
+            raise IndexFileError(f"'{file.path}' does not have the columns and the one record batch of this version")
+        try:
+            first, end = batch_range(memoryview(file.map), 0)
+            file.need(first, min(end, first + BLOCK_BYTES))  # the message's head, of some hundred bytes
+            check_plain(memoryview(file.map), 0)
+            batch = reader.get_batch(0)
+            batch.validate()
+        except (OSError, pa.ArrowException, IndexFileError) as error:
+            raise IndexFileError(f"'{file.path}' is damaged: {error}") from error
+        self.num_rows = batch.num_rows
+        base = int(np.frombuffer(file.map, np.uint8).ctypes.data)
+        self._columns: dict[str, tuple[NDArray[np.generic], int]] = {}
+        for number, (name, dtype) in enumerate(dtypes.items()):
+            buffers = batch.column(number).buffers()
+            if any(buffer is not None and buffer.size for buffer in buffers[:-1]):
+                raise IndexFileError(f"'{file.path}': column {name} has nulls")
+            data = buffers[-1]
+            if data is None or data.size < self.num_rows * dtype.itemsize or batch.column(number).offset:
+                raise IndexFileError(f"'{file.path}': column {name} is shorter than its {self.num_rows} rows")
+            self._columns[name] = np.frombuffer(data, dtype, self.num_rows), data.address - base
+
+    def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
+        """Rows ``first`` to ``end - 1`` of a column, not copied; raises what :meth:`BlockFile.need` does."""
+        values, place = self._columns[name]
+        size = values.dtype.itemsize
+        self._file.need(place + first * size, place + end * size)
+        return values[first:end]
+
+
+def open_sparse(path: Path, num_bytes: int, digests: bytes, read: Callable[[int, int], bytes]) -> BlockFile:
+    """A table at a URL, which comes by blocks: ``read`` gets a range, and a sparse file in the cache takes it.
+
+    Raises IndexFileError, and DatasetError where the sparse file cannot be made.
+    """
+    try:
+        descriptor = open_private(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.fstat(descriptor).st_size != num_bytes:
+                os.ftruncate(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+    except (OSError, OverflowError) as error:
+        raise DatasetError(f"'{path}' cannot take the {num_bytes} bytes of the index: {error}") from error
+    return BlockFile(path, digests, read)

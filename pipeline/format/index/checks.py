@@ -1,0 +1,194 @@
+"""What is checked of a batch of the index before anything is taken for it or decoded by it.
+
+Everything is refused by what the file states: buffers that Arrow would decompress, texts and samples over the caps. All
+checks are on whole columns, so that reading a row later costs nothing more.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fuelrail.pipeline.errors import IndexFileError
+from fuelrail.pipeline.format.codecs import MAX_MEMBER_BYTES, MAX_MEMBERS, MAX_SAMPLE_BYTES, RAW, member_cap
+from fuelrail.pipeline.format.tar import MAX_KEY_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+_END: Final = b"ARROW1"
+_TAIL_BYTES: Final = 10
+"""At the end of an Arrow file: the footer's size, and ``_END``."""
+_CONTINUED: Final = 0xFFFFFFFF
+_BLOCK_BYTES: Final = 24
+_NONE: Final = np.zeros(0, np.int64)
+_BUFFER_BYTES: Final = 16
+# Numbers of fields in Arrow's flatbuffers (File.fbs, Message.fbs).
+_FOOTER_BATCHES: Final = 3
+_MESSAGE_HEADER, _MESSAGE_METADATA = 2, 4
+_BATCH_BUFFERS, _BATCH_COMPRESSION = 2, 3
+
+
+def check_plain(view: memoryview, number: int) -> None:
+    """Raise IndexFileError where record batch ``number`` has buffers that are compressed or lie outside the file.
+
+    Arrow decompresses a buffer to whatever size it states as soon as the batch is read, so this looks first.
+    """
+    try:
+        start, metadata_bytes, body_bytes = _block(view, number)
+        (first,) = struct.unpack_from("<I", view, start)
+        at = start + (8 if first == _CONTINUED else 4)
+        message = view[at : start + metadata_bytes]
+        table = _root(message)
+        header_at = _field(message, table, _MESSAGE_HEADER)
+        batch = header_at + struct.unpack_from("<I", message, header_at)[0]
+        # Before Arrow 1.0 the compression stood in the message's metadata; we and Arrow write none there.
+        if _field(message, batch, _BATCH_COMPRESSION) or _field(message, table, _MESSAGE_METADATA):
+            raise IndexFileError("its buffers are compressed, and an index is not: it is meant to be mapped")
+        buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
+        for one in range(count):
+            offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * one)
+            if not 0 <= offset <= offset + length <= min(body_bytes, len(view)):
+                raise IndexFileError(f"a buffer of {length} bytes at {offset} lies outside the file")
+    except (struct.error, ValueError, OverflowError) as error:
+        raise IndexFileError(f"it is not an Arrow file: {error}") from error
+
+
+def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
+    """First byte and end of what follows the record batches; raises IndexFileError for what is no Arrow file.
+
+    ``need`` has bytes of the file read or fetched before they are looked at.
+    """
+    if len(view) < _TAIL_BYTES:
+        raise IndexFileError("it is too short for an Arrow file")
+    need(len(view) - _TAIL_BYTES, len(view))
+    footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
+    if end != _END or not 0 < footer_bytes <= len(view) - _TAIL_BYTES:
+        raise IndexFileError("it does not end as an Arrow file does")
+    return len(view) - _TAIL_BYTES - footer_bytes, len(view)
+
+
+def batch_range(view: memoryview, number: int) -> tuple[int, int]:
+    """First byte and end of a record batch, as the footer states them; raises IndexFileError outside the file."""
+    try:
+        start, metadata_bytes, body_bytes = _block(view, number)
+    except (struct.error, ValueError, OverflowError) as error:
+        raise IndexFileError(f"it is not an Arrow file: {error}") from error
+    end = start + metadata_bytes + body_bytes
+    if min(start, metadata_bytes, body_bytes) < 0 or end > len(view):
+        raise IndexFileError(f"record batch {number} lies outside the file")
+    return start, end
+
+
+def footer_blocks(view: memoryview) -> tuple[int, int, int]:
+    """Where the footer of an Arrow file lists its record batches: first byte, number of entries, bytes of each."""
+    (footer_bytes,) = struct.unpack_from("<i", view, len(view) - _TAIL_BYTES)
+    first = len(view) - _TAIL_BYTES - footer_bytes
+    footer = view[first : len(view) - _TAIL_BYTES]
+    blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
+    return first + blocks, count, _BLOCK_BYTES
+
+
+def _block(view: memoryview, number: int) -> tuple[int, int, int]:
+    """Where a record batch is: first byte, bytes of its metadata, bytes of its body."""
+    footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
+    if end != _END:
+        raise IndexFileError("it does not end as an Arrow file does")
+    footer = view[len(view) - _TAIL_BYTES - footer_bytes : len(view) - _TAIL_BYTES]
+    blocks, count = _vector(footer, _field(footer, _root(footer), _FOOTER_BATCHES))
+    if not 0 <= number < count:
+        raise IndexFileError(f"it has no record batch {number}")
+    found: tuple[int, int, int] = struct.unpack_from("<qi4xq", footer, blocks + _BLOCK_BYTES * number)
+    return found
+
+
+def _root(data: memoryview) -> int:
+    return int(struct.unpack_from("<I", data, 0)[0])
+
+
+def _field(data: memoryview, table: int, number: int) -> int:
+    """Where a table of a flatbuffer has its field; 0 where it has none."""
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    if vtable < 0 or struct.unpack_from("<H", data, vtable)[0] < 6 + 2 * number:
+        return 0
+    offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0]
+    return table + offset if offset else 0
+
+
+def _vector(data: memoryview, field: int) -> tuple[int, int]:
+    """Where the vector that a field refers to has its first element, and their number."""
+    if not field:
+        return 0, 0
+    at = field + struct.unpack_from("<I", data, field)[0]
+    return at + 4, int(struct.unpack_from("<I", data, at)[0])
+
+
+def check_texts(column: pa.StringArray, name: str) -> None:
+    """Raise IndexFileError for keys or clip ids that are too long, by their offsets alone."""
+    _, starts, _ = column.buffers()
+    if starts is None or not len(column):
+        return
+    ends = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4)
+    longest = _most(np.diff(ends))
+    if longest > MAX_KEY_BYTES:
+        raise IndexFileError(f"a {name} of {longest} bytes, over the limit of {MAX_KEY_BYTES}")
+
+
+def _most(values: NDArray[Any]) -> int:
+    """The largest value, where one below 0 counts as larger than any cap: one pass is enough for both ends."""
+    return int(values.view(f"u{values.itemsize}").max(initial=0))
+
+
+def check_spans(
+    *,
+    num_shards: int | None,
+    offset: NDArray[Any] = _NONE,
+    length: NDArray[Any] = _NONE,
+    shard: NDArray[Any] = _NONE,
+    **_others: NDArray[Any],
+) -> None:
+    """Raise IndexFileError for a span that is too long or begins before its shard, or for a shard that is not there."""
+    if _most(length) > MAX_SAMPLE_BYTES:
+        raise IndexFileError(f"a span of {_signed(_most(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}")
+    if _most(offset) >= 1 << 63:
+        raise IndexFileError("a span that begins before its shard")
+    if num_shards is not None and _most(shard) >= num_shards:
+        wrong = int(shard.min()) if shard.min() < 0 else int(shard.max())
+        raise IndexFileError(f"a sample in shard number {wrong}, but the manifest has {num_shards}")
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def check_caps(
+    starts: NDArray[np.int32], members: Sequence[NDArray[Any]], names: Sequence[str], codecs: Sequence[str]
+) -> None:
+    """Raise IndexFileError where a sample would take more memory than the caps allow.
+
+    ``starts`` are the rows' first entries in the members' columns name, codec, offset, stored and raw bytes.
+    """
+    name, codec, _, stored, raw = members
+    if not len(stored):
+        return
+    most_members, most_stored, most_raw = _most(np.diff(starts)), _most(stored), _most(raw)
+    if most_members > MAX_MEMBERS:
+        raise IndexFileError(f"a sample of {most_members} members, over the cap of {MAX_MEMBERS}")
+    if most_raw > MAX_MEMBER_BYTES or most_stored > MAX_SAMPLE_BYTES:
+        worst = max(map(_signed, (most_raw, most_stored)), key=abs)
+        raise IndexFileError(f"a member of {worst} bytes, over the cap of {MAX_MEMBER_BYTES} or under 0")
+    for number, text in enumerate(names):
+        if member_cap(text) < most_raw and (found := int(raw[name == number].max(initial=0))) > member_cap(text):
+            raise IndexFileError(f"a member {text} of {found} bytes, over the cap of {member_cap(text)}")
+    if most_members * (most_stored + most_raw) <= MAX_SAMPLE_BYTES:
+        return
+    plain = codecs.index(RAW) if RAW in codecs else -1
+    sums = np.concatenate(([0], np.cumsum(stored + np.where(codec == plain, 0, raw))))
+    most = int((sums[starts[1:]] - sums[starts[:-1]]).max())
+    if most > MAX_SAMPLE_BYTES:
+        raise IndexFileError(f"a sample would take {most} bytes of memory, over the cap of {MAX_SAMPLE_BYTES}")

@@ -1,0 +1,153 @@
+"""``keys.arrow``: the row of a key, by a table that is sorted by the keys' hashes. FORMAT.md has the rules."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from fuelrail.pipeline.errors import IndexFileError
+from fuelrail.pipeline.format.index.blocks import FixedColumns
+from fuelrail.pipeline.storage.spill import Spill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.index.blocks import BlockFile
+    from fuelrail.pipeline.format.index.samples import SampleIndex
+
+KEYS_FILE: Final = "keys.arrow"
+
+_SCHEMA: Final = pa.schema([pa.field("entry", pa.binary(16), nullable=False)], metadata={"fuelrail.keys.version": "1"})
+ENTRY: Final = np.dtype([("xxh3", "<u8"), ("row", "<u8")])
+"""An entry: XXH3-64 of the key in UTF-8, and the key's row in the index."""
+_ROWS_AT_ONCE: Final = 1 << 16
+_BUCKET_ROWS: Final = 1 << 20
+
+
+def key_hash(key: str) -> int:
+    """XXH3-64 of a key in UTF-8."""
+    return xxhash.xxh3_64_intdigest(key.encode())
+
+
+def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
+    """The table of an index: its entries in ascending order. What outgrows memory is kept in ``folder``."""
+    spill = Spill(folder)
+    column = spill.column(ENTRY)
+    for first in range(0, len(index), _ROWS_AT_ONCE):
+        keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
+        part = np.empty(len(keys), ENTRY)
+        part["xxh3"] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
+        part["row"] = np.arange(first, first + len(keys))
+        column.append(part)
+        index.release()
+    entries: NDArray[np.void] = column.values
+    bits = max(len(entries) // _BUCKET_ROWS, 1).bit_length() - 1
+    if not bits:
+        return _sorted(entries)
+    return _sorted_by_buckets(entries, bits, spill)
+
+
+def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
+    """Sort entries that are in the order of their rows by their hashes."""
+    return entries[np.argsort(entries["xxh3"], kind="stable")]
+
+
+def _sorted_by_buckets(entries: NDArray[np.void], bits: int, spill: Spill) -> NDArray[np.void]:
+    """Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so each fits in memory."""
+    shift = np.uint64(64 - bits)
+
+    def parts() -> Iterator[NDArray[np.void]]:
+        for first in range(0, len(entries), _ROWS_AT_ONCE):
+            yield entries[first : first + _ROWS_AT_ONCE]
+            spill.used(_ROWS_AT_ONCE)
+
+    counts = np.zeros(1 << bits, np.int64)
+    for part in parts():
+        counts += np.bincount((part["xxh3"] >> shift).astype(np.int64), minlength=1 << bits)
+    ends = np.cumsum(counts)
+    places = ends - counts
+    out: NDArray[np.void] = spill.filled(0, len(entries) * 2, np.uint64).view(ENTRY)
+    for part in parts():
+        bucket = (part["xxh3"] >> shift).astype(np.int64)
+        order = np.argsort(bucket, kind="stable")
+        sizes = np.bincount(bucket, minlength=1 << bits)
+        within = np.arange(len(part)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        out[places[bucket[order]] + within] = part[order]
+        places = places + sizes
+    for first, end in zip(ends - counts, ends, strict=True):
+        out[first:end] = _sorted(out[first:end])
+        spill.used(int(end - first))
+    return out
+
+
+def write_keys(path: Path, index: SampleIndex) -> None:
+    """Write the table of an index."""
+    write_entries(path, sorted_entries(index, path.parent))
+
+
+def write_entries(path: Path, entries: NDArray[np.void]) -> None:
+    """Write a table of sorted entries."""
+    data = pa.py_buffer(np.ascontiguousarray(entries).view(np.uint8)) if len(entries) else pa.py_buffer(b"")
+    array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(entries), [None, data])
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays([array], schema=_SCHEMA))
+
+
+class KeyTable:
+    """The table of an open dataset."""
+
+    def __init__(self, opened: Callable[[], BlockFile], num_samples: int) -> None:
+        """``opened`` opens the file, at the first look-up."""
+        self._opened, self._num_samples = opened, num_samples
+
+    @cached_property
+    def _columns(self) -> FixedColumns:
+        file = self._opened()
+        columns = FixedColumns(file, _SCHEMA, {"entry": ENTRY})
+        if columns.num_rows != self._num_samples:
+            raise IndexFileError(f"'{file.path}' has {columns.num_rows} keys, the index {self._num_samples} samples")
+        return columns
+
+    def entries(self) -> NDArray[Any]:
+        """All entries, sorted by hash; raises IndexFileError where the table is damaged."""
+        return self._columns.read("entry", 0, self._num_samples)
+
+    def check(self, index: SampleIndex, folder: Path) -> None:
+        """Check the whole table against the index, with work files in ``folder``; raises IndexFileError."""
+        wanted = sorted_entries(index, folder)
+        for first in range(0, self._num_samples, _ROWS_AT_ONCE):
+            end = min(first + _ROWS_AT_ONCE, self._num_samples)
+            if not np.array_equal(self._columns.read("entry", first, end), wanted[first:end]):
+                raise IndexFileError(f"the rows from {first} on are not those of the keys of the index")
+
+    def rows(self, key: str) -> list[int]:
+        """The rows whose key has the hash of this one: hardly ever more than one, and none where there is no such key.
+
+        The hashes are spread evenly, so the place of one among n is known to within a few times the square root of n:
+        one range of the table is read. Raises IndexFileError for a table that is damaged.
+        """
+        wanted, total = key_hash(key), self._num_samples
+        width = 4 * math.isqrt(total) + 64
+        while True:
+            guess = (wanted * total) >> 64
+            low, high = max(guess - width, 0), min(guess + width, total)
+            part: Any = self._columns.read("entry", low, high)
+            hashes = part["xxh3"]
+            first = int(np.searchsorted(hashes, np.uint64(wanted), "left"))
+            end = int(np.searchsorted(hashes, np.uint64(wanted), "right"))
+            if (first > 0 or low == 0) and (end < high - low or high == total):
+                break
+            width *= 16
+        found: list[int] = part["row"][first:end].tolist()
+        for row in found:
+            if row >= total:
+                raise IndexFileError(f"keys.arrow puts key '{key}' at row {row}, the index has {total}")
+        return found

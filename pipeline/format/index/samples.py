@@ -1,0 +1,450 @@
+"""``index.arrow``: the place of every sample and every member. FORMAT.md has the rules.
+
+An Arrow IPC file, memory-mapped: opening it costs the same for ten samples and for ten million, and all processes
+of a host share its pages. Rows are in the order of the samples in the shards. Record batches hold
+``ROWS_PER_BATCH`` rows each (the last one fewer), so row i is found by division.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.format.codecs import suffix
+from fuelrail.pipeline.format.index.blocks import BlockFile
+from fuelrail.pipeline.format.index.checks import check_caps, check_plain, check_spans, check_texts
+from fuelrail.pipeline.format.index.row import IndexRow, MemberColumns, MemberEntry, MemberKinds, Members, member_kinds
+from fuelrail.pipeline.storage.spill import Spill, numpy_dtype
+from fuelrail.pipeline.text import shown
+
+if TYPE_CHECKING:
+    import mmap
+    import os
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+__all__ = ["INDEX_FILE", "ROWS_PER_BATCH", "IndexRow", "IndexWriter", "MemberEntry", "SampleIndex", "write_index"]
+
+INDEX_FILE: Final = "index.arrow"
+INDEX_VERSION: Final = 1
+ROWS_PER_BATCH: Final = 1 << 13
+"""Some 2.5 MB: the least that a reader at a URL fetches for a sample."""
+_ROWS_PER_PART: Final = 1 << 10
+_KINDS_KEPT: Final = 1 << 10
+"""Different lists of members that are remembered."""
+_BATCHES_KEPT: Final = 1 << 14
+"""Checked batches that are kept as Python objects of some 3 kB."""
+
+_MEMBER_TYPE = pa.struct(
+    [
+        ("name", pa.int16()),
+        ("codec", pa.int16()),
+        ("offset", pa.int64()),
+        ("stored_bytes", pa.int64()),
+        ("raw_bytes", pa.int64()),
+    ]
+)
+_COLUMNS: Final = [
+    pa.field("key", pa.string(), nullable=False),
+    pa.field("clip_id", pa.string(), nullable=False),
+    pa.field("frame", pa.int32(), nullable=False),
+    pa.field("timestamp_ns", pa.int64(), nullable=False),
+    pa.field("shard", pa.int32(), nullable=False),
+    pa.field("offset", pa.int64(), nullable=False),
+    pa.field("length", pa.int64(), nullable=False),
+    pa.field("xxh3", pa.uint64(), nullable=False),
+    pa.field("members", pa.list_(_MEMBER_TYPE), nullable=False),
+]
+_TEXTS: Final = ("key", "clip_id")
+_SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
+_VERSION_KEY, _NAMES_KEY, _CODECS_KEY = b"fuelrail.index.version", b"fuelrail.members", b"fuelrail.codecs"
+
+
+_make_row = partial(tuple.__new__, IndexRow)
+"""An IndexRow from a tuple, at half the price of the call."""
+
+
+def index_schema(names: Sequence[str], codecs: Sequence[str]) -> pa.Schema:
+    """The schema of an index of these field names and codecs."""
+    metadata = {
+        _VERSION_KEY: str(INDEX_VERSION),
+        _NAMES_KEY: json.dumps(list(names)),
+        _CODECS_KEY: json.dumps(list(codecs)),
+    }
+    return pa.schema(_COLUMNS, metadata=metadata)
+
+
+class IndexWriter:
+    """Writes an index file row by row; use as a context manager. A batch is collected on disk, beside the file.
+
+    ``names`` and ``codecs`` are all field names and codecs that any row will use. The caller publishes the file (writes
+    to a temporary name, syncs, renames).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], names: Sequence[str], codecs: Sequence[str]) -> None:
+        self._name_code = {name: code for code, name in enumerate(names)}
+        self._codec_code = {codec: code for code, codec in enumerate(codecs)}
+        self._schema = index_schema(names, codecs)
+        self._sink = pa.OSFile(str(path), "wb")
+        self._writer = pa.ipc.new_file(self._sink, self._schema)
+        self._pending: list[IndexRow] = []
+        self._folder = Path(path).parent
+        self._columns = self._new_columns()
+        self._rows_in_batch = 0
+
+    def append(self, row: IndexRow) -> None:
+        """Add the next sample."""
+        self._pending.append(row)
+        self._rows_in_batch += 1
+        if self._rows_in_batch == ROWS_PER_BATCH:
+            self._flush()
+        elif len(self._pending) == _ROWS_PER_PART:
+            self._convert()
+
+    def close(self) -> None:
+        """Write what is pending and the file's footer."""
+        try:
+            if self._rows_in_batch:
+                self._flush()
+            self._writer.close()
+        finally:
+            self._sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # without its footer the file is not an index, as it should be
+            self._sink.close()
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._convert()
+        columns, self._rows_in_batch = self._columns, 0
+        starts = np.zeros(len(columns["num_members"]) + 1, np.int32)
+        np.cumsum(columns["num_members"].values, out=starts[1:])
+        members = pa.StructArray.from_arrays(
+            [pa.array(columns[f"members.{field.name}"].values) for field in _MEMBER_TYPE], fields=list(_MEMBER_TYPE)
+        )
+        arrays = [columns[name].array().cast(pa.string()) for name in _TEXTS]
+        arrays += [pa.array(columns[name].values) for name in _SCALARS]
+        arrays.append(pa.ListArray.from_arrays(pa.array(starts), members))
+        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._columns = self._new_columns()
+
+    def _new_columns(self) -> dict[str, Any]:
+        spill = Spill(self._folder)
+        spill.release()  # what Arrow keeps of the batch before
+        numbers = [(field.name, field.type) for field in _COLUMNS if field.name in _SCALARS]
+        numbers += [(f"members.{field.name}", field.type) for field in _MEMBER_TYPE]
+        return {
+            **{name: spill.texts() for name in _TEXTS},
+            **{name: spill.column(numpy_dtype(kind)) for name, kind in numbers},
+            "num_members": spill.column(np.int32),
+        }
+
+    def _convert(self) -> None:
+        """Make columns of what is pending: as Python objects a whole batch would take hundreds of megabytes."""
+        rows, self._pending = self._pending, []
+        members = [member for row in rows for member in row.members]
+        for name in _TEXTS:
+            self._columns[name].append([getattr(row, name).encode() for row in rows])
+        columns: dict[str, list[int]] = {name: [getattr(row, name) for row in rows] for name in _SCALARS}
+        columns["num_members"] = [len(row.members) for row in rows]
+        columns["members.name"] = [self._name_code[member.name] for member in members]
+        columns["members.codec"] = [self._codec_code[member.codec] for member in members]
+        for name in ("offset", "stored_bytes", "raw_bytes"):
+            columns[f"members.{name}"] = [getattr(member, name) for member in members]
+        for name, values in columns.items():
+            self._columns[name].append(values)
+
+
+class _Texts(NamedTuple):
+    """A string column as its offsets and its UTF-8 bytes."""
+
+    starts: memoryview
+    utf8: memoryview
+
+    def __call__(self, at: int) -> str:
+        return str(self.utf8[self.starts[at] : self.starts[at + 1]], "utf-8")
+
+
+class _Kinds:
+    """Lists of names and codecs by the numbers that stand for them; hardly any two samples have different ones."""
+
+    def __init__(self, names: Sequence[str], codecs: Sequence[str]) -> None:
+        self._names, self._codecs = names, codecs
+        self._known: dict[tuple[bytes, bytes], MemberKinds] = {}
+
+    def __call__(self, name: memoryview, codec: memoryview) -> MemberKinds:
+        numbers = name.tobytes(), codec.tobytes()
+        kinds = self._known.get(numbers)
+        if kinds is None:
+            kinds = member_kinds(tuple([self._names[n] for n in name]), tuple([self._codecs[n] for n in codec]))
+            if len(self._known) < _KINDS_KEPT:
+                self._known[numbers] = kinds
+        return kinds
+
+
+class _MemberParts:
+    """The members of a batch's rows, one after the other, in columns as they are stored."""
+
+    def __init__(self, columns: tuple[memoryview, ...], kinds: _Kinds) -> None:
+        self.columns, self._kinds = columns, kinds
+
+    def __call__(self, first: int, end: int) -> MemberColumns:
+        name, codec, offset, stored, raw = self.columns
+        return MemberColumns(
+            self._kinds(name[first:end], codec[first:end]),
+            offset[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(),
+        )  # fmt: skip
+
+
+class _Batch(NamedTuple):
+    """Zero-copy views of one record batch.
+
+    ``row_...`` are the same memory as plain memoryviews: taking single items out of those costs less than half of what
+    numpy and Arrow take for it, and every sample passes here.
+    """
+
+    key: pa.StringArray
+    clip_id: pa.StringArray
+    scalars: tuple[NDArray[Any], ...]
+    row_key: _Texts
+    row_clip_id: _Texts
+    row_scalars: tuple[memoryview, ...]
+    row_starts: memoryview
+    row_members: _MemberParts
+
+
+class SampleIndex:
+    """A read-only, memory-mapped index; safe to use from many threads.
+
+    ``names`` and ``codecs`` are all that occur in the dataset.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], num_shards: int | None = None, file: BlockFile | None = None
+    ) -> None:
+        """Map the file; raises IndexFileError where it is not a whole index file of this version.
+
+        Rows in shards beyond ``num_shards`` are refused too, each batch when it is first looked at. ``file`` is the
+        file itself where parts of it may have to be fetched.
+        """
+        self._path, self._num_shards = str(path), num_shards
+        self._lock = threading.Lock()
+        self._source = file or BlockFile(Path(path))
+        self._map = self._source.map
+        self._file = self._source.open_arrow()
+        metadata = self._file.schema.metadata or {}
+        version = metadata.get(_VERSION_KEY, b"none").decode(errors="replace")
+        if version != str(INDEX_VERSION):
+            raise IndexFileError(
+                f"index '{self._path}' has version {shown(version)}; this Fuelrail reads {INDEX_VERSION}"
+            )
+        if not self._file.schema.equals(pa.schema(_COLUMNS)):
+            raise IndexFileError(f"index '{self._path}' has columns other than version {INDEX_VERSION} prescribes")
+        self.names = self._vocabulary(metadata, _NAMES_KEY)
+        self.codecs = self._vocabulary(metadata, _CODECS_KEY)
+        for codec in self.codecs:
+            try:
+                suffix(codec)
+            except ConfigError as error:
+                raise IndexFileError(f"index '{self._path}': {error}") from error
+        self._kinds = _Kinds(self.names, self.codecs)
+        self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
+        self._num_kept = 0
+        # Only the last batch may be short, so its length alone gives the total.
+        last = len(self._batches) - 1
+        if last >= 0:
+            self._source.need_batch(last)
+        self._length = last * ROWS_PER_BATCH + self._record_batch(last).num_rows if last >= 0 else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def row(self, index: int) -> IndexRow:
+        """Return sample ``index`` (0 to len - 1); raises OrderError outside, IndexFileError for a damaged batch."""
+        if not 0 <= index < self._length:
+            raise OrderError(f"sample {index} is outside the index of {self._length} samples")
+        number, at = divmod(index, ROWS_PER_BATCH)
+        batch = self._batches[number] or self._batch(number)
+        _, _, _, key, clip_id, (frame, timestamp_ns, shard, offset, length, xxh3), starts, members = batch
+        return _make_row((
+            key(at), clip_id(at), frame[at], timestamp_ns[at], shard[at], offset[at], length[at], xxh3[at],
+            Members(members, starts[at], starts[at + 1]),
+        ))  # fmt: skip
+
+    def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
+        """A scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows first to end - 1, copied."""
+        at = _SCALARS.index(name)
+        end = self._length if end is None else end
+        numbers = range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
+        parts = [self._column(n, name)[max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH] for n in numbers]
+        return np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + at].type))
+
+    def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
+        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
+        found: list[str] = self.texts(name, first, end).to_pylist()
+        return found
+
+    def texts(self, name: str, first: int = 0, end: int | None = None) -> pa.ChunkedArray:
+        """The keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an Arrow array, not copied."""
+        end = self._length if end is None else end
+        parts = []
+        for n in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0):
+            array, low = self._column(n, name), max(first - n * ROWS_PER_BATCH, 0)
+            parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
+        return pa.chunked_array(parts, pa.string())
+
+    def clip_ids(self, first: int = 0, end: int | None = None) -> list[str]:
+        """The clip ids that rows first to end - 1 have, each once, sorted."""
+        return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
+
+    def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
+        """The clips of rows first to end - 1 as numbers: equal where the ids are, counted by first appearance."""
+        encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
+        numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
+        return numbers
+
+    @property
+    def mapped(self) -> mmap.mmap:
+        """The map of the whole file."""
+        return self._map
+
+    def member_totals(self) -> NDArray[np.float64]:
+        """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
+        totals = np.zeros((3, len(self.names), len(self.codecs)))
+        for number in range(len(self._batches)):
+            name, codec, _, stored, raw = map(np.asarray, self._batch(number).row_members.columns)
+            np.add.at(totals[0], (name, codec), 1)
+            np.add.at(totals[1], (name, codec), stored)
+            np.add.at(totals[2], (name, codec), raw)
+        return totals
+
+    def release(self) -> None:
+        """Give the pages that were looked at back to the page cache; what was handed out stays good."""
+        self._source.release()
+
+    def _vocabulary(self, metadata: Mapping[bytes, bytes], entry: bytes) -> tuple[str, ...]:
+        try:
+            return msgspec.json.decode(metadata.get(entry, b""), type=tuple[str, ...])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise IndexFileError(f"index '{self._path}' has no list {entry.decode()}: {error}") from error
+
+    def _batch(self, number: int) -> _Batch:
+        batch = self._batches[number]
+        if batch is None:
+            self._source.need_batch(number)  # not under the lock: others go on while this waits for storage
+            with self._lock:  # Arrow's file reader has a read position
+                batch = self._batches[number]
+                if batch is None:
+                    if self._num_kept == _BATCHES_KEPT:
+                        self._batches, self._num_kept = [None] * len(self._batches), 0
+                    batch = self._batches[number] = self._view(number)
+                    self._num_kept += 1
+        return batch
+
+    def _column(self, number: int, name: str) -> Any:  # noqa: ANN401 - texts are an Arrow array, numbers numpy's
+        """One column of a batch, checked by itself: nothing else of the mapped batch is read."""
+        if (batch := self._batches[number]) is not None:
+            return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
+        self._source.need_batch(number)
+        with self._lock:
+            record = self._record_batch(number)
+        with _damaged_at(self._path, number):
+            record.validate()
+            array = record.column(record.schema.get_field_index(name))
+            if name in _TEXTS:
+                check_texts(array, name)
+                array.validate(full=True)
+                return array
+            values = array.to_numpy(zero_copy_only=True)
+            check_spans(**{name: values}, num_shards=self._num_shards)
+            return values
+
+    def _record_batch(self, number: int) -> pa.RecordBatch:
+        """Map one record batch, unchecked but for its number of rows; raises IndexFileError."""
+        with _damaged_at(self._path, number):
+            check_plain(memoryview(self._map), number)
+            record = self._file.get_batch(number)
+        wanted = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
+        if not wanted <= record.num_rows <= ROWS_PER_BATCH:
+            raise IndexFileError(f"index '{self._path}': record batch {number} has {record.num_rows} rows")
+        return record
+
+    def _view(self, number: int) -> _Batch:
+        record = self._record_batch(number)
+        with _damaged_at(self._path, number):
+            # Arrow trusts offsets once a batch is accepted: a damaged one would end the process, not raise. The check
+            # takes about 100 microseconds for each batch, on first use.
+            record.validate()
+            columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
+            for name in _TEXTS:
+                check_texts(columns[name], name)
+            record.validate(full=True)
+            members = columns["members"]
+            scalars = tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS)
+            parts = [members.values.field(i).to_numpy(zero_copy_only=True) for i in range(_MEMBER_TYPE.num_fields)]
+            batch = _Batch(
+                columns["key"],
+                columns["clip_id"],
+                scalars,
+                _texts(columns["key"]),
+                _texts(columns["clip_id"]),
+                tuple(map(memoryview, scalars)),
+                memoryview(members.offsets.to_numpy(zero_copy_only=True)),
+                _MemberParts(tuple(map(memoryview, parts)), self._kinds),
+            )
+            self._check(batch, members.offsets.to_numpy(zero_copy_only=True), parts)
+            return batch
+
+    def _check(self, batch: _Batch, starts: NDArray[np.int32], parts: Sequence[NDArray[Any]]) -> None:
+        for codes, known in zip(parts, (self.names, self.codecs), strict=False):
+            if codes.size and not 0 <= codes.min() <= codes.max() < len(known):
+                raise IndexFileError("no such name or codec")
+        check_caps(starts, parts, self.names, self.codecs)
+        columns = dict(zip(_SCALARS, batch.scalars, strict=True))
+        check_spans(num_shards=self._num_shards, **columns)
+
+
+@contextlib.contextmanager
+def _damaged_at(path: str, number: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, IndexFileError) as error:
+        raise IndexFileError(f"index '{path}' is damaged at record batch {number}: {error}") from error
+
+
+def _texts(column: pa.StringArray) -> _Texts:
+    _, starts, utf8 = column.buffers()
+    numbers = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4) if starts else np.zeros(1, np.int32)
+    return _Texts(memoryview(numbers), memoryview(utf8 or b""))  # type: ignore[arg-type]  # numpy's buffers
+
+
+def write_index(
+    path: str | os.PathLike[str], rows: Iterable[IndexRow], names: Sequence[str], codecs: Sequence[str]
+) -> int:
+    """Write all rows to a new index file; returns their number."""
+    count = 0
+    with IndexWriter(path, names, codecs) as writer:
+        for row in rows:
+            writer.append(row)
+            count += 1
+    return count

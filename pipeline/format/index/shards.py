@@ -1,0 +1,214 @@
+"""``shards.arrow``: one row for each shard. FORMAT.md has the rules."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
+
+import numpy as np
+import pyarrow as pa
+
+from fuelrail.pipeline.errors import ManifestError
+from fuelrail.pipeline.format.index.blocks import BlockFile, FixedColumns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.manifest import Manifest
+
+SHARDS_FILE: Final = "shards.arrow"
+
+_NO_DIGEST: Final = bytes(32)
+_PLACES_KEPT: Final = 1 << 14
+SHARDS_SCHEMA: Final = pa.schema(
+    [
+        pa.field("first_sample", pa.int64(), nullable=False),
+        pa.field("bytes", pa.int64(), nullable=False),
+        pa.field("sha256", pa.binary(32), nullable=False),
+        pa.field("framed", pa.uint8(), nullable=False),
+        pa.field("idx_bytes", pa.int64(), nullable=False),
+        pa.field("idx_sha256", pa.binary(32), nullable=False),
+    ],
+    metadata={"fuelrail.shards.version": "1"},
+)
+_DTYPES: Final = {
+    "first_sample": np.dtype(np.int64),
+    "bytes": np.dtype(np.int64),
+    "sha256": np.dtype("V32"),
+    "framed": np.dtype(np.uint8),
+    "idx_bytes": np.dtype(np.int64),
+    "idx_sha256": np.dtype("V32"),
+}
+_ENDINGS: Final = (".tar", ".tar.zst")
+
+
+class ShardEntry(NamedTuple):
+    """One shard: rows ``first_sample`` to ``first_sample + num_samples - 1`` of the index, in this order.
+
+    ``idx_bytes`` and ``idx_sha256`` are of its listing for DALI; 0 and empty where it has none.
+    """
+
+    name: str
+    split: str
+    first_sample: int
+    num_samples: int
+    bytes: int
+    sha256: str
+    idx_bytes: int = 0
+    idx_sha256: str = ""
+
+    @property
+    def idx_name(self) -> str:
+        """The name of its listing for DALI."""
+        return f"{self.name.partition('.')[0]}.idx"
+
+
+def shard_name(split: str, number: int, *, framed: bool = False) -> str:
+    """The name of the shard that has this number within its split."""
+    return f"{split}-{number:06d}{_ENDINGS[framed]}"
+
+
+def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
+    """Write the table; shards must have the names that follow from their numbers."""
+    rows: list[tuple[Any, ...]] = []
+    numbers: dict[str, int] = {}
+    for shard in shards:
+        number = numbers.get(shard.split, 0)
+        numbers[shard.split] = number + 1
+        framed = shard.name.endswith(_ENDINGS[1])
+        assert shard.name == shard_name(shard.split, number, framed=framed), f"'{shard.name}' is not shard {number}"
+        listed = bytes.fromhex(shard.idx_sha256) or _NO_DIGEST
+        rows.append(
+            (shard.first_sample, shard.bytes, bytes.fromhex(shard.sha256), int(framed), shard.idx_bytes, listed)
+        )
+    columns = list(zip(*rows, strict=True)) or [()] * len(SHARDS_SCHEMA)
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, SHARDS_SCHEMA, strict=True)]
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SHARDS_SCHEMA) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SHARDS_SCHEMA))
+
+
+class ShardTable(Sequence[ShardEntry]):
+    """The shards of a dataset in the order of their samples. Opening it costs the same for any number of shards.
+
+    Each entry is checked when it is read: ManifestError where it does not continue the one before, or belongs to a
+    split that does not have its samples.
+    """
+
+    def __init__(self, file: BlockFile, manifest: Manifest) -> None:
+        """Check the table's length and the beginnings of the splits; raises ManifestError and IndexFileError."""
+        self._file, self._columns = file, FixedColumns(file, SHARDS_SCHEMA, _DTYPES)
+        self._num_samples = manifest.num_samples
+        self._places: dict[int, tuple[str, int]] = {}
+        splits = sorted((entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards)
+        self._splits = [name for _, name in splits]
+        self._first_shards = [first for first, _ in splits]
+        self._length = sum(entry.num_shards for entry in manifest.splits.values())
+        if self._columns.num_rows != self._length:
+            raise ManifestError(
+                f"'{file.path}' has {self._columns.num_rows} shards, the splits of the manifest {self._length}"
+            )
+        for name in self._splits:
+            entry = manifest.splits[name]
+            found = self._at_least("first_sample", entry.first_shard, 0)
+            if found != entry.first_sample:
+                raise ManifestError(
+                    f"'{file.path}': split '{name}' begins at sample {entry.first_sample}, but its first shard, "
+                    f"number {entry.first_shard}, at {found}"
+                )
+
+    @property
+    def mapped(self) -> Any:  # noqa: ANN401 - mmap.mmap
+        """The map of the whole file."""
+        return self._file.map
+
+    def __len__(self) -> int:
+        return self._length
+
+    def name(self, number: int) -> str:
+        """The name of a shard by its number in the dataset."""
+        at = bisect.bisect_right(self._first_shards, number) - 1
+        framed = bool(self._columns.read("framed", number, number + 1)[0])
+        return shard_name(self._splits[at], number - self._first_shards[at], framed=framed)
+
+    def size(self, number: int) -> int:
+        """The size of a shard [bytes]; raises ManifestError for one below 0."""
+        return self._at_least("bytes", number, 0)
+
+    def place(self, number: int) -> tuple[str, int]:
+        """The name of a shard and its size [bytes], remembered: every sample that is read asks for them."""
+        found = self._places.get(number)
+        if found is None:
+            if len(self._places) >= _PLACES_KEPT:
+                self._places.clear()
+            found = self._places[number] = self.name(number), self.size(number)
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all shards."""
+        return int(self._columns.read("bytes", 0, self._length).astype(np.int64).sum())
+
+    @property
+    def num_framed(self) -> int:
+        """How many shards are compressed frame by frame."""
+        return int(np.count_nonzero(self._columns.read("framed", 0, self._length)))
+
+    def lengths(self, first: int, end: int) -> NDArray[np.int64]:
+        """The number of samples of shards ``first`` to ``end - 1``; raises ManifestError for one below 1."""
+        firsts = self._columns.read("first_sample", first, min(end + 1, self._length)).astype(np.int64)
+        if end == self._length:
+            firsts = np.append(firsts, self._num_samples)
+        lengths: NDArray[np.int64] = np.diff(firsts)
+        if len(lengths) and lengths.min() < 1:
+            at = first + int(lengths.argmin())
+            raise ManifestError(f"'{self._file.path}': shard {at} holds {lengths.min()} samples; each holds 1 or more")
+        return lengths
+
+    def check(self, num_bytes: int) -> None:
+        """Check all rows, and the manifest's number of bytes of all shards; raises ManifestError."""
+        self.lengths(0, self._length)
+        for name in ("bytes", "idx_bytes"):
+            values = self._columns.read(name, 0, self._length).astype(np.int64)
+            if len(values) and values.min() < 0:
+                self._at_least(name, int(values.argmin()), 0)
+        total = self.num_bytes
+        if total != num_bytes:
+            raise ManifestError(f"'{self._file.path}': the shards have {total} bytes, the manifest states {num_bytes}")
+
+    def _at_least(self, name: str, number: int, least: int) -> int:
+        value = int(self._columns.read(name, number, number + 1)[0].item())
+        if value < least:
+            raise ManifestError(
+                f"'{self._file.path}': {name} of shard {number} is {value}; allowed are {least} or more"
+            )
+        return value
+
+    @overload
+    def __getitem__(self, number: int) -> ShardEntry: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[ShardEntry, ...]: ...
+    def __getitem__(self, number: int | slice) -> ShardEntry | tuple[ShardEntry, ...]:
+        if isinstance(number, slice):
+            return tuple(map(self._entry, range(*number.indices(self._length))))
+        at = number + self._length if number < 0 else number
+        if not 0 <= at < self._length:
+            raise IndexError(f"shard {number} is not in the dataset: it has shards 0 to {self._length - 1}")
+        return self._entry(at)
+
+    def __iter__(self) -> Iterator[ShardEntry]:
+        return map(self._entry, range(self._length))
+
+    def _entry(self, number: int) -> ShardEntry:
+        split = self._splits[bisect.bisect_right(self._first_shards, number) - 1]
+        idx_bytes = self._at_least("idx_bytes", number, 0)
+        digests = (self._columns.read(name, number, number + 1).tobytes().hex() for name in ("sha256", "idx_sha256"))
+        sha256, idx_sha256 = digests
+        first_sample = self._at_least("first_sample", number, 0)
+        return ShardEntry(
+            self.name(number), split, first_sample, int(self.lengths(number, number + 1)[0]),
+            self.size(number), sha256, idx_bytes, idx_sha256 if idx_bytes else "",
+        )  # fmt: skip

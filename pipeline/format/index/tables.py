@@ -1,0 +1,131 @@
+"""Open the tables of a dataset (shards, samples, keys), here or at a URL; write those that follow from the index."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from fuelrail.pipeline.errors import IndexFileError, ManifestError
+from fuelrail.pipeline.format.index.blocks import (
+    BLOCKS_FILE,
+    TABLE_FILES,
+    BlockFile,
+    block_digests,
+    open_sparse,
+    split_digests,
+)
+from fuelrail.pipeline.format.index.keys import KEYS_FILE, KeyTable, write_keys
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, SampleIndex
+from fuelrail.pipeline.format.index.shards import SHARDS_FILE, ShardEntry, ShardTable, write_shards
+from fuelrail.pipeline.format.manifest import FileEntry, Manifest
+from fuelrail.pipeline.storage.files import read_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+WHOLE_BYTES: Final = 64 << 20
+"""Tables at a URL of up to this size are fetched as a whole, larger ones by blocks."""
+MAX_BLOCKS_BYTES: Final = 64 << 20
+"""Of ``blocks.sha256``: the digests of 2 TiB of tables."""
+
+
+class Origin(Protocol):
+    """The place at a URL that a dataset's files are fetched from."""
+
+    def whole(self, entry: FileEntry) -> None:
+        """Have a file in the folder; raises DatasetError or ManifestError where that fails."""
+
+    def read(self, name: str, first: int, end: int) -> bytes:
+        """Bytes ``first`` to ``end - 1`` of a file; raises DatasetError."""
+
+
+class Tables(NamedTuple):
+    """The open tables of a dataset."""
+
+    shards: ShardTable
+    samples: SampleIndex
+    keys: KeyTable
+
+
+def open_shards(folder: Path, manifest: Manifest, origin: Origin | None = None) -> ShardTable:
+    """Open ``shards.arrow`` alone, as :func:`open_tables` does."""
+    return ShardTable(_Opener(folder, manifest, origin).table(SHARDS_FILE), manifest)
+
+
+def open_tables(folder: Path, manifest: Manifest, origin: Origin | None = None) -> Tables:
+    """Open the tables of the dataset in a folder, or at ``origin``, whose files are kept in the folder.
+
+    Raises ManifestError, IndexFileError, and DatasetError where a file cannot be fetched.
+    """
+    opened = _Opener(folder, manifest, origin)
+    shards = open_shards(folder, manifest, origin)
+    index = SampleIndex(folder / INDEX_FILE, len(shards), opened.table(INDEX_FILE))
+    if len(index) != manifest.num_samples:
+        raise IndexFileError(f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}")
+    return Tables(shards, index, KeyTable(partial(opened.table, KEYS_FILE), len(index)))
+
+
+class _Opener:
+    """Opens the tables of one dataset."""
+
+    def __init__(self, folder: Path, manifest: Manifest, origin: Origin | None) -> None:
+        self._folder, self._manifest, self._origin = folder, manifest, origin
+
+    def table(self, name: str) -> BlockFile:
+        """A table. At a URL it comes as a whole or by blocks; here the blocks of ``shards.arrow`` are checked."""
+        entry, path = self._entry(name), self._folder / name
+        if self._origin is not None and entry.bytes > WHOLE_BYTES:
+            read: Callable[[int, int], bytes] = partial(self._origin.read, name)
+            return open_sparse(path, entry.bytes, self._digests(name), read)
+        if self._origin is not None:
+            self._origin.whole(entry)
+        elif not path.exists():
+            raise IndexFileError(f"'{self._folder}' has no {name}")
+        if path.is_file() and (num_bytes := path.stat().st_size) != entry.bytes:
+            raise IndexFileError(f"'{path}' has {num_bytes} bytes, the manifest says {entry.bytes}")
+        return BlockFile(path, self._digests(name) if name == SHARDS_FILE and self._origin is None else None)
+
+    def _entry(self, name: str) -> FileEntry:
+        entry = self._manifest.file(name)
+        if entry is None:
+            raise ManifestError(f"the manifest of '{self._folder}' does not name {name}, which every dataset has")
+        return entry
+
+    def _digests(self, name: str) -> bytes:
+        entry, path = self._entry(BLOCKS_FILE), self._folder / BLOCKS_FILE
+        if entry.bytes > MAX_BLOCKS_BYTES:
+            raise ManifestError(f"'{path}' has {entry.bytes} bytes, at most {MAX_BLOCKS_BYTES} are read")
+        if self._origin is not None:
+            self._origin.whole(entry)
+        try:
+            data = read_file(path, MAX_BLOCKS_BYTES)
+        except OSError as error:
+            raise IndexFileError(f"'{path}' cannot be read: {error.strerror or error}") from error
+        if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise IndexFileError(f"'{path}' is not the file that dataset.json describes (SHA-256 differs)")
+        return split_digests(data, ((table, self._entry(table).bytes) for table in TABLE_FILES))[name]
+
+
+def write_tables(folder: Path, shards: Iterable[ShardEntry]) -> list[FileEntry]:
+    """Write ``shards.arrow``, ``keys.arrow`` and ``blocks.sha256`` beside the ``index.arrow`` that is in the folder.
+
+    Returns the manifest's entries of all four. The caller publishes the files.
+    """
+    write_shards(folder / SHARDS_FILE, shards)
+    write_keys(folder / KEYS_FILE, SampleIndex(folder / INDEX_FILE))
+    return seal_tables(folder)
+
+
+def seal_tables(folder: Path) -> list[FileEntry]:
+    """Write ``blocks.sha256`` of the three tables in the folder; returns the manifest's entries of all four."""
+    (folder / BLOCKS_FILE).write_bytes(b"".join(block_digests(folder / name) for name in TABLE_FILES))
+    return [file_entry(folder / name) for name in (*TABLE_FILES, BLOCKS_FILE)]
+
+
+def file_entry(path: Path) -> FileEntry:
+    """The manifest's entry of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(name=path.name, bytes=path.stat().st_size, sha256=digest)

@@ -1,0 +1,48 @@
+"""What a notebook shows of a dataset: its sizes, and thumbnails of a sample's cameras."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+import cv2
+import numpy as np
+
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.sample.image_header import probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_WIDTH: Final = 200
+"""Of a thumbnail [px]."""
+
+
+def thumbnail(encoded: bytes, width: int = _WIDTH) -> bytes:
+    """A small JPEG of an encoded image, ``width`` pixels wide; raises ImageError for what is no image to us."""
+    info = probe(encoded)
+    image = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
+    if image is None:
+        raise ImageError("the image cannot be decoded; check the dataset with `fuelrail verify --deep`")
+    height = max(round(info.height * width / info.width), 1)
+    return cv2.imencode(".jpg", cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA))[1].tobytes()
+
+
+def dataset_html(title: str, splits: Iterable[tuple[str, int, int, int]], images: Mapping[str, bytes]) -> str:
+    """A table of splits (name, samples, clips, shards), and the images; one that cannot be decoded is left out."""
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td>" + "".join(f"<td>{number:,}</td>" for number in numbers) + "</tr>"
+        for name, *numbers in splits
+    )
+    figures = []
+    for channel, encoded in images.items():
+        with contextlib.suppress(ImageError):
+            data = base64.b64encode(thumbnail(encoded)).decode()
+            figures.append(
+                f'<figure style="display:inline-block;margin:2px"><img src="data:image/jpeg;base64,{data}">'
+                f"<figcaption>{escape(channel)}</figcaption></figure>"
+            )
+    head = "<tr><th>split</th><th>samples</th><th>clips</th><th>shards</th></tr>"
+    return f"<div><p>{escape(title)}</p><table>{head}{rows}</table>{''.join(figures)}</div>"

@@ -1,0 +1,212 @@
+"""Checkpoints of one rank: what comes back, what is visible, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.checkpoints.store import VERSION, Store
+from fuelrail.bench.trainer.strategies.parallel import Parallel
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
+from support.datasets import build_dataset
+
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for seed, name in enumerate(("one", "other")):
+        build_dataset(folder / name, {"train": (5, 4)}, seed=seed)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(width=8):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1))
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 7))
+    scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+    return Parallel(model, optimiser, lambda _: (), schedule=schedule, scaler=scaler)
+
+
+def run(dataset, place, num_steps=STEPS, *, width=8, keep=3, every=2, identity="small"):
+    """Train from the newest checkpoint; returns where that was, and what each step saw."""
+    parallel = trained(width)
+    checkpoints = Checkpoints(str(place), keep=keep, identity={"model": identity})
+    done = []
+    transforms = Transforms(image=ImageAugment(height=32, width=48))
+    try:
+        with DataLoader(str(dataset), 2, transforms=transforms, num_workers=1) as loader:
+            restored = checkpoints.restore(parallel, loader)
+            first = restored.step if restored else 0
+            for step, batch in zip(range(first, num_steps), forever(loader), strict=False):
+                loss = parallel.model(batch["img"].float().mean((1, 3, 4)) / 255).square().mean()
+                parallel.scaler.scale(loss).backward()
+                parallel.scaler.step(parallel.optimiser)
+                parallel.scaler.update()
+                parallel.optimiser.zero_grad()
+                parallel.schedule.step()
+                rate = parallel.optimiser.param_groups[0]["lr"]
+                done.append((step, batch["sample_key"], loss.item(), rate, parallel.scaler.get_scale()))
+                if (step + 1) % every == 0:
+                    checkpoints.save(step + 1, parallel, loader.state_dict())
+    finally:
+        checkpoints.close()
+    return restored, done
+
+
+def forever(loader):
+    while True:
+        yield from loader
+
+
+def steps_of(place):
+    return sorted(int(path.name[5:13]) for path in place.iterdir())
+
+
+@pytest.fixture
+def saved(datasets, tmp_path):
+    """A run of five steps, with checkpoints of the steps 2 and 4."""
+    place = tmp_path / "saved"
+    run(datasets / "one", place, 5)
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "local URL", "object store"])
+def test_a_resumed_run_is_the_uninterrupted_one(datasets, tmp_path, kind):
+    places = {
+        "folder": str(tmp_path / "b"),
+        "local URL": f"local://{tmp_path}/b",
+        "object store": f"memory://{tmp_path.name}",
+    }
+    _, whole = run(datasets / "one", tmp_path / "a")
+    first, before = run(datasets / "one", places[kind], 5)
+    restored, after = run(datasets / "one", places[kind])
+    assert first is None
+    assert (restored.step, restored.world_size, restored.skipped) == (4, 1, [])
+    # Dropout too: the generator's state is in the checkpoint.
+    assert [*before[:4], *after] == whole
+
+
+def test_the_newest_are_kept_and_what_killed_runs_left_is_removed(datasets, saved):
+    left = saved / "step-00000009.0123abcd.partial"
+    shutil.copytree(next(saved.glob("step-00000004.*")), left)
+    unmarked = saved / "step-00000009.0123abcd"
+    shutil.copytree(left, unmarked)
+    (unmarked / "checkpoint.json").unlink()
+    (saved / "notes.txt").write_text("mine")
+    restored, _ = run(datasets / "one", saved, keep=2)
+    assert restored.step == 4
+    (saved / "notes.txt").unlink()
+    assert steps_of(saved) == [8, 10]
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("__0_0.distcp", cut, "bytes were|were written"),
+        ("__0_0.distcp", flip, "__0_0.distcp does not match its digest"),
+        ("__0_0.distcp", remove, "__0_0.distcp is missing"),
+        (".metadata", flip, ".metadata does not match its digest"),
+        ("checkpoint.json", cut, "checkpoint.json is not a manifest"),
+        ("checkpoint.json", flip, "checkpoint.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(datasets, saved, name, damage, said):
+    (newest,) = saved.glob("step-00000004.*")
+    damage(newest / name)
+    restored, done = run(datasets / "one", saved)
+    assert restored.step == 2
+    assert [entry[0] for entry in done] == list(range(2, STEPS))
+    (skipped,) = restored.skipped
+    assert skipped.startswith(newest.name)
+    assert re.search(said, skipped)
+    assert (newest / "damaged.json").exists()
+    # The same step was saved again, in a folder of its own.
+    assert run(datasets / "one", saved)[0].step == STEPS
+
+
+def test_where_all_are_damaged_the_run_does_not_start_again_unasked(datasets, saved):
+    for path in saved.glob("*/__0_0.distcp"):
+        flip(path)
+    with pytest.raises(FuelrailError, match=r"no checkpoint in .* is whole \(step-00000004.*; step-00000002.*another"):
+        run(datasets / "one", saved)
+
+
+def test_another_model_is_refused_with_both_sides(datasets, saved):
+    with pytest.raises(StateMismatchError, match=r"model: checkpoint has small, this run has large"):
+        run(datasets / "one", saved, identity="large")
+    with pytest.raises(StateMismatchError, match=r"0.bias: checkpoint has \[8\], this model has \[16\]"):
+        run(datasets / "one", saved, width=16)
+
+
+def test_another_dataset_is_refused_with_both_sides(datasets, saved):
+    with pytest.raises(StateMismatchError, match=r"dataset: state has '.*', loader has '.*'"):
+        run(datasets / "other", saved)
+
+
+def test_a_newer_version_is_refused_with_both_sides(datasets, saved, monkeypatch):
+    store = Store(str(saved))
+    manifest = store.read(store.complete()[0])
+    folder = store.folder(6, "0123abcd")
+    (saved / f"{folder}.partial").mkdir()
+    monkeypatch.setattr("fuelrail.bench.trainer.checkpoints.store.VERSION", VERSION + 1)
+    store.publish(folder, msgspec.structs.replace(manifest, step=6))
+    monkeypatch.undo()
+    with pytest.raises(StateMismatchError, match=rf"has version {VERSION + 1}; this Fuelrail reads version {VERSION}"):
+        run(datasets / "one", saved)
+
+
+def test_a_save_that_fails_is_reported_and_leaves_the_one_before(datasets, saved, monkeypatch):
+    def full(self, folder, manifest):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(FuelrailError, match=r"step 6 could not .*No space left"):
+        patch.setattr(Store, "publish", full)
+        run(datasets / "one", saved)
+    assert run(datasets / "one", saved)[0].step == 4
+
+
+def test_the_private_parts_of_torch_are_where_they_were():
+    """Of checkpoints at URLs, and the names that a writer's files have while it writes."""
+    sentence = "torch has moved {}, which bench/trainer/checkpoints/store.py uses: change it there"
+    try:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+    except ImportError:
+        pytest.fail(sentence.format("torch.distributed.checkpoint._fsspec_filesystem"))
+    assert issubclass(FsspecWriter, FileSystemWriter), sentence.format("FsspecWriter")
+    assert issubclass(FsspecReader, FileSystemReader), sentence.format("FsspecReader")
+    assert hasattr(FileSystemWriter("unused").fs, "create_stream"), sentence.format("FileSystemWriter.fs.create_stream")

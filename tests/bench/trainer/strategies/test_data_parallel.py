@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fuelrail.bench.trainer.strategies.data_parallel import data_parallel
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings
+
+
+class Listener:
+    """An accelerator that writes down what the communication hook tells it."""
+
+    torch_device = "cpu"
+
+    def __init__(self):
+        self.heard = []
+
+    def gradients_ready(self, share):
+        self.heard.append(share)
+
+    def all_reduce_started(self, num_bytes):
+        self.heard.append("start")
+
+    def all_reduce_finished(self):
+        self.heard.append("finish")
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.ReLU())])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_are_those_of_the_plain_model_and_buckets_are_told_in_order():
+    plain, listener = network(), Listener()
+    wrapped = data_parallel(network(), listener, ParallelSettings())
+    inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+    for number in range(3):
+        listener.heard.clear()
+        for model in (plain, wrapped):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+        for expected, found in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            assert torch.equal(expected.grad, found.grad)
+        shares = [entry for entry in listener.heard if isinstance(entry, float)]
+        assert len(shares) > 1 or number == 0  # DDP makes its buckets anew after the first backward
+        assert shares == sorted(shares)
+        assert shares[-1] == 1.0
+        assert listener.heard.count("start") == listener.heard.count("finish") == len(shares)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_is_reduced_while_gradients_accumulate():
+    listener = Listener()
+    wrapped = data_parallel(network(), listener, ParallelSettings())
+    for reduces in (False, True):
+        with nullcontext() if reduces else wrapped.no_sync():
+            wrapped(torch.ones(2, 32)).sum().backward()
+        assert bool(listener.heard) == reduces

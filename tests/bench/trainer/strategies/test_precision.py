@@ -1,0 +1,51 @@
+"""Loss scaling: a step with a gradient that is not finite is skipped, and too many of them end the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fuelrail.bench.trainer.strategies.parallel import Parallel
+from fuelrail.bench.trainer.strategies.precision import SharedGradScaler
+from fuelrail.pipeline.errors import FuelrailError
+
+
+def scaled(max_skipped=3):
+    model = nn.Linear(2, 1, bias=False)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1.0)
+    scaler = SharedGradScaler("cpu", max_skipped)
+    return Parallel(model, optimiser, lambda batch: (batch,), schedule=schedule, scaler=scaler)
+
+
+def step(parallel, value):
+    parallel.forward_backward((torch.full((1, 2), value),))
+    parallel.update()
+
+
+def test_a_finite_step_is_the_one_without_scaling():
+    parallel = scaled()
+    before = parallel.model.weight.detach().clone()
+    step(parallel, 2.0)
+    assert torch.equal(parallel.model.weight, before - 0.1 * 2.0)
+    assert not parallel.scaler.skipped
+
+
+def test_a_step_that_overflows_is_skipped_and_halves_the_scale():
+    parallel = scaled()
+    before, scale = parallel.model.weight.detach().clone(), parallel.scaler.get_scale()
+    step(parallel, float("inf"))
+    assert torch.equal(parallel.model.weight, before)
+    assert parallel.scaler.skipped
+    assert parallel.scaler.get_scale() == scale / 2
+    step(parallel, 1.0)
+    assert not parallel.scaler.skipped
+
+
+def test_too_many_skipped_steps_end_the_run_with_the_scalers_state():
+    parallel = scaled(max_skipped=3)
+    for _ in range(2):
+        step(parallel, float("nan"))
+    with pytest.raises(FuelrailError, match=r"3 steps in a row .* loss scale is 1024 by now; lower the learning rate"):
+        step(parallel, float("nan"))

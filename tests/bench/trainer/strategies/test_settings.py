@@ -1,0 +1,119 @@
+"""Degrees of a mesh: what fits, and what is refused with a word on what would fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuelrail.bench.trainer.models.settings import MODELS, num_blocks
+from fuelrail.bench.trainer.strategies.fits import check_memory, state_bytes
+from fuelrail.bench.trainer.strategies.settings import (
+    Degrees,
+    ParallelSettings,
+    check_fits,
+    degrees_of,
+    not_promised,
+)
+from fuelrail.pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "degrees"),
+    [
+        ({}, 3, Degrees(dp_replicate=3)),
+        ({"strategy": "zero1"}, 4, Degrees(dp_replicate=4)),
+        ({"strategy": "fsdp2"}, 4, Degrees(dp_shard=4)),
+        ({"strategy": "hsdp"}, 8, Degrees(dp_replicate=4, dp_shard=2)),
+        ({"strategy": "tensor"}, 2, Degrees(tp=2)),
+        ({"strategy": "pipeline"}, 4, Degrees(pp=4)),
+        ({"mesh": "tp=2, pp=2,dp_shard=2"}, 8, Degrees(pp=2, dp_shard=2, tp=2)),
+    ],
+)
+def test_degrees_of_a_world(options, world, degrees):
+    found = degrees_of(ParallelSettings(**options), world)
+    assert found == degrees
+    assert found.data * found.pp * found.tp == world
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "message"),
+    [
+        ({"mesh": "pp=2,tp=2"}, 8, "is for 4 ranks, the run has 8; use ranks=4 or dp_shard=2"),
+        ({"mesh": "dp_shard=3"}, 8, "is for 3 ranks, the run has 8; use ranks=3 or dp_shard=8"),
+        ({"mesh": "tp=3"}, 8, "is for 3 ranks, the run has 8; use ranks=3$"),
+        ({"mesh": "dp=2"}, 2, "has the part 'dp=2'; write AXIS=N .* axes: pp, dp_replicate, dp_shard, tp"),
+        ({"mesh": "tp=2,tp=2"}, 4, "each axis once"),
+        ({"mesh": "tp=0"}, 2, "N of at least 1"),
+        ({"strategy": "hsdp"}, 3, "two ranks, which do not divide 3; use ranks=4"),
+        ({"strategy": "ddp", "offload": True}, 2, "offload needs sharded parameters"),
+        ({"strategy": "fsdp2", "compression": "fp16"}, 2, "compression needs whole models"),
+    ],
+)
+def test_degrees_that_do_not_make_the_world_are_refused(options, world, message):
+    with pytest.raises(ConfigError, match=message):
+        degrees_of(ParallelSettings(**options), world)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "options", "batch_size", "message"),
+    [
+        ("gpt-tiny", Degrees(tp=3), {}, 4, "tp=3 does not divide the 8 heads of the model; tp of 1, 2, 4, 8 would"),
+        ("vit-base", Degrees(tp=5), {}, 4, "tp=5 does not divide the 12 heads"),
+        (
+            "vit-base",
+            Degrees(tp=4),
+            {},
+            4,
+            "tp=4 does not divide the 35 patches of an image of the model; tp of 1, 5, 7, 35",
+        ),
+        ("gpt-tiny", Degrees(pp=3), {}, 6, "3 stages .* do not divide the model's 8 layers; stages of 1, 2, 4, 8"),
+        ("light", Degrees(pp=2), {}, 4, "more than the model's 1 layers"),
+        ("gpt-tiny", Degrees(pp=2), {"micro_batches": 3}, 4, "does not divide the batch of 4 .* of 1, 2, 4 would"),
+        ("gpt-tiny", Degrees(pp=4), {}, 2, "1F1B with pp=4 needs 4 micro-batches or more, .* gives 2"),
+        ("gpt-tiny", Degrees(pp=2), {"pipeline_schedule": "Interleaved1F1B"}, 3, "2 micro-batches or a multiple"),
+    ],
+)
+def test_degrees_that_do_not_divide_model_or_batch_are_refused(model, degrees, options, batch_size, message):
+    with pytest.raises(ConfigError, match=message):
+        check_fits(ParallelSettings(**options), degrees, MODELS[model], batch_size, (80, 112))
+
+
+def test_blocks_are_counted_as_the_models_make_them():
+    torch = pytest.importorskip("torch")
+    from fuelrail.bench.trainer.models.build import build_model
+
+    with torch.device("meta"):
+        for name, size in MODELS.items():
+            assert len(build_model(size).blocks) == num_blocks(size), name
+
+
+def test_sizes_are_what_their_names_say():
+    torch = pytest.importorskip("torch")
+    from fuelrail.bench.trainer.models.build import build_model
+
+    billions = {"vit-2b": 1.6, "gpt2": 0.16, "gpt-1.3b": 1.4, "gpt-100b": 102}
+    with torch.device("meta"):
+        for name, expected in billions.items():
+            number = sum(p.numel() for p in build_model(MODELS[name]).parameters()) / 1e9
+            assert number == pytest.approx(expected, rel=0.06), name
+
+
+def test_state_is_sixteen_bytes_a_parameter_divided_by_the_shards():
+    size = MODELS["gpt2"]
+    whole = state_bytes(size, ParallelSettings(), Degrees())
+    assert whole == 16 * (2 * 50304 * 768 + 1024 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768)
+    assert state_bytes(size, ParallelSettings(strategy="zero1"), Degrees(dp_replicate=8)) == whole * 9 // 16
+    # arXiv 1910.02054 leaves out the block that is gathered: 8 bytes for each of its parameters.
+    block = 12 * 768**2 + 13 * 768
+    assert state_bytes(size, ParallelSettings(), Degrees(dp_shard=8)) == whole // 8 + 8 * block
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_would():
+    with pytest.raises(ConfigError, match=r"at least 2\.4 GiB .* fit with dp_shard=2 or model gpt-tiny"):
+        check_memory("gpt2", ParallelSettings(), Degrees(), 2**31, alone=True)
+    with pytest.raises(ConfigError, match="no degree of sharding makes it fit here"):
+        check_memory("gpt-tiny", ParallelSettings(), Degrees(), 1000, alone=False)
+    check_memory("gpt2", ParallelSettings(), Degrees(), 2**32, alone=True)
+
+
+def test_a_deterministic_run_says_what_it_does_not_promise():
+    assert len(not_promised(ParallelSettings(compile="inductor"))) == len(not_promised(ParallelSettings())) + 1

@@ -1,0 +1,122 @@
+"""Batches of fixed shapes at fixed addresses, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fuelrail.loaders import ImageAugment, StaticBatches, Transforms
+from fuelrail.loaders.batch.static import FixedBuffers, pad
+from fuelrail.pipeline.errors import ConfigError
+from support.datasets import build_dataset
+from support.loaders import make_loader
+
+IMAGE = ImageAugment(height=32, width=48)
+BOXES = ("gt_boxes_3d", "gt_labels_3d", "gt_velocity", "gt_valid", "instance_id")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("static") / "dataset"
+    build_dataset(root, {"train": (12,)})
+    return root
+
+
+def make(dataset, **options):
+    return make_loader(dataset, 3, image=IMAGE, seed=2, num_workers=2, **options)
+
+
+@pytest.mark.parametrize("frames", [None, [-1, 0]])
+def test_batches_hold_the_same_in_fixed_shapes(dataset, frames) -> None:
+    static = {"max_boxes": 40, "max_points": 5000}
+    with (
+        make(dataset, points=True, frames=frames) as plain,
+        make(dataset, points=True, frames=frames, static=static) as loader,
+    ):
+        for expected, got in zip(plain, loader, strict=True):
+            assert got.keys() == {*expected, "gt_mask", "points_mask"}
+            for name, value in expected.items():
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(got[name], value), name
+                elif name in BOXES:
+                    assert got[name].shape[:2] == (3, 40)
+                    for row, mask, one in zip(got[name], got["gt_mask"], value, strict=True):
+                        assert torch.equal(row[mask].nan_to_num(), one.nan_to_num()), name
+                        assert not row[~mask].isnan().any()
+                elif name == "points":
+                    rows = got[name].flatten(0, -3)
+                    clouds = value if frames is None else [one for sample in value for one in sample]
+                    for row, mask, cloud in zip(rows, got["points_mask"].flatten(0, -2), clouds, strict=True):
+                        assert torch.equal(row[mask], cloud)
+                else:
+                    assert got[name] == value
+            assert (got["gt_labels_3d"][~got["gt_mask"]] == -1).all()
+
+
+def test_addresses_come_again_in_turn_and_over_epochs(dataset) -> None:
+    with make(dataset, static=StaticBatches(buffers=3)) as loader:
+        addresses = [
+            {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            for _ in range(3)
+            for batch in loader
+        ]
+    assert len(addresses) == 12
+    assert all(addresses[at] == addresses[at % 3] for at in range(12))
+    assert len({tuple(one.values()) for one in addresses}) == 3
+
+
+def test_a_batch_is_whole_until_its_buffers_turn_comes_again(dataset) -> None:
+    with make(dataset, static=True, shuffle=False) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        kept = first["img"].clone()
+        second = next(batches)
+        assert torch.equal(first["img"], kept)
+        assert first["img"].data_ptr() != second["img"].data_ptr()
+        third = next(batches)
+        assert third["img"] is first["img"]
+        assert not torch.equal(first["img"], kept)
+
+
+def test_too_many_boxes_name_the_sample_and_what_to_do(dataset) -> None:
+    with (
+        make(dataset, static={"max_boxes": 1}) as loader,
+        pytest.raises(
+            ConfigError,
+            match=r"sample '.+' has \d+ rows of 'gt_boxes_3d', .* max_boxes=1: raise max_boxes, or drop rows",
+        ),
+    ):
+        list(loader)
+
+
+def test_points_need_a_maximum(dataset) -> None:
+    with (
+        make(dataset, static=True, points=True) as loader,
+        pytest.raises(ConfigError, match="'points' is a list of tensors: set max_points"),
+    ):
+        list(loader)
+
+
+def test_what_has_no_fixed_shape_is_refused() -> None:
+    settings = StaticBatches()
+    with pytest.raises(ConfigError, match="'mine' is a list of tensors: make it one tensor of one shape in transform"):
+        pad(settings, {"mine": [torch.ones(2), torch.ones(3)]})
+    with pytest.raises(ConfigError, match="'mine' is a dict of tensors"):
+        pad(settings, {"mine": {"a": torch.ones(2)}})
+    with pytest.raises(ConfigError, match="static batches must be dicts, and collate_fn returned list"):
+        pad(settings, [torch.ones(2)])
+    fixed = FixedBuffers(2)
+    fixed({"a": torch.ones(2), "b": 1})
+    with pytest.raises(ConfigError, match=r"'a' is torch.float32 \[3\] where it was torch.float32 \[2\]: pad it"):
+        fixed({"a": torch.ones(3), "b": 1})
+    with pytest.raises(ConfigError, match="these come and go: a, c"):
+        fixed({"c": torch.ones(2)})
+
+
+@pytest.mark.parametrize("static", [{"max_boxes": 0}, {"buffers": 0}, {"max_points": 0}, 3])
+def test_settings_out_of_range_are_refused(static) -> None:
+    with pytest.raises(ConfigError):
+        Transforms(static=static)
+    assert Transforms(static={"max_boxes": 3}).static_batches == StaticBatches(max_boxes=3)
+    assert Transforms(static=True).static_batches == StaticBatches()
+    assert Transforms().static_batches is None

@@ -1,0 +1,238 @@
+"""Every option of the loader with a device, under the checker of streams: no race, and what the host would get."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Normalize, Undistort
+from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
+from fuelrail.loaders.config import Transforms, _column
+from fuelrail.pipeline.order.batching import World
+from support.backends import HAS_DALI, dali_on_host, needs_dali
+from support.datasets import build_dataset
+from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from support.pictures import encode, natural
+
+BATCH = 3
+IMAGE = ImageAugment(height=32, width=48, resize=0.5)
+TRAIN = ImageAugment(
+    height=32, width=48, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
+)
+EGO = BevAugment(train=True, scale=(0.9, 1.1))
+BGR = Normalize(channel_order="bgr", dtype="bfloat16", channels_last=True)
+LENS = ("opencv_radtan", [-0.3, 0.08, 0.001, -0.0005, 0.01])
+
+
+def drawn(row: int, channel: str, data: bytes) -> bytes:
+    """Return another picture a sample: smooth, so that decoders agree on it."""
+    return encode(np.roll(natural(96, 64), 7 * row, axis=1), quality=90, subsampling=2)
+
+
+def brightened(sample: dict[str, Any]) -> dict[str, Any]:
+    """A user's transform that makes new tensors, on whatever device the image is."""
+    return {**sample, "img": (sample["img"].float() * 0.5).to(torch.uint8), "mean": sample["img"].float().mean()}
+
+
+def changed_in_place(sample: dict[str, Any]) -> dict[str, Any]:
+    sample["img"] //= 2
+    return sample
+
+
+def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "img": torch.stack([sample["img"] for sample in samples]),
+        "keys": [sample["sample_key"] for sample in samples],
+    }
+
+
+# Name of the option: what it is set to, each a case. `DATASET` and `FRAMES` stand for what is made in the test.
+CASES: dict[str, list[dict[str, Any]]] = {
+    "shuffle": [{"shuffle": False}],
+    "seed": [{"seed": 9}],
+    "drop_last": [{"drop_last": False}],
+    "num_workers": [{"num_workers": 1}, {"num_workers": "auto"}, {"num_workers": {"cpus": 2}}],
+    "prefetch_factor": [{"prefetch_factor": 1}, {"prefetch_factor": 4}],
+    "pin_memory": [{"pin_memory": False}, {"pin_memory": True}],
+    "collate_fn": [{"collate_fn": stacked}, {"collate_fn": stacked, "transform": brightened}],
+    "order": [{"order": {"kind": "lanes", "seed": 1}}],
+    "split": [{"split": "train"}],
+    "mix": [{"mix": {"a": 2, "b": 1}}],
+    "window": [{"window": {"frames": [-1, 0]}}, {"window": {"frames": [-2, 0]}, "transform": brightened}],
+    "points": [{"points": True}, {"points": {"num_sweeps": 1}}],
+    "transform": [{"transform": brightened}, {"transform": changed_in_place}],
+    "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
+    "bad_samples": [{"bad_samples": {"on_error": "substitute", "max_bad": 20}}],
+    "device": [{"device": "cuda"}, {"device": "cuda:1"}, {"device": torch.device("cuda", 1)}],
+    "world": [{"world": World(rank=1, size=2)}],
+    "trace": [{"trace": lambda *_: None}],
+    "check_ranks": [{"check_ranks": True}],
+    "transforms.image": [{"transforms": {"image": TRAIN}}],
+    "transforms.pixels": [{"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}],
+    "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO}, "points": True}],
+    "transforms.undistort": [{"transforms": {"image": IMAGE, "undistort": Undistort()}}],
+    "transforms.normalize": [
+        {"transforms": {"image": IMAGE, "normalize": Normalize()}},
+        {"transforms": {"image": IMAGE, "normalize": BGR}},
+        {"transforms": {"image": IMAGE, "normalize": Normalize()}, "transform": brightened},
+    ],
+    "transforms.dali": [{"transforms": {"image": IMAGE, "dali": {"check_every": 1}}}],
+    "transforms.static": [
+        {"transforms": {"image": IMAGE, "static": True}},
+        {"transforms": {"image": IMAGE, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}, "points": True},
+        {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
+    ],
+    "transforms.box_frame": [{"transforms": {"image": IMAGE, "box_frame": "lidar"}}],
+}  # fmt: skip
+ELSEWHERE = {"dataset", "batch_size", "transforms", "unknown", "self", "transforms.decoder"}
+
+DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.slow])
+EACH_CASE = [
+    pytest.param(case, id=f"{name}-{number}") for name, cases in CASES.items() for number, case in enumerate(cases)
+]
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("device")
+    for name, seed in (("a", 0), ("b", 1)):
+        build_dataset(
+            folder / name, {"train": (8, 4)}, missing=frozenset({(5, "cam_back")}), lens=LENS, seed=seed, rewrite=drawn
+        )
+    build_dataset(
+        folder / "bad", {"train": (8, 4)},
+        rewrite=lambda row, channel, data: data[: len(data) // 2] if row == 3 else drawn(row, channel, data),
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Fake devices, on which DALI runs the GPU's graph in host memory; findings fail the test at its end."""
+    if HAS_DALI:
+        dali_on_host(monkeypatch)
+    _column.cache_clear()
+    with FakeCuda(monkeypatch) as fake:
+        yield fake
+    _column.cache_clear()
+
+
+def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[str, Any]:
+    """The loader's arguments of a case."""
+    given = {"device": device, "transforms": {"image": IMAGE}, "seed": 3, "num_workers": 2, **case}
+    given["transforms"] = Transforms(**{**given["transforms"], "decoder": decoder})
+    root: Any = {name: roots / name for name in case["mix"]} if "mix" in case else roots / "a"
+    if case.get("bad_samples"):
+        root = roots / "bad"
+        given["storage"] = {"verify": False}
+        given["bad_samples"] = {**case["bad_samples"], "file": roots / "bad.jsonl"}
+    return {"dataset": root, "batch_size": BATCH, **given}
+
+
+def consume(loader: DataLoader, epochs: int = 2) -> list[Any]:
+    """Read each batch by kernels of the current stream, as a trainer does, and drop it; never wait for the device."""
+    read = []
+    with loader:
+        for _ in range(epochs):
+            for batch in loader:
+                read.append(map_tensors(batch, torch.clone))
+                del batch
+    return read
+
+
+def test_every_option_is_in_the_table():
+    options = set(inspect.signature(DataLoader.__init__).parameters)
+    options |= {f"transforms.{name}" for name in Transforms.__struct_fields__}
+    assert options - ELSEWHERE == set(CASES)
+
+
+@pytest.mark.parametrize("decoder", ["turbo", DALI])
+@pytest.mark.parametrize("case", EACH_CASE)
+def test_f5_f10_no_option_races_and_batches_are_those_of_the_host(case, decoder, roots, cuda):
+    if decoder == "dali" and "pixels" in case.get("transforms", {}):
+        pytest.skip("pixel values are changed in host memory only")
+    on_host = {name: value for name, value in case.items() if name not in ("device", "pin_memory")}
+    expected = consume(DataLoader(**arguments(roots, on_host, decoder, None)))
+    given = arguments(roots, case, decoder, "cuda")
+    found = consume(DataLoader(**given))
+    assert cuda.finish() == []
+    assert len(found) == len(expected) > 0
+    home = cuda.device(given["device"])
+    for want, have in zip(expected, found, strict=True):
+        assert have.keys() == want.keys()
+        for name, value in want.items():
+            _compare(name, value, have[name], home, decoder)
+
+
+def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) -> None:
+    if isinstance(want, list):
+        assert isinstance(have, list) and len(have) == len(want), name
+        for one, other in zip(want, have, strict=True):
+            _compare(name, one, other, home, decoder)
+    elif isinstance(want, torch.Tensor):
+        assert have.device == home, name
+        assert (have.dtype, have.shape) == (want.dtype, want.shape), name
+        back = have.cpu()
+        if decoder == "dali" and name in ("img", "mean"):  # another graph: equal in meaning
+            levels = [tensor.flatten().float() for tensor in (want, back)]
+            assert (levels[0] - levels[1]).abs().mean() < 0.02 * (levels[0].max() - levels[0].min() + 1), name
+        else:
+            assert torch.equal(torch.nan_to_num(back.float()), torch.nan_to_num(want.float())), name
+    else:
+        assert have == want, name
+
+
+@pytest.mark.parametrize("decoder", ["turbo", DALI])
+def test_a_consumer_on_a_stream_of_its_own_is_served(decoder, roots, cuda):
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+        assert consume(DataLoader(**arguments(roots, {"points": True}, decoder, "cuda")))
+
+
+def broken(monkeypatch, what: str) -> None:
+    """Take one edge out of the product."""
+    if what == "hand_over":
+        monkeypatch.setattr(CudaTransfer, "hand_over", lambda self, moved: moved.batch)
+    else:
+        for waits in (FakeStream, FakeEvent):
+            monkeypatch.setattr(waits, "synchronize", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("what", "finding"),
+    [("hand_over", "was freed while"), ("synchronize", "without waiting for")],
+)
+@pytest.mark.parametrize("decoder", ["turbo", DALI])
+def test_f5_an_edge_that_is_missing_is_found(what, finding, decoder, roots, monkeypatch):
+    if decoder == "dali":
+        dali_on_host(monkeypatch)
+    cuda = FakeCuda(monkeypatch)
+    broken(monkeypatch, what)
+    consume(DataLoader(**arguments(roots, {}, decoder, "cuda")))
+    assert any(finding in text for text in cuda.finish())
+
+
+COPIES_A_BATCH = 3
+"""Copies to the device for each batch, of any size: each costs the interpreter about 10 us, and a copy aside."""
+
+
+@pytest.mark.parametrize("decoder", ["turbo", DALI])
+@pytest.mark.parametrize("case", [{}, {"points": True}, {"window": {"frames": [-1, 0]}, "points": True}])
+def test_f14_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
+    read = consume(DataLoader(**arguments(roots, case, decoder, "cuda")))
+    ahead = 8  # batches that the loader has made for the epoch that nobody asked for
+    assert len(cuda.copies) <= COPIES_A_BATCH * (len(read) + ahead)
+
+
+@needs_dali
+@pytest.mark.slow
+def test_f15_the_host_pins_no_images_where_the_device_decodes(roots, cuda):
+    consume(DataLoader(**arguments(roots, {"points": True}, "turbo", "cuda")))
+    with_images = cuda.pinned_bytes
+    consume(DataLoader(**arguments(roots, {"points": True}, "dali", "cuda")))
+    image_bytes = BATCH * 2 * 3 * IMAGE.height * IMAGE.width
+    assert with_images >= image_bytes
+    assert cuda.pinned_bytes - with_images < image_bytes

@@ -1,0 +1,259 @@
+"""The tables of a dataset: shards, keys, blocks; here and at a URL, where blocks are fetched when they are needed."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour
+from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index import blocks, keys, samples
+from fuelrail.pipeline.format.index.blocks import BlockFile, split_digests
+from fuelrail.pipeline.format.index.keys import KeyTable
+from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
+from support.datasets import build_dataset
+from support.edits import reseal
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tables") / "tiny"
+    build_dataset(root, {"train": (4, 3), "val": (2,)}, size=(32, 24))
+    return root
+
+
+class TestShards:
+    def test_entries(self, tiny) -> None:
+        shards = open_dataset(tiny).shards
+        assert [(s.name, s.split, s.first_sample, s.num_samples) for s in shards] == [
+            ("train-000000.tar", "train", 0, 4), ("train-000001.tar", "train", 4, 3), ("val-000000.tar", "val", 7, 2),
+        ]  # fmt: skip
+        assert [s.bytes for s in shards] == [(tiny / s.name).stat().st_size for s in shards]
+        assert shards[-1] == shards[2] == shards[1:][1]
+        assert shards.lengths(0, 3).tolist() == [4, 3, 2]
+        assert shards.lengths(1, 2).tolist() == [3]
+        assert (shards.num_bytes, shards.num_framed) == (open_dataset(tiny).manifest.num_bytes, 0)
+        for number in (3, -4):
+            with pytest.raises(IndexError, match=f"shard {number} is not in the dataset: it has shards 0 to 2"):
+                shards[number]
+
+    @pytest.mark.parametrize(
+        ("column", "row", "value", "words"),
+        [
+            ("bytes", 1, -1, "bytes of shard 1 is -1"),
+            ("idx_bytes", 0, -5, "idx_bytes of shard 0 is -5"),
+            ("first_sample", 1, 0, "shard 0 holds 0 samples"),
+            ("first_sample", 1, 9, "shard 1 holds -2 samples"),
+            ("first_sample", 0, 1, "split 'train' begins at sample 0, but its first shard, number 0, at 1"),
+            ("first_sample", 2, 2**62, "split 'val' begins at sample 7"),
+        ],
+    )
+    def test_what_does_not_add_up_is_refused(self, tiny, tmp_path, column, row, value, words) -> None:
+        with pa.ipc.open_file((tiny / "shards.arrow").read_bytes()) as file:
+            table = file.read_all()
+        values = table[column].to_pylist()
+        values[row] = value
+        at = table.column_names.index(column)
+        table = table.set_column(at, table.schema.field(at), pa.array(values, table.schema.types[at]))
+        with pa.ipc.new_file(tmp_path / "shards.arrow", table.schema) as writer:
+            writer.write_batch(table.to_batches()[0])
+        manifest = open_dataset(tiny).manifest
+        with pytest.raises(ManifestError, match=words):
+            ShardTable(BlockFile(tmp_path / "shards.arrow"), manifest).check(manifest.num_bytes)
+        with pytest.raises(ManifestError, match=words):
+            list(ShardTable(BlockFile(tmp_path / "shards.arrow"), manifest))
+
+    def test_other_columns_are_refused(self, tiny, tmp_path) -> None:
+        manifest = open_dataset(tiny).manifest
+        for name in ("index.arrow", "keys.arrow"):
+            with pytest.raises(IndexFileError, match="does not have the columns"):
+                ShardTable(BlockFile(tiny / name), manifest)
+
+    def test_a_flipped_byte_is_found_by_its_block(self, tiny, tmp_path) -> None:
+        build_dataset(tmp_path / "d", {"train": (4, 3), "val": (2,)}, size=(32, 24))
+        good = (tmp_path / "d" / "shards.arrow").read_bytes()
+        for at in range(0, len(good), 97):
+            (tmp_path / "d" / "shards.arrow").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            with pytest.raises(IndexFileError, match=r"shards\.arrow.*do not match their SHA-256"):
+                open_dataset(tmp_path / "d")
+
+    def test_a_missing_file_of_digests_is_named(self, tmp_path) -> None:
+        build_dataset(tmp_path / "d", {"train": (1,)}, size=(32, 24))
+        (tmp_path / "d" / "blocks.sha256").unlink()
+        with pytest.raises(IndexFileError, match=r"blocks\.sha256' cannot be read"):
+            open_dataset(tmp_path / "d")
+
+    def test_names_follow_from_numbers(self) -> None:
+        assert shard_name("train", 7) == "train-000007.tar"
+        assert shard_name("val", 4_000_000, framed=True) == "val-4000000.tar.zst"
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """20,000 samples: three batches of the index."""
+    root = tmp_path_factory.mktemp("tables") / "many"
+    write_synthetic_index(root, [40] * 500, shuffle_seed=3)
+    return root
+
+
+class TestKeys:
+    def test_every_key_is_found(self, many) -> None:
+        dataset = open_dataset(many)
+        wanted = dataset.index.strings("key")
+        assert [dataset.find(key) for key in wanted] == list(range(20_000))
+        assert [dataset.find(key) for key in ("", "clip-0000000-000040", "x" * 1000)] == [None] * 3
+
+    def test_buckets_sort_as_memory_does(self, many, tmp_path, monkeypatch) -> None:
+        index = open_dataset(many).index
+        whole = keys.sorted_entries(index, tmp_path).copy()
+        monkeypatch.setattr(keys, "_BUCKET_ROWS", 512)
+        monkeypatch.setattr(keys, "_ROWS_AT_ONCE", 1000)
+        np.testing.assert_array_equal(keys.sorted_entries(index, tmp_path), whole)
+        assert (np.diff(whole["xxh3"].astype(object)) >= 0).all()
+
+    def test_unevenly_spread_hashes_are_found_too(self, many, tmp_path, monkeypatch) -> None:
+        """Three keys a hash, and all hashes at one end."""
+        index = open_dataset(many).index
+        all_keys = index.strings("key")
+        hashes = {key: number // 3 for number, key in enumerate(all_keys)}
+        monkeypatch.setattr(keys.xxhash, "xxh3_64_intdigest", lambda key: hashes[key.decode()])
+        keys.write_keys(tmp_path / "keys.arrow", index)
+        table = KeyTable(lambda: BlockFile(tmp_path / "keys.arrow"), len(index))
+        for number in (0, 1, 9_999, 19_998, 19_999):
+            first = number // 3 * 3
+            assert table.rows(all_keys[number]) == list(range(first, min(first + 3, 20_000)))
+
+    def test_rows_outside_the_index_are_refused(self, tmp_path) -> None:
+        build_dataset(tmp_path / "d", {"train": (3,)}, size=(32, 24))
+        path = tmp_path / "d" / "keys.arrow"
+        data = bytearray(path.read_bytes())
+        dataset = open_dataset(tmp_path / "d")
+        entries = keys.sorted_entries(dataset.index, tmp_path)
+        at = data.index(entries.tobytes())
+        entries["row"] = 3
+        data[at : at + entries.nbytes] = entries.tobytes()
+        path.write_bytes(data)
+        with pytest.raises(IndexFileError, match=r"keys\.arrow puts key 'clip-0000-000001' at row 3, the index has 3"):
+            open_dataset(tmp_path / "d").find("clip-0000-000001")
+
+    def test_a_table_of_another_dataset(self, many, tmp_path) -> None:
+        table = KeyTable(lambda: BlockFile(many / "keys.arrow"), 7)
+        with pytest.raises(IndexFileError, match="has 20000 keys, the index 7 samples"):
+            table.rows("a")
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_flipped_bytes_are_an_error_or_no_key(self, tmp_path, seed) -> None:
+        """A lookup among damaged entries may miss a key; it never gives another sample's row, and never crashes."""
+        build_dataset(tmp_path / "d", {"train": (5,)}, size=(32, 24))
+        path, rng = tmp_path / "d" / "keys.arrow", np.random.default_rng(seed)
+        data = bytearray(path.read_bytes())
+        for at in rng.integers(0, len(data), 3):
+            data[at] = rng.integers(256)
+        path.write_bytes(data)
+        dataset = open_dataset(tmp_path / "d")
+        for number in range(5):
+            try:
+                assert dataset.find(f"clip-{number // 4:04d}-{number % 4:06d}") in (None, number)
+            except FuelrailError as error:
+                assert "keys.arrow" in str(error)
+
+
+def test_digests_of_another_length_are_refused() -> None:
+    assert split_digests(bytes(96), [("a", 1), ("b", 0), ("c", 2**20 + 1)]) == {
+        "a": bytes(32),
+        "b": b"",
+        "c": bytes(64),
+    }
+    for size in (64, 95, 128):
+        with pytest.raises(IndexFileError, match=f"has {size} bytes; the tables of the dataset make 96"):
+            split_digests(bytes(size), [("a", 1), ("b", 0), ("c", 2**20 + 1)])
+
+
+@pytest.mark.network
+class TestBlocksAtAUrl:
+    """With blocks of 4 KiB and batches of 64 rows, so that a small dataset has many."""
+
+    @pytest.fixture
+    def served(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+        monkeypatch.setattr(samples, "ROWS_PER_BATCH", 64)
+        for module in ("index.tables", "fetch"):
+            monkeypatch.setattr(f"fuelrail.pipeline.format.{module}.WHOLE_BYTES", 0)
+        write_synthetic_index(tmp_path / "d", [40] * 50, shuffle_seed=1)
+        with FaultServer(tmp_path / "d") as server:
+            yield server, open_dataset(tmp_path / "d"), tmp_path / "cache"
+
+    def test_what_is_needed_is_fetched_once(self, served) -> None:
+        server, here, cache = served
+        dataset = open_dataset(server.url, cache_dir=cache)
+        assert dataset.shards[:] == here.shards[:]
+        opened = len(server.requests)
+        assert opened == 5, "manifest, digests, shards, the footer of the index and its last batch"
+        assert dataset.index.row(1000) == here.index.row(1000)
+        assert len(server.requests) == opened + 1
+        assert dataset.index.row(1001) == here.index.row(1001)
+        assert len(server.requests) == opened + 1
+        assert dataset.find(here.index.row(1002).key) == 1002
+        before = len(server.requests)
+        assert dataset.find(here.index.row(1003).key) == 1003
+        assert len(server.requests) <= before + 1
+        assert [dataset.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
+        before = len(server.requests)
+        again = open_dataset(server.url, cache_dir=cache)
+        assert [again.index.row(at) for at in range(2000)] == [here.index.row(at) for at in range(2000)]
+        assert [request.name for request in server.requests[before:]] == ["dataset.json"]
+
+    def test_damaged_blocks_in_the_cache_are_fetched_again(self, served) -> None:
+        server, here, cache = served
+        first = open_dataset(server.url, cache_dir=cache)
+        first.index.row(1000)
+        path = first.root / "index.arrow"
+        data = path.read_bytes()
+        path.write_bytes(data[:-5000] + bytes(5000))
+        dataset = open_dataset(server.url, cache_dir=cache)
+        assert [dataset.index.row(at).key for at in range(2000)] == here.index.strings("key")
+
+    def test_other_bytes_at_the_url_are_named(self, served) -> None:
+        server, _, cache = served
+        dataset = open_dataset(server.url, cache_dir=cache)
+        path = server.folder / "index.arrow"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(IndexFileError, match=r"'index\.arrow' at the dataset's URL are not those that"):
+            [dataset.index.row(at) for at in range(2000)]
+
+    def test_a_server_that_fails_is_named(self, served) -> None:
+        server, _, cache = served
+        dataset = open_dataset(server.url, cache_dir=cache)
+        server.misbehave = lambda request: Misbehaviour(status=403)
+        with pytest.raises(DatasetError, match=r"index\.arrow' may not be read"):
+            dataset.index.row(1000)
+
+    def test_many_threads(self, served) -> None:
+        server, here, cache = served
+        dataset = open_dataset(server.url, cache_dir=cache)
+        rows, start = np.random.default_rng(0).permutation(2000).tolist(), threading.Barrier(8)
+
+        def read(worker: int) -> list[str]:
+            start.wait()
+            return [dataset.index.row(at).key for at in rows[worker::8]]
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(read, range(8)))
+        wanted = here.index.strings("key")
+        assert found == [[wanted[at] for at in rows[worker::8]] for worker in range(8)]
+
+
+def test_every_edit_of_a_sealed_dataset_opens(tmp_path) -> None:
+    """The helper that other tests seal datasets with keeps all rules of the tables."""
+    build_dataset(tmp_path / "d", {"train": (4, 3)}, size=(32, 24))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()}
+    reseal(tmp_path / "d")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()} == before

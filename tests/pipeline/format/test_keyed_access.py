@@ -1,0 +1,132 @@
+"""``fuelrail.open``: samples by key, parts of samples, the table, and what a notebook shows."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import re
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import simplejpeg
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuelrail.bench.micro.fault_server import FaultServer
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.datasets import CAMERAS, LIDAR, build_dataset
+from support.hostile import small_dataset
+
+ALL = ["meta", "geometry", "boxes", *CAMERAS, LIDAR]
+
+
+@pytest.fixture(scope="module", params=["member", "frame"])
+def built(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp("keyed") / "d"
+    raw = build_dataset(
+        root, {"train": (4, 3)}, size=(64, 48), layout=request.param, missing=frozenset({(2, "cam_back")})
+    )
+    return root, raw
+
+
+def test_samples_by_key(built) -> None:
+    root, raw = built
+    dataset = open_dataset(root)
+    for number, key in enumerate(raw):
+        assert dataset[key].key == dataset[number].key == key
+        assert dataset.position(key) == dataset.position(np.int64(number)) == number
+    with pytest.raises(KeyError, match="has no sample with the key 'clip-9"):
+        dataset["clip-9"]
+
+
+@given(st.data())
+def test_any_channels_of_any_sample(built, data) -> None:
+    root, raw = built
+    dataset = open_dataset(root)
+    number = data.draw(st.integers(-7, 6))
+    channels = data.draw(st.none() | st.lists(st.sampled_from(ALL), unique=True))
+    sample, found = dataset[number], dataset.read(number, channels)
+    wanted = {"meta": sample.meta, "geometry": sample.geometry, "boxes": sample.boxes, **sample.images, **sample.points}
+    assert set(found) == {name for name in wanted if channels is None or name in channels}
+    assert "cam_back" not in dataset.read(2)
+    for name, value in found.items():
+        if name in CAMERAS:
+            assert value == raw[sample.key][f"{name}.jpg"]
+        elif name == LIDAR:
+            np.testing.assert_array_equal(value, sample.points[LIDAR])
+        elif name == "boxes":
+            np.testing.assert_array_equal(value.boxes3d, sample.boxes.boxes3d)
+        elif name == "geometry":
+            np.testing.assert_array_equal(value.cam2ego, sample.geometry.cam2ego)
+        else:
+            assert value == sample.meta
+
+
+def test_an_unknown_channel_is_named(built) -> None:
+    with pytest.raises(ConfigError, match="has no channel 'cam_top'; it has: meta, geometry, boxes, cam_front"):
+        open_dataset(built[0]).read(0, ["cam_front", "cam_top"])
+
+
+def test_damage_in_a_part_is_found_by_its_header(tmp_path) -> None:
+    build_dataset(tmp_path / "d", {"train": (2,)}, size=(64, 48))
+    dataset = open_dataset(tmp_path / "d")
+    row = dataset.index.row(1)
+    front = next(entry for entry in row.members if entry.name == "cam_front.jpg")
+    path = tmp_path / "d" / "train-000000.tar"
+    data = bytearray(path.read_bytes())
+    data[row.offset + front.offset - 512] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IndexFileError, match=r"no member 'clip-0000-000001\.cam_front\.jpg'"):
+        dataset.read(1, ["cam_front"])
+    with pytest.raises(ChecksumError):
+        dataset.read(1)
+    assert set(dataset.read(1, ["boxes", "meta"])) == {"boxes", "meta"}
+
+
+@pytest.mark.network
+def test_one_range_request_for_one_camera(tmp_path) -> None:
+    build_dataset(tmp_path / "d", {"train": (4,)}, size=(640, 480))
+    here = open_dataset(tmp_path / "d")
+    with FaultServer(tmp_path / "d") as server:
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+        before = len(server.requests)
+        found = dataset.read(3, channels=["cam_front"])
+        (request,) = server.requests[before:]
+        assert found == here.read(3, ["cam_front"])
+        entry = next(entry for entry in here.index.row(3).members if entry.name == "cam_front.jpg")
+        assert (request.name, request.end - request.start) == ("train-000000.tar", entry.stored_bytes + 512)
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+        before = len(server.requests)
+        assert dataset["clip-0000-000002"].key == "clip-0000-000002"
+        assert [request.name for request in server.requests[before:]] == ["keys.arrow", "train-000000.tar"]
+        copy = pickle.loads(pickle.dumps(dataset))
+        assert (copy.url, copy.root, copy[1].key) == (dataset.url, dataset.root, here[1].key)
+
+
+def test_the_table(tmp_path) -> None:
+    dataset = open_dataset(small_dataset(tmp_path / "d"))
+    table = dataset.table
+    assert table.column_names == ["key", "clip_id", "split", "frame", "timestamp_ns", "night"]
+    assert table["key"].to_pylist() == dataset.index.strings("key")
+    assert table["split"].to_pylist() == ["train"] * 8
+    assert table["night"].to_pylist() == [True, False] * 4
+    assert table.schema.field("split").type == pa.string()
+    build_dataset(tmp_path / "plain", {"train": (2,), "val": (1,)}, size=(32, 24))
+    assert open_dataset(tmp_path / "plain").table["split"].to_pylist() == ["train", "train", "val"]
+
+
+def test_a_dataset_can_be_pickled(built) -> None:
+    dataset = open_dataset(built[0])
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert (copy.root, copy.manifest, copy[3].key) == (dataset.root, dataset.manifest, dataset[3].key)
+
+
+def test_what_a_notebook_shows(built) -> None:
+    page = open_dataset(built[0])._repr_html_()
+    assert "<td>train</td><td>7</td><td>2</td><td>2</td>" in page
+    found = re.findall(r"data:image/jpeg;base64,([^\"]+)\"><figcaption>(\w+)<", page)
+    assert [channel for _, channel in found] == list(CAMERAS)
+    for data, _ in found:
+        assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (150, 200)

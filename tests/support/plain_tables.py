@@ -1,0 +1,64 @@
+"""The tables of a dataset as FORMAT.md describes them, read with nothing of Fuelrail."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import xxhash
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    with pa.OSFile(str(path)) as source, pa.ipc.open_file(source) as file:
+        return file.read_all().to_pylist()
+
+
+def read_shards(root: Path, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of ``shards.arrow`` with the name, split and number of samples that follow from them."""
+    rows = rows_of(root / "shards.arrow")
+    ends = [*(row["first_sample"] for row in rows[1:]), manifest["num_samples"]]
+    found = []
+    for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        split, entry = next(
+            (name, entry)
+            for name, entry in manifest["splits"].items()
+            if 0 <= number - entry["first_shard"] < entry["num_shards"]
+        )
+        stem = f"{split}-{number - entry['first_shard']:06d}"
+        found.append(
+            {
+                **row,
+                "name": stem + (".tar.zst" if row["framed"] else ".tar"),
+                "idx": f"{stem}.idx",
+                "split": split,
+                "num_samples": end - row["first_sample"],
+            }
+        )
+    return found
+
+
+def check_files(root: Path, manifest: dict[str, Any]) -> None:
+    """All digests: of shards, listings, other files, and blocks; and the table of keys."""
+    for entry in manifest["files"]:
+        data = (root / entry["name"]).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
+    for shard in read_shards(root, manifest):
+        data = (root / shard["name"]).read_bytes()
+        assert (len(data), hashlib.sha256(data).digest()) == (shard["bytes"], shard["sha256"])
+        assert (root / shard["idx"]).exists() is bool(shard["idx_bytes"])
+        if shard["idx_bytes"]:
+            data = (root / shard["idx"]).read_bytes()
+            assert (len(data), hashlib.sha256(data).digest()) == (shard["idx_bytes"], shard["idx_sha256"])
+    blocks = b""
+    for name in ("shards.arrow", "index.arrow", "keys.arrow"):
+        data = (root / name).read_bytes()
+        blocks += b"".join(hashlib.sha256(data[at : at + 2**20]).digest() for at in range(0, len(data), 2**20))
+    assert (root / "blocks.sha256").read_bytes() == blocks
+    keys = [row["key"] for row in rows_of(root / "index.arrow")]
+    entries = sorted((xxhash.xxh3_64_intdigest(key.encode()), number) for number, key in enumerate(keys))
+    assert [row["entry"] for row in rows_of(root / "keys.arrow")] == [struct.pack("<QQ", *entry) for entry in entries]
