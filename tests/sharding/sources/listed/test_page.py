@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,11 +21,11 @@ PAGE = (Path(__file__).resolve().parents[4] / "docs" / "sources.md").read_text()
 
 def test_the_page_s_table_is_a_dataset(tmp_path, monkeypatch, capsys):
     code = PAGE.split("```python")[1].split("```")[0]
-    rows = re.search(r"rows = (\[.*?\n   \}\])", code, re.DOTALL)
+    rows = code.split("rows = ")[1].split("pd.DataFrame")[0]
     data = tmp_path / "mydata"
     (data / "front").mkdir(parents=True)
     (data / "front" / "0001.jpg").write_bytes(simplejpeg.encode_jpeg(zeros((900, 1600, 3), "uint8")))
-    parquet.write_table(pa.Table.from_pylist(eval(rows[1])), data / "frames.parquet")
+    parquet.write_table(pa.Table.from_pylist(eval(textwrap.dedent(rows.strip()))), data / "frames.parquet")
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"`fuelrail ([^`]*mydata[^`]*|inspect OUT)`", PAGE.split("## Columns")[0])
     assert len(commands) == 3

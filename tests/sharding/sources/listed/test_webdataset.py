@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -20,6 +21,7 @@ from fuelrail.sharding.sources.files import source_files
 from fuelrail.sharding.sources.listed.tars import tar_members
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from support.manifest_world import write_wide
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
 from support.source_world import make_world, samples_of
@@ -247,3 +249,26 @@ def test_samples_of_real_tars_are_those_of_webdataset(name, tmp_path):
             assert bytes(source.open(member.ref)) == theirs
             num_images += 1
     assert num_images == len(images)
+
+
+def test_tars_at_a_url(tars, tmp_path):
+    """Headers are read by ranges; files directly under the prefix are found."""
+    memory = fsspec.filesystem("memory")
+    for file in tars.iterdir():
+        memory.pipe_file(f"/tars-at-a-url/{file.name}", file.read_bytes())
+    TestTars().make(SourceSpec("webdataset", "memory://tars-at-a-url", {}), tmp_path / "url")
+    TestTars().make(SourceSpec("webdataset", str(tars), {}), tmp_path / "folder")
+    ours, theirs = samples_of(tmp_path / "url"), samples_of(tmp_path / "folder")
+    assert ours.keys() == theirs.keys()
+    for key, sample in ours.items():
+        assert sample.images.keys() == theirs[key].images.keys()
+        assert all(bytes(data) == bytes(theirs[key].images[name]) for name, data in sample.images.items())
+
+
+def test_a_manifest_at_a_url(tmp_path):
+    write_wide(make_world(), tmp_path, "parquet", "range")
+    memory = fsspec.filesystem("memory")
+    for file in tmp_path.iterdir():
+        memory.pipe_file(f"/manifest-at-a-url/{file.name}", file.read_bytes())
+    options = {"boxes_in": "global", "lidar_columns": ["x", "y", "z", "intensity", "ring"]}
+    assert scan_source(SourceSpec("manifest", "memory://manifest-at-a-url", options)).num_samples == 8
