@@ -272,6 +272,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     points: Annotated[
         bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
     ]
+    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")]
     transforms: Transforms
     transform: Any
     storage: StorageOptions

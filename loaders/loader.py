@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.buffer_pool import BufferPool, ShapesOnly
+from fuelrail.loaders.batch.channels import choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
@@ -33,7 +34,7 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Never
 
@@ -99,6 +100,8 @@ class DataLoader:
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
             axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
+        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
+            out are not decoded, and a sample is fetched up to the last one selected.
         transforms: image size, augmentation, decoder, normalization, frame of the boxes.
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: restrict it to numpy and torch
@@ -138,6 +141,7 @@ class DataLoader:
         mix: Mapping[str, int] | None = None,
         window: FrameWindow | Fields | None = None,
         points: bool | PointSweeps | Fields = False,
+        channels: Sequence[str] | None = None,
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         storage: StorageOptions | Fields = DEFAULT_STORAGE,
@@ -153,8 +157,8 @@ class DataLoader:
             "dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
             "num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory,
             "collate_fn": collate_fn, "order": order, "split": split, "mix": mix, "window": window, "points": points,
-            "transforms": transforms, "transform": transform, "storage": storage, "bad_samples": bad_samples,
-            "device": device, "world": world, "trace": trace, "check_ranks": check_ranks,
+            "channels": channels, "transforms": transforms, "transform": transform, "storage": storage,
+            "bad_samples": bad_samples, "device": device, "world": world, "trace": trace, "check_ranks": check_ranks,
         }  # fmt: skip
         self._arguments = options = Arguments(**given)
         self.batch_size, self.seed, self.transforms = options.batch_size, options.seed, options.transforms
@@ -173,11 +177,12 @@ class DataLoader:
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
         )
-        content = sample_settings(options.seed, **options.transforms.content(), points=options.points)
-        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
         transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
+        chosen = [channel.name for channel in self._make.channels.channels] or None
+        content = sample_settings(options.seed, **options.transforms.content(), points=options.points, channels=chosen)
+        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         image, num_cameras = options.transforms.image, len(self._make.cameras)
         self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
@@ -387,6 +392,7 @@ def _choose_samples(
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
+        channels={name: choose_channels(one, options.channels) for name, one in datasets.items()},
     )  # fmt: skip
     supply = make_schedule(
         choice,
@@ -410,8 +416,8 @@ def _choose_samples(
 def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> Autotuner | None:
     if options.budget is None:
         return None
-    # On a GPU the only threads that do work worth tuning are those that decode, unless sweeps are accumulated.
-    on_device = decodes_on_device(make.decoder) and make.augments.accumulation is None
+    # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+    on_device = decodes_on_device(make.decoder) and not make.parses_hard
     lanes = (MIN_LANES, MAX_LANES) if on_device else None
     return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 

@@ -178,6 +178,8 @@ class Parsed(NamedTuple):
     """Of pixel values, camera by camera."""
     bev: BevMap
     """Of the ego frame."""
+    extra: Sequence[Mapping[str, Any]] = ()
+    """Frame by frame the values of the selected channels, moved; None for what the frame lacks."""
 
     @property
     def sample(self) -> Sample:
@@ -202,8 +204,9 @@ class Parsed(NamedTuple):
             window = DecodedWindow(rows, present, self.samples, self.maps)
         maps, source = self.maps[task.current], task.source
         return DecodedSample(
-            slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window
-        )
+            slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window,
+            self.extra,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r}, {self.task}"
@@ -238,6 +241,8 @@ class DecodedSample(NamedTuple):
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     window: DecodedWindow | None = None
     """All frames, the sample's own among them."""
+    extra: Sequence[Mapping[str, Any]] = ()
+    """Frame by frame the values of the selected channels (`Parsed`)."""
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"

@@ -103,7 +103,7 @@ class _SilentStorage:
 
     def __init__(self, inner: Storage) -> None:
         self._inner = inner
-        self.look_ahead_bytes = inner.look_ahead_bytes
+        self.look_ahead_bytes, self.needs_whole_spans = inner.look_ahead_bytes, inner.needs_whole_spans
 
     def span(self, index: int, row: IndexRow) -> memoryview:
         return self._inner.span(index, row)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.records import Scheduled
     from fuelrail.loaders.storage.protocol import PendingSpan, Session
+    from fuelrail.loaders.storage.reader import SampleReader
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.format.index.samples import SampleIndex
 
 MAX_SAMPLES: Final = 512
 """Number of samples that are outstanding at most, however small they are."""
@@ -56,9 +56,9 @@ class RequestNumbers:
 
 
 class RequestStream(NamedTuple):
-    """One dataset's index and storage session, which its samples are requested from."""
+    """One dataset's reader, which has its rows, and storage session, which its samples are requested from."""
 
-    rows: SampleIndex
+    rows: SampleReader
     session: Session
     numbers: RequestNumbers | None = None
 

@@ -18,11 +18,12 @@ from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.windows import WindowLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.loaders.records import Source
     from fuelrail.loaders.storage import Storage
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -43,6 +44,8 @@ class ScheduleRequest(NamedTuple):
     points: bool
     sweeps: bool
     """Earlier sweeps of the lidar too."""
+    channels: Mapping[str, Sequence[Channel]]
+    """The selected entries of each dataset's table, by the dataset's name."""
 
 
 class Schedule(NamedTuple):
@@ -57,10 +60,9 @@ class Schedule(NamedTuple):
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
-        index, storage = source.dataset.index, source.storage
         numbers = RequestNumbers() if len(self.sources) > 1 else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
-        return RequestStream(index, storage.session(future_uses, uses_per_step), numbers)
+        return RequestStream(source.reader, source.storage.session(future_uses, uses_per_step), numbers)
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
@@ -75,8 +77,8 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps = request
-    check_compatible(datasets, points=points)
+    datasets, mix, split, spec, window, points, sweeps, channels = request
+    check_compatible(datasets, points=points, channels=channels)
     if sweeps or (window is not None and len(window.frames) > 1):
         require_poses(datasets)
     for dataset in datasets.values():
@@ -90,7 +92,9 @@ def make_schedule(
     else:
         order = compile_mix(mix, spec, datasets, split, window=window, clips=list(clips.values()))
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
-    sources = make_sources(datasets, split, open_storage, points=points, sweeps=sweeps, named=mix is not None)
+    sources = make_sources(
+        datasets, split, open_storage, points=points, sweeps=sweeps, channels=channels, named=mix is not None
+    )
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))
         for source, table in zip(sources, clips.values(), strict=True)

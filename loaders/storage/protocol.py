@@ -62,6 +62,8 @@ class Storage(Protocol):
 
     look_ahead_bytes: int
     """Default look-ahead of a loader."""
+    needs_whole_spans: bool
+    """Whether rows must be those of whole spans: a cache serves loaders that select other channels, too."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""

@@ -78,6 +78,7 @@ class RemoteShards:
         self._make_client, self._make_cache = make_client, make_cache
         self._url, self._options = url, storage_options
         self._retry, self._hedge, self._concurrency = retry or RetryPolicy(), hedge, concurrency
+        self.needs_whole_spans = make_cache is not None
         self._verify = verify or make_cache is not None
         self._begin()
         self._spans = self._span_bytes = self._refetched = 0

@@ -111,7 +111,7 @@ class Dataset:
         ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
         the user's ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of a camera, points
         (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the
-        sample lacks is absent. A whole sample is checked against its digest, a part by its tar headers only. Raises
+        sample lacks is absent. A sample is checked against its digest, a part by those of its members. Raises
         ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else what
         ``dataset[key]`` raises.
         """
@@ -132,10 +132,9 @@ class Dataset:
             if not 0 <= first <= first + length <= row.length:
                 raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
             moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
-            row = row._replace(offset=row.offset + first, length=length, members=moved)
+            row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
         span = self._read(path, row)
-        if not is_part:
-            check_span(row, span, path.name)
+        check_span(row, span, path.name)
         names = [entry.name for entry in wanted]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
         extra = [one for one in self.manifest.extra_channels if one.field in members]
@@ -321,16 +320,35 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
 
 
 def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
-    """Hold a span against the digest in the index; raises TruncatedShardError or ChecksumError with the address."""
+    """Check a span, or each member of a part of one, against the index.
+
+    Raises TruncatedShardError or ChecksumError with the address.
+    """
     size = memoryview(span).nbytes
     if size != row.length:
         raise TruncatedShardError(
             f"got {size} of {row.length} bytes of a sample", shard=shard, offset=row.offset, key=row.key
         )
-    if xxhash.xxh3_64_intdigest(span) != row.xxh3:
+    if row.is_part:
+        check_digests(row, span, shard)
+    elif xxhash.xxh3_64_intdigest(span) != row.xxh3:
         raise ChecksumError(
             "checksum mismatch (xxh3): the data is corrupt", shard=shard, offset=row.offset, key=row.key
         )
+
+
+def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
+    """Check the stored bytes of each member of a span (decoded, of a ``.tar.zst``) against the index.
+
+    Raises ChecksumError with the address.
+    """
+    view = memoryview(span)
+    for entry in row.members:
+        if xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes]) != entry.xxh3:
+            raise ChecksumError(
+                f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt", shard=shard,
+                offset=row.offset, key=row.key,
+            )  # fmt: skip
 
 
 def read_members(

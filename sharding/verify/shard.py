@@ -12,11 +12,11 @@ import msgspec
 from fuelrail.pipeline.channels.selection import check_members
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.format.codecs import suffix
-from fuelrail.pipeline.format.dataset import Dataset, check_span, read_members
+from fuelrail.pipeline.format.dataset import Dataset, check_digests, check_span, read_members
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
-from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, read_seek_table, span_bytes
+from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, open_span, read_seek_table, span_bytes
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
@@ -168,7 +168,9 @@ class ShardCheck:
         try:
             check_key(row.key)
             dictionary = None if self._dataset is None else self._dataset.dictionary
-            members = read_members(row, span, self.shard.name, dictionary=dictionary)
+            name = self.shard.name
+            check_digests(row, open_span(row, span, name) if is_framed(name) else span, name)
+            members = read_members(row, span, name, dictionary=dictionary)
             sample = decode_sample(row.key, members, self._rig.fields)
             for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)

@@ -52,8 +52,6 @@ RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
 
 NS_PER_US: Final = 1000
-
-
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 
 
@@ -103,8 +101,8 @@ class Keyframes:
         Raises SourceError where the order in time is not the order of the ``next`` links, or the count is not the
         scene's ``nbr_samples``.
         """
-        order = np.lexsort((self.timestamp_us, self._sample_scene))
-        starts = np.searchsorted(self._sample_scene, np.arange(len(self.scene) + 1), sorter=order)
+        order = np.lexsort((self.timestamp_us, self.sample_scene))
+        starts = np.searchsorted(self.sample_scene, np.arange(len(self.scene) + 1), sorter=order)
         for row, scene in enumerate(self.scene):
             samples = order[starts[row] : starts[row + 1]]
             if len(samples) != scene.nbr_samples and not self._cut.is_on:
@@ -113,8 +111,8 @@ class Keyframes:
                     f"table 'sample' has {len(samples)} of it"
                 )
             expected = np.append(samples[1:], -1)
-            may_end = self._cut.is_on & (self._next[samples] < 0)
-            wrong = np.flatnonzero((self._next[samples] != expected) & ~may_end) if len(samples) else samples
+            may_end = self._cut.is_on & (self.next[samples] < 0)
+            wrong = np.flatnonzero((self.next[samples] != expected) & ~may_end) if len(samples) else samples
             if wrong.size:
                 token = self.sample_tokens[int(samples[wrong[0]])]
                 raise SourceError(
@@ -141,14 +139,14 @@ class Keyframes:
             raise SourceError(f"table '{folder / 'sample.json'}' has no rows: nothing to shard")
         self.sample_tokens.check_unique()
         self.timestamp_us: NDArray[np.int64] = timestamp_us.values
-        self._sample_scene: NDArray[np.int32] = scene.values
+        self.sample_scene: NDArray[np.int32] = scene.values
         resolved = {
             name: self.sample_tokens.resolve_all(
                 column, table="sample", column=name, owners=self.sample_tokens, cut=self._cut
             )
             for name, column in links.items()
         }
-        self._next = resolved["next"]
+        self.prev, self.next = resolved["prev"], resolved["next"]
 
     def _read_sensors(self, folder: Path) -> None:
         """Keyframe rows of sample_data with their calibration and pose: a row number for each (sample, channel)."""
@@ -242,6 +240,10 @@ class Keyframes:
             found[at] = self._poses.of_row[nearest]
         return found
 
+    def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Poses of samples (S, 4, 4)."""
+        return self._poses.ego2global(self._reference_poses(samples))
+
     def have_pictures(
         self, samples: NDArray[np.int64], are_files: Callable[[list[str]], list[bool]] | None
     ) -> NDArray[np.bool_]:
@@ -327,10 +329,15 @@ def _check_channels(names: Sequence[str]) -> None:
     """Channels are stored in lower case, as part of members' names."""
     seen: dict[str, str] = {}
     for name in names:
-        if not _CHANNEL.match(name.lower()):
-            raise SourceError(f"table 'sensor': channel '{name}' has other characters than letters, digits and _")
+        check_name(name)
         if seen.setdefault(name.lower(), name) != name:
             raise SourceError(f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone")
+
+
+def check_name(channel: str) -> None:
+    """Raise SourceError for a channel of table ``sensor`` that is no part of a member's name."""
+    if not _CHANNEL.match(channel.lower()):
+        raise SourceError(f"table 'sensor': channel '{channel}' has other characters than letters, digits and _")
 
 
 LENS_OF_LENGTH: Final = {

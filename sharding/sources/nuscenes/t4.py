@@ -22,7 +22,7 @@ from fuelrail.sharding.sources.frames.poses import pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.listed.points import parse_points
 from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
-from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, RIG
+from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, RIG
 from fuelrail.sharding.sources.nuscenes.tables import (
     Annotation,
     CalibratedSensor,
@@ -48,8 +48,6 @@ R = TypeVar("R", bound=Record)
 
 _FOLDER: Final = "annotation"
 _COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
-_MODELS: Final = {4: "opencv_radtan", 5: "opencv_radtan", 8: "opencv_rational", 12: "opencv_rational",
-                  14: "opencv_rational"}  # fmt: skip
 
 
 class _Annotation(Annotation, frozen=True, gc=False):
@@ -220,7 +218,7 @@ class T4(FrameSource[T4Settings]):
         ego2global: NDArray[np.float64],
     ) -> Image:  # fmt: skip
         dist = tuple(record.camera_distortion or ())
-        if any(dist) and len(dist) not in _MODELS:
+        if any(dist) and len(dist) not in LENS_OF_LENGTH:
             raise SourceError(
                 f"table 'calibrated_sensor': row '{record.token}' has {len(dist)} lens coefficients, allowed are 4, 5, "
                 "8, 12 and 14"
@@ -229,7 +227,7 @@ class T4(FrameSource[T4Settings]):
             ref=f"{dataset}{row.filename}", timestamp_ns=row.timestamp * NS_PER_US,
             intrinsics=np.array(record.camera_intrinsic, np.float64).reshape(-1, 3), cam2ego=cam2ego,
             ego2global=ego2global, width=row.width or 0, height=row.height or 0, token=row.token,
-            dist=dist if any(dist) else (), dist_model=_MODELS[len(dist)] if any(dist) else "none",
+            dist=dist if any(dist) else (), dist_model=LENS_OF_LENGTH[len(dist)] if any(dist) else "none",
         )  # fmt: skip
 
     def _boxes(self, dataset: str) -> dict[str, list[tuple[_Annotation, str, int, int]]]:
