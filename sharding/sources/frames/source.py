@@ -82,7 +82,7 @@ class FrameSource(Generic[S]):
     time_base: str = "unix"
     ego_origin: str = "unknown"
     has_poses: bool = True
-    columns: ClassVar[Mapping[str, type]] = {}
+    columns: Mapping[str, type] = {}
     box_attributes: Sequence[str] = ()
     license: str | None = None
 
@@ -135,7 +135,7 @@ class FrameSource(Generic[S]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
-        found: dict[str, Any] = msgspec.to_builtins(self.given)
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))  # no tuples, as they are stored
         return found
 
     @property

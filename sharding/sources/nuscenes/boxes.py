@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.columns.tokens import Cut
     from fuelrail.sharding.sources.frames.classes import ClassOption
     from fuelrail.sharding.sources.scan_report import ScanReport
 
@@ -79,7 +80,7 @@ _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
 """Columns of annotations; ``category``, ``visibility`` and ``attribute`` are rows of those tables."""
 
 _AS_THEY_ARE: Final = ("instance_id", "num_lidar_pts", "num_radar_pts", "attribute")
-_VISIBILITY: Final = {
+VISIBILITY: Final = {
     "v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4,
     "none": 1, "partial": 2, "most": 3, "full": 4,
 }  # fmt: skip
@@ -95,10 +96,16 @@ class Annotations:
     """
 
     def __init__(
-        self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64], classes: ClassOption
+        self,
+        folder: Path,
+        spill: Spill,
+        samples: Tokens,
+        timestamp_us: NDArray[np.int64],
+        classes: ClassOption,
+        cut: Cut,
     ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        self._spill, self._timestamp_us, self._class_option = spill, timestamp_us, classes
+        self._spill, self._timestamp_us, self._class_option, self._cut = spill, timestamp_us, classes, cut
         attributes = read_all(folder, "attribute", Named)
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
@@ -106,7 +113,7 @@ class Annotations:
         self._levels = [record.level for record in visibilities]
         self._visibilities = Tokens("visibility", spill, [record.token for record in visibilities])
         # The last entry is for annotations without a visibility, which are row -1.
-        self._visibility_code = np.array([*(_VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
+        self._visibility_code = np.array([*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
         self._per_level = np.zeros(len(self._levels) + 1, np.int64)
         self._unknown_points = 0
         self._read_instances(folder)
@@ -128,7 +135,8 @@ class Annotations:
         self._per_category = np.zeros(len(categories), np.int64)
         self._instances = Tokens("instance", self._spill)
         category, number = self._spill.column(np.int32), self._spill.column(np.int64)
-        for piece in read_table(folder, "instance", Instance):
+        for whole in read_table(folder, "instance", Instance):
+            piece = self._cut.kept(whole, "instance", category_token=tokens)
             own = [record.token for record in piece]
             self._instances.extend(own)
             linked = [record.category_token for record in piece]
@@ -143,7 +151,8 @@ class Annotations:
         self._tokens = tokens = Tokens("sample_annotation", self._spill)
         links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
         columns = {name: self._spill.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
-        for records in read_table(folder, "sample_annotation", Annotation):
+        for piece in read_table(folder, "sample_annotation", Annotation):
+            records = self._cut.kept(piece, "sample_annotation", sample_token=samples, instance_token=self._instances)
             own = [record.token for record in records]
             tokens.extend(own)
             for name, column in links.items():
@@ -153,7 +162,9 @@ class Annotations:
         tokens.check_unique()
         self.columns: dict[str, NDArray[Any]] = {name: column.values for name, column in columns.items()}
         for name, links_of in links.items():
-            self.columns[name] = tokens.resolve_all(links_of, table="sample_annotation", column=name, owners=tokens)
+            self.columns[name] = tokens.resolve_all(
+                links_of, table="sample_annotation", column=name, owners=tokens, cut=self._cut
+            )
 
     def _columns_of(self, records: list[Annotation], own: list[str], samples: Tokens) -> dict[str, Any]:
         of: dict[str, Any] = {"table": "sample_annotation", "owners": own}
@@ -284,7 +295,7 @@ class Annotations:
                 names = report.outside_classes if on_purpose else report.unmapped
                 names[name] = names.get(name, 0) + count
         for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
-            if level not in _VISIBILITY and count:
+            if level not in VISIBILITY and count:
                 report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
         check_mapped(report)
 

@@ -21,6 +21,7 @@ from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.sharding.sources.columns.tokens import Cut
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
 from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER, channel_members, load_channels
@@ -138,6 +139,13 @@ class NuScenesOptions(Settings, frozen=True):
             "default: 0)"
         ),
     ] = 0
+    dangling_links: Annotated[
+        Literal["error", "cut"],
+        Meta(
+            description="records of a cut-out set that refer to ones that it lacks: raise an error, or cut: drop links "
+            "to neighbours, and records without their sample, scene, calibration, track or category"
+        ),
+    ] = "error"
     classes: Annotated[
         ClassOption,
         Meta(
@@ -225,8 +233,9 @@ class NuScenesSource:
             return self._scan(folder, out)
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
-        keyframes = Keyframes(folder, out.spill, self._options.classes)
-        report = ScanReport()
+        cut = Cut(is_on=self._options.dangling_links == "cut")
+        keyframes = Keyframes(folder, out.spill, self._options.classes, cut)
+        report = ScanReport(cut_links=cut.counts)
         channels = load_channels(folder)
         chosen = self._options.channels
         extras = None
