@@ -29,6 +29,8 @@ GROUP: Final = "fuelrail.sources"
 _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+    "mcap": "fuelrail.sharding.sources.logs.source:LogSource",
+    "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 

@@ -1,0 +1,77 @@
+"""Logs do what a source must do: each storage, with and without indexes and compression."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from support.log_world import foxglove_messages, ros_messages, write_mcap, write_rosbag2
+from support.source_suite import SourceSuite
+
+CAMERAS = ("cam_front", "cam_left", "cam_back")
+ROS = {"cameras": {name: f"/{name}/image_raw/compressed" for name in CAMERAS}}
+
+
+class TestUncompressed(SourceSuite):
+    kind = "mcap"
+    options: ClassVar = ROS
+    compare: ClassVar = {"labelled": False}
+    writing: ClassVar = {"compression": "NONE"}
+
+    def write(self, world, root):
+        for clip in world.clips:
+            write_mcap(root / f"{clip.name}.mcap", ros_messages(world, clip), **self.writing)
+        return str(root)
+
+
+class TestCompressed(TestUncompressed):
+    reads_heads = False
+    writing: ClassVar = {"compression": "ZSTD"}
+
+
+class TestLz4(TestUncompressed):
+    reads_heads = False
+    writing: ClassVar = {"compression": "LZ4"}
+
+
+class TestWithoutSummary(TestUncompressed):
+    """As a recorder leaves it that writes neither chunks nor a summary."""
+
+    reads_heads = False
+
+    def write(self, world, root):
+        from mcap.writer import IndexType
+
+        for clip in world.clips:
+            write_mcap(
+                root / f"{clip.name}.mcap", ros_messages(world, clip), compression="NONE", use_chunking=False,
+                use_statistics=False, use_summary_offsets=False, repeat_channels=False, repeat_schemas=False,
+                index_types=IndexType.NONE,
+            )  # fmt: skip
+        return str(root)
+
+
+class TestRosbag2(TestUncompressed):
+    kind = "rosbag2"
+
+    def write(self, world, root):
+        for clip in world.clips:
+            write_rosbag2(root / clip.name, ros_messages(world, clip))
+        return str(root)
+
+
+class TestFoxglove(TestUncompressed):
+    options: ClassVar = {"cameras": {name: f"/{name}/image" for name in CAMERAS}}
+
+    def world(self, **changes):
+        world = super().world(**changes)
+        for _, _, frame in world.frames():  # clouds are in base_link
+            for sweep in frame.sweeps.values():
+                sweep.lidar2ego = np.eye(4)
+        return world
+
+    def write(self, world, root):
+        for clip in world.clips:
+            write_mcap(root / f"{clip.name}.mcap", foxglove_messages(world, clip), compression="NONE")
+        return str(root)
