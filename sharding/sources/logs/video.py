@@ -1,7 +1,7 @@
 """Video to JPEG: each frame is decoded once, in order, and encoded from the decoder's planes.
 
 Frame n is the n-th in the order of presentation, whatever the order in the file. JPEG (JFIF) wants the matrix of BT.601
-and the full range: planes of another matrix, range or depth are converted, and nothing goes through RGB twice. Video
+and the full range: planes of another matrix, range or depth are converted, and not by way of RGB. Video
 without a matrix is BT.709 from 720 lines on, else BT.601, as players have it.
 
 PyAV (the extra ``video``) brings FFmpeg.
@@ -13,6 +13,7 @@ import contextlib
 import io
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import cv2
 import numpy as np
 import simplejpeg
 
@@ -21,6 +22,8 @@ from fuelrail.pipeline.errors import SourceError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from fuelrail.pipeline.sample.arrays import Buffer
 
 QUALITY: Final = 90
@@ -28,10 +31,14 @@ CODECS: Final = ("h264", "hevc", "av1")
 _NAMES: Final = {"h265": "hevc", "avc": "h264", "avc1": "h264", "hvc1": "hevc", "hev1": "hevc"}
 _BOXES: Final = {"h264": "h264", "hevc": "hevc", "av1": "obu"}
 _HD_LINES: Final = 720
-_UNKNOWN_MATRIX: Final = 2
-_BT709: Final = 1
-_BT601: Final = (5, 6)
+_UNKNOWN_MATRIX, _BT709, _BT601 = 2, 1, 5
+_MATRICES: Final = {
+    1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593),
+}  # fmt: skip
+"""Matrix coefficients of ITU-T H.273 table 4: KR and KB by the code."""
 _FULL: Final = 2
+_FINE: Final = 2.5
+"""What chroma adds to luma is kept in steps of 1 / 2.5."""
 
 
 class VideoFacts(NamedTuple):
@@ -291,25 +298,60 @@ class _Encoder:
                 f"{self._where} has a rotation flag of {frame.rotation} degrees, and its calibration may be of either "
                 "orientation: rotate it or clear the flag with ffmpeg"
             )
-        frame = self._reformatted(frame)
-        planes = [
-            np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
-            for plane in frame.planes
-        ]
+        planes = self._planes(frame)
         data: bytes = simplejpeg.encode_jpeg_yuv_planes(*map(np.ascontiguousarray, planes), quality=self._quality)
         return data
 
-    def _reformatted(self, frame: Any) -> Any:  # noqa: ANN401 - PyAV
+    def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:  # noqa: ANN401 - PyAV
         """Planes of 8 bits, full range, BT.601, with the chroma of the video."""
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
         matrix = frame.colorspace
         if matrix == _UNKNOWN_MATRIX:
-            matrix = _BT709 if frame.height >= _HD_LINES else _BT601[0]
+            matrix = _BT709 if frame.height >= _HD_LINES else _BT601
+        if matrix not in _MATRICES:
+            raise SourceError(f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}")
         chroma = next((chroma for chroma in ("444", "422", "420") if chroma in name), "420")
-        if is_full and matrix in _BT601 and name in (f"yuvj{chroma}p", f"yuv{chroma}p"):
-            return frame
-        return self._reformatter.reformat(
-            frame, format=f"yuvj{chroma}p", src_colorspace=matrix, dst_colorspace=_BT601[0],
-            src_color_range=2 if is_full else 1, dst_color_range=2,
-        )  # fmt: skip
+        if name not in (f"yuvj{chroma}p", f"yuv{chroma}p"):  # more bits, or other planes: matrix and range stay
+            space, levels = frame.colorspace, 2 if is_full else 1
+            frame = self._reformatter.reformat(
+                frame, format=f"yuvj{chroma}p" if is_full else f"yuv{chroma}p", src_colorspace=space,
+                dst_colorspace=space, src_color_range=levels, dst_color_range=levels,
+            )  # fmt: skip
+        planes = [
+            np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
+            for plane in frame.planes
+        ]
+        return planes if is_full and _MATRICES[matrix] == _MATRICES[_BT601] else _converted(planes, matrix, is_full)
+
+
+def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) -> list[NDArray[np.uint8]]:
+    """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
+
+    Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the chromas alone, at their
+    own size. So no plane goes through RGB.
+    """
+    luma, blue, red = planes
+    step = _ycc2rgb(_BT601)
+    change = np.linalg.inv(step) @ _ycc2rgb(matrix)
+    y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
+    black = 0 if is_full else 16
+
+    def mixed(of_blue: float, of_red: float) -> NDArray[np.uint8]:
+        return np.asarray(cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)), np.uint8)
+
+    chromas = [mixed(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
+    if np.allclose(change, np.eye(3)):
+        return [np.asarray(cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale), np.uint8), *chromas]
+    added = mixed(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
+    added = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
+    shift = -black * y_scale - 128 / _FINE
+    return [np.asarray(cv2.addWeighted(luma, y_scale, added, 1 / _FINE, shift), np.uint8), *chromas]
+
+
+def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
+    """(3, 3): full-range Y, Cb, Cr to R, G, B."""
+    kr, kb = _MATRICES[matrix]
+    kg = 1 - kr - kb
+    red, blue = 2 * (1 - kr), 2 * (1 - kb)
+    return np.array([[1, 0, red], [1, -kb * blue / kg, -kr * red / kg], [1, blue, 0]])

@@ -12,10 +12,11 @@ from scipy.spatial.transform import Rotation
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.files import source_files
+from fuelrail.sharding.sources.frames.frame import Image
 from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
 from fuelrail.sharding.sources.logs.files.sqlite_file import SqliteFile
 from fuelrail.sharding.sources.logs.messages.reader import Reader
-from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from support.shared_data import shared_data
 from support.source_suite import SourceSuite
 from support.source_world import samples_of
@@ -105,6 +106,46 @@ def test_both_storages_of_a_recorder_are_read():
         topic = mcap.topics[message.topic]
         if topic.type == "sensor_msgs/PointCloud2":
             assert Reader(topic).cloud(message).step > 0
+
+
+def test_video_is_decoded_once_and_its_frames_are_those_of_the_messages():
+    import av
+    import simplejpeg
+    from mcap.reader import make_reader
+    from mcap_ros2.decoder import DecoderFactory
+
+    file = shared_data("ros2-made") / "video_h264_gop5.mcap"
+    source = make_source(SourceSpec("mcap", str(file), {"missing_camera": "mask"}))
+    assert source.reads == "clip"
+    assert "libavcodec" in source.options["libraries"]
+    images = {
+        f"made:{image.ref}": (channel, image.timestamp_ns)
+        for clip in source.clips()
+        for frame in source.frames(clip)
+        for channel, image in frame.images.items()
+        if isinstance(image, Image)
+    }
+    found = {images[ref]: simplejpeg.decode_jpeg(data) for ref, data in source.read_clip(list(images))}
+    assert len(found) == len(images) >= 22
+    assert source._members.num_decoded <= 24
+    decoders, theirs = {}, {}
+    with file.open("rb") as data:
+        reader = make_reader(data, decoder_factories=[DecoderFactory()])
+        for _, channel, _, message in reader.iter_decoded_messages(log_time_order=False):
+            if channel.topic.endswith("video"):
+                name = channel.topic.split("/")[3]
+                decoder = decoders.setdefault(name, av.CodecContext.create("h264", "r"))
+                packet = av.Packet(bytes(message.data))
+                packet.pts = message.timestamp.sec * 10**9 + message.timestamp.nanosec
+                theirs.update({(name, frame.pts): frame for frame in decoder.decode(packet)})
+    for name, decoder in decoders.items():
+        theirs.update({(name, frame.pts): frame for frame in decoder.decode(None)})
+    for key, image in found.items():
+        wanted = theirs[key].to_ndarray(format="rgb24").astype(float)
+        assert np.abs(wanted - image).mean() < 3.5, key
+        others = [frame for other, frame in theirs.items() if other[0] == key[0] and other != key]
+        nearest = min(np.abs(frame.to_ndarray(format="rgb24").astype(float) - image).mean() for frame in others)
+        assert nearest > np.abs(wanted - image).mean(), "this is another frame"
 
 
 def test_a_log_without_cameras_is_named():
