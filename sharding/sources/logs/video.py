@@ -344,9 +344,9 @@ def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) 
     if np.allclose(change, np.eye(3)):
         return [np.asarray(cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale), np.uint8), *chromas]
     added = mixed(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
-    added = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
+    spread = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
     shift = -black * y_scale - 128 / _FINE
-    return [np.asarray(cv2.addWeighted(luma, y_scale, added, 1 / _FINE, shift), np.uint8), *chromas]
+    return [np.asarray(cv2.addWeighted(luma, y_scale, spread, 1 / _FINE, shift), np.uint8), *chromas]
 
 
 def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
