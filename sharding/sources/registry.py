@@ -37,6 +37,8 @@ _BUILT_IN: Final = {
     "kitti_object": "fuelrail.sharding.sources.research.kitti.object:KittiObject",
     "waymo": "fuelrail.sharding.sources.research.waymo.source:Waymo",
     "waymo_v2": "fuelrail.sharding.sources.research.waymo.parquet:WaymoParquet",
+    "mcap": "fuelrail.sharding.sources.logs.source:LogSource",
+    "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 

@@ -34,6 +34,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
         unknown_points: boxes with an unknown number of lidar or radar points (-1).
         cut_links: table and column to number of links, to records that a cut-out source lacks, that were cut.
         max_offset_ms: channel to the largest time [ms] between a sample and the channel's own moment in it.
+        noted: what else the source found, such as messages out of order, and its number.
 
     """
 
@@ -48,6 +49,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
     unknown_points: int = 0
     max_offset_ms: dict[str, float] = {}
     cut_links: dict[str, int] = {}
+    noted: dict[str, int] = {}
 
     def mask(self, channel: str, reason: str) -> None:
         """Count an absent member."""
@@ -85,6 +87,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if self.max_offset_ms:
             offsets = {name: round(value, 1) for name, value in self.max_offset_ms.items()}
             said.append(f"  largest time offsets from the sample [ms]: {_listed(offsets)}")
+        if self.noted:
+            said.append(f"  noted: {_listed(self.noted)}")
         if self.distorted:
             said.append(f"  images with lens distortion (undistort=True rectifies them): {_listed(self.distorted)}")
         if self.unmapped:

@@ -72,7 +72,7 @@ class FrameSource(Generic[S]):
         license: of the data, where the source states it.
 
     ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
-    the location is, None for a folder or a URL.
+    the location is, None for a folder or a URL. What an adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -93,6 +93,7 @@ class FrameSource(Generic[S]):
         given = convert(options, self.settings, f"options of source {self.kind}")
         self.given = msgspec.structs.replace(given, classes=loaded(given.classes))  # type: ignore[assignment]
         self.location = location
+        self.noted: dict[str, int] = {}
         path = Path(location.removeprefix("file://"))
         self.file = path.name if not is_url(location) and path.is_file() else None
         self.files = source_files(location if self.file is None else str(path.parent))
@@ -170,6 +171,7 @@ class FrameSource(Generic[S]):
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):
             classes.report(report)
+        report.noted = self.noted
         findings.check()
         if not num_clips:
             raise SourceError(
