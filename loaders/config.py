@@ -19,6 +19,7 @@ from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.layers import Missing  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.order.spec import OrderSpec  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.settings import (
@@ -253,7 +254,8 @@ _RATIOS: Final = must_be(
 class Arguments(Settings, frozen=True, kw_only=True):
     """What a DataLoader was given, checked; dicts and files of settings are settings here.
 
-    ``dataset``, ``device`` and ``world`` are checked where they are used. Raises ConfigError for all others.
+    ``dataset``, ``layers``, ``device`` and ``world`` are checked where they are used. Raises ConfigError for all
+    others.
     """
 
     dataset: Any
@@ -272,6 +274,9 @@ class Arguments(Settings, frozen=True, kw_only=True):
     points: Annotated[
         bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
     ]
+    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")]
+    layers: Any
+    missing: Annotated[Missing, must_be("one of error, mask, drop")]
     transforms: Transforms
     transform: Any
     storage: StorageOptions

@@ -12,6 +12,7 @@ import msgspec
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
 from fuelrail.loaders.batch.buffer_pool import BufferPool, ShapesOnly
+from fuelrail.loaders.batch.channels import choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
 from fuelrail.loaders.batch.stages import BatchPipeline, LoaderStats, Runner, make_batch_pipeline
@@ -21,11 +22,13 @@ from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
-from fuelrail.loaders.schedule.datasets import add_stats, open_all, require_lidar
+from fuelrail.loaders.schedule.datasets import open_all, require_lidar
+from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
 from fuelrail.loaders.schedule.prefetch import prefetch
 from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.pipeline.errors import FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
@@ -33,7 +36,7 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Never
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Missing
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
@@ -99,6 +103,11 @@ class DataLoader:
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
             axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
+        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
+            out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
+        layers: layers by name, ``{"teacher": PATH_OR_URL}``; of a mix by dataset and name. Their channels and
+            attributes are called ``teacher.logits``.
+        missing: where a layer has no row for a sample: ``"error"``, ``"mask"`` or ``"drop"`` the sample from the order.
         transforms: image size, augmentation, decoder, normalization, frame of the boxes.
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: restrict it to numpy and torch
@@ -138,6 +147,9 @@ class DataLoader:
         mix: Mapping[str, int] | None = None,
         window: FrameWindow | Fields | None = None,
         points: bool | PointSweeps | Fields = False,
+        channels: Sequence[str] | None = None,
+        layers: Mapping[str, Any] | None = None,
+        missing: Missing = "error",
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         storage: StorageOptions | Fields = DEFAULT_STORAGE,
@@ -148,14 +160,9 @@ class DataLoader:
         check_ranks: bool = False,
         **unknown: Never,
     ) -> None:
+        given = dict(locals())
+        del given["self"], given["unknown"]
         refuse_unknown(unknown)
-        given: dict[str, Any] = {
-            "dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last,
-            "num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory,
-            "collate_fn": collate_fn, "order": order, "split": split, "mix": mix, "window": window, "points": points,
-            "transforms": transforms, "transform": transform, "storage": storage, "bad_samples": bad_samples,
-            "device": device, "world": world, "trace": trace, "check_ranks": check_ranks,
-        }  # fmt: skip
         self._arguments = options = Arguments(**given)
         self.batch_size, self.seed, self.transforms = options.batch_size, options.seed, options.transforms
         self.world = resolve_world(world)
@@ -173,11 +180,12 @@ class DataLoader:
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
             source.storage.look_ahead_bytes for source in sources
         )
-        content = sample_settings(options.seed, **options.transforms.content(), points=options.points)
-        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._bad = BadSamples(options.bad_samples, sources, where, self.world.rank)
         transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
+        chosen = [channel.name for channel in self._make.channels.channels] or None
+        content = sample_settings(options.seed, **options.transforms.content(), points=options.points, channels=chosen)
+        self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         image, num_cameras = options.transforms.image, len(self._make.cameras)
         self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
@@ -226,6 +234,7 @@ class DataLoader:
         if not self._epoch_is_set:
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for that one's rest.
             self._start = self._start.rolled(self._batching)
+        check_epoch(self._supply.layers, self._start.epoch)
         self._position = self._start
         walk = Walk(self._start, self._batching, self._share)
         if not (self._runner.is_running and self._runner.idle_at(self._start)):
@@ -382,11 +391,16 @@ def _choose_samples(
     options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
-    storage = options.storage
+    storage, is_mix = options.storage, options.mix is not None
+    opening = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
+    layers = open_layers(datasets, options.layers, options.missing, opening, is_mix=is_mix)
+    check_views(layers, options.seed, options.transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
+        channels={name: choose_channels(one, options.channels, layers[name]) for name, one in datasets.items()},
+        layers=layers,
     )  # fmt: skip
     supply = make_schedule(
         choice,
@@ -410,8 +424,8 @@ def _choose_samples(
 def _choose_tuner(options: Arguments, batch_bytes: int, make: BatchPipeline) -> Autotuner | None:
     if options.budget is None:
         return None
-    # On a GPU the only threads that do work worth tuning are those that decode, unless sweeps are accumulated.
-    on_device = decodes_on_device(make.decoder) and make.augments.accumulation is None
+    # On a GPU the only threads that do work worth tuning are those that decode, unless parsing is work.
+    on_device = decodes_on_device(make.decoder) and not make.parses_hard
     lanes = (MIN_LANES, MAX_LANES) if on_device else None
     return make_tuner(options.budget, options.batch_size, batch_bytes, options.prefetch_factor, lanes)
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.storage import Storage
-    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -52,7 +51,7 @@ class Source(NamedTuple):
     """Where its split begins in its index."""
     base: int
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
-    storage: Storage
+    storage: SampleStorage
     reader: SampleReader
 
 
@@ -83,7 +82,7 @@ class Requested(NamedTuple):
     scheduled: Scheduled
     entries: tuple[IndexRow, ...]
     """Each frame's row of the index; empty where the index is damaged there."""
-    pending_reads: tuple[PendingSpan, ...]
+    pending_reads: tuple[PendingSample, ...]
     """Each waits for one frame's bytes; without entries, the only one raises the index's error."""
 
 
@@ -116,7 +115,7 @@ class FrameTask(NamedTuple):
     """False: a stand-in for a frame that the clip does not have."""
     entry: IndexRow | None
     """The row's content; None where the index is damaged there."""
-    pending_read: PendingSpan
+    pending_read: PendingSample
     """Waits for the bytes; raises the index's error where there is no entry."""
 
 
@@ -178,6 +177,8 @@ class Parsed(NamedTuple):
     """Of pixel values, camera by camera."""
     bev: BevMap
     """Of the ego frame."""
+    extra: Sequence[Mapping[str, Any]] = ()
+    """Frame by frame the values of the selected channels, moved; None for what the frame lacks."""
 
     @property
     def sample(self) -> Sample:
@@ -202,8 +203,9 @@ class Parsed(NamedTuple):
             window = DecodedWindow(rows, present, self.samples, self.maps)
         maps, source = self.maps[task.current], task.source
         return DecodedSample(
-            slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window
-        )
+            slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window,
+            self.extra,
+        )  # fmt: skip
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r}, {self.task}"
@@ -238,6 +240,8 @@ class DecodedSample(NamedTuple):
     """Rows of the mix's datasets before it: ``base + row`` numbers samples over all of them."""
     window: DecodedWindow | None = None
     """All frames, the sample's own among them."""
+    extra: Sequence[Mapping[str, Any]] = ()
+    """Frame by frame the values of the selected channels (`Parsed`)."""
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"

@@ -11,9 +11,7 @@ covers all of them; state of a loader that ran over the old one is refused, beca
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -39,11 +37,11 @@ from fuelrail.pipeline.format.manifest import (
     encode_manifest,
 )
 from fuelrail.pipeline.format.zstd_frames import is_framed, shard_stem
-from fuelrail.pipeline.storage.files import open_descriptor, open_file
+from fuelrail.pipeline.storage.files import open_file
 from fuelrail.pipeline.storage.filesystem import filesystem
 from fuelrail.pipeline.storage.spill import Spill
 from fuelrail.pipeline.text import shown
-from fuelrail.sharding.output.folder import FolderOutput, check_out, manifest_in, open_output, sync_folder
+from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file, manifest_in, open_output
 from fuelrail.sharding.output.resume import check_same_recipe, recipe_of
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.output.workspace import RunState, Workspace
@@ -55,6 +53,7 @@ from fuelrail.sharding.write.finish import ROWS_PER_GROUP
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
     from pathlib import Path
 
@@ -178,7 +177,7 @@ def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha
     """
     was_there = out.size(new) == num_bytes  # nothing has its name before it is whole
     if source.url is None and isinstance(out, FolderOutput):
-        if not _link(source.root / old, out, new):
+        if not link_file(source.root / old, out, new):
             _copy(source, old, out, new, sha256)
     elif was_there:
         return True
@@ -194,24 +193,6 @@ def _bring(source: Dataset, old: str, out: Output, new: str, num_bytes: int, sha
 
 def _same_store(url: str, out: UrlOutput) -> bool:
     return url.partition("://")[0] == out.location.partition("://")[0]
-
-
-def _link(old: Path, out: FolderOutput, new: str) -> bool:
-    """Return a hard link under the new name; False where the file system cannot."""
-    final, temporary = out.root / new, out.temporary / new
-    if final.exists() and final.samefile(old):
-        return True
-    temporary.unlink(missing_ok=True)
-    os.close(open_descriptor(old))
-    try:
-        os.link(os.path.realpath(old), temporary)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
-            raise
-        return False
-    temporary.replace(final)
-    sync_folder(final.parent)
-    return True
 
 
 def _copy(source: Dataset, old: str, out: Output, new: str, sha256: str) -> None:

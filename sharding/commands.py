@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.workers import sigterm_is_ctrl_c
 
@@ -232,6 +232,25 @@ def _run_tag(args: argparse.Namespace) -> int:
     return 0
 
 
+def _configure_layer(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Work on layers: channels that were added to a dataset later, in a folder of their own."
+    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+    text = "bind a layer to another version of its base, such as the one that --append made; shards are linked"
+    rebase = words.add_parser("rebase", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    rebase.add_argument("layer", metavar="LAYER", help="folder of the layer")
+    rebase.add_argument("base", metavar="DATASET", help="folder or URL of the new base")
+    rebase.add_argument("out", metavar="OUT", help="folder of the new layer: new or empty")
+    add_flags(rebase, PrintOptions)
+
+
+def _run_layer(args: argparse.Namespace) -> int:
+    from fuelrail.sharding.write.layers.rebase import rebase_layer
+
+    report = rebase_layer(args.layer, args.base, args.out)
+    print_json(report) if from_flags(args, PrintOptions).json else sys.stdout.write(report.as_text())
+    return 0
+
+
 def _configure_synth(parser: argparse.ArgumentParser) -> None:
     from fuelrail.sharding.demo.synth import SynthOptions
 
@@ -265,6 +284,7 @@ COMMANDS = {
     ),
     "verify": Command("check every byte of a dataset against its checksums", _configure_verify, _run_verify),
     "inspect": Command("show the contents of a dataset or of one sample", _configure_inspect, _run_inspect),
+    "layer": Command("bind a layer to another version of its base", _configure_layer, _run_layer),
     "log": Command("show what a dataset was made of, and its tags", _configure_log, _run_log),
     "diff": Command("show how two datasets differ: samples, clips, channels, options", _configure_diff, _run_diff),
     "tag": Command("add, remove or list tags of a dataset", _configure_tag, _run_tag),

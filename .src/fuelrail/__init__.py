@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from fuelrail.bench.planner.plan import PlanOptions as PlanOptions
     from fuelrail.bench.planner.plan import Scenario as Scenario
     from fuelrail.bench.planner.plan import plan as plan
+    from fuelrail.bench.studies.annotate.run import AnnotateOptions as AnnotateOptions
+    from fuelrail.bench.studies.annotate.run import AnnotateReport as AnnotateReport
+    from fuelrail.bench.studies.annotate.run import annotate as annotate
     from fuelrail.bench.studies.compare.options import CompareOptions as CompareOptions
     from fuelrail.bench.studies.compare.session import compare as compare
     from fuelrail.bench.studies.diagnose.run import DiagnoseOptions as DiagnoseOptions
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.errors import WorldError as WorldError
     from fuelrail.pipeline.format.dataset import Dataset as Dataset
     from fuelrail.pipeline.format.dataset import open_dataset as _open_dataset
+    from fuelrail.pipeline.format.layers import LayerView as LayerView
     from fuelrail.pipeline.order.batching import World as World
     from fuelrail.pipeline.order.mix import Mix as Mix
     from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
@@ -109,11 +113,17 @@ if TYPE_CHECKING:
     from fuelrail.sharding.verify.catalogue import dataset_log as dataset_log
     from fuelrail.sharding.verify.catalogue import tag as tag
     from fuelrail.sharding.verify.dataset import VerifyReport as VerifyReport
+    from fuelrail.sharding.write.layers.rebase import RebaseReport as RebaseReport
+    from fuelrail.sharding.write.layers.rebase import rebase_layer as rebase_layer
+    from fuelrail.sharding.write.layers.writer import LayerWriter as LayerWriter
 
     open = _open_dataset  # noqa: A001 - fr.open
 
 _PUBLIC: Final = {
     # bench
+    "annotate": "fuelrail.bench.studies.annotate.run",
+    "AnnotateOptions": "fuelrail.bench.studies.annotate.run",
+    "AnnotateReport": "fuelrail.bench.studies.annotate.run",
     "bench_loader": "fuelrail.bench.studies.loader.measure",
     "compare": "fuelrail.bench.studies.compare.session",
     "CompareOptions": "fuelrail.bench.studies.compare.options",
@@ -163,6 +173,7 @@ _PUBLIC: Final = {
     "top": "fuelrail.pipeline.runtime.top",
     "TopOptions": "fuelrail.pipeline.runtime.top",
     "TraceRecorder": "fuelrail.pipeline.runtime.trace",
+    "LayerView": "fuelrail.pipeline.format.layers",
     "World": "fuelrail.pipeline.order.batching",
     # pipeline: errors
     "FuelrailError": "fuelrail.pipeline.errors",
@@ -197,6 +208,9 @@ _PUBLIC: Final = {
     "dataset_log": "fuelrail.sharding.verify.catalogue",
     "DatasetLog": "fuelrail.sharding.verify.catalogue",
     "inspect": "fuelrail.sharding.api",
+    "LayerWriter": "fuelrail.sharding.write.layers.writer",
+    "rebase_layer": "fuelrail.sharding.write.layers.rebase",
+    "RebaseReport": "fuelrail.sharding.write.layers.rebase",
     "Recipe": "fuelrail.sharding.planning.recipe",
     "reshard": "fuelrail.sharding.api",
     "shard": "fuelrail.sharding.api",

@@ -176,7 +176,7 @@ def _layouts(samples: Sequence[tuple[IndexRow, dict[str, bytes]]], effort: Effor
             if layout == "frame":
                 joined = encode_frame(joined, codecs.DEFAULT_ZSTD_LEVEL)
             entries = tuple(
-                MemberEntry(name, at, memoryview(s.data).nbytes, len(members[name]), kinds[name])
+                MemberEntry(name, at, memoryview(s.data).nbytes, len(members[name]), kinds[name], 0)
                 for name, at, s in zip(members, span.offsets, stored, strict=True)
             )
             packed.append((row._replace(offset=0, length=len(joined), members=entries), joined))

@@ -93,7 +93,7 @@ def sample_members() -> dict[str, bytes]:
 
 def index_rows(count: int) -> Iterator[IndexRow]:
     """Rows of a dataset with six cameras and a lidar."""
-    members = tuple(MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw") for i, name in enumerate(_FIELDS))
+    members = tuple(MemberEntry(name, 4096 * i + 512, 3000, 3000, "raw", 0) for i, name in enumerate(_FIELDS))
     for i in range(count):
         clip_id = f"scene-{i // 40:06d}"
         yield IndexRow(f"{clip_id}-{i % 40:06d}", clip_id, i % 40, i * 500_000_000, i // 300, 0, 40960, i, members)

@@ -104,8 +104,8 @@ class _Spans:
         for step in range(rest.num_steps):
             batch = []
             for number in order(rest.positions(step)).tolist():
-                row, span = self._reader.fetch(number)
-                batch.append(_NUMBER.unpack_from(span, row.members[0].offset)[0])
+                fetched = self._reader.fetch(number)
+                batch.append(_NUMBER.unpack_from(fetched.base, fetched.row.members[0].offset)[0])
             self._cursor = Cursor(first.epoch, rest.consumed(step + 1))
             yield batch
 

@@ -61,7 +61,7 @@ def write_synthetic_index(
         for place, sample in enumerate(stored.tolist()):
             clip_id, at = f"clip-{clip[sample]:07d}", int(frame[sample])
             shard, within = divmod(place, samples_per_shard)
-            members = (MemberEntry("meta.json", 512, 1000, 2000, "zstd"),)
+            members = (MemberEntry("meta.json", 512, 1000, 2000, "zstd", 0),)
             key, offset = f"{clip_id}-{at:06d}", within * _SPAN_BYTES
             yield IndexRow(key, clip_id, at, at * 500_000_000, shard, offset, _SPAN_BYTES, 0, members)
 

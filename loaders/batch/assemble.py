@@ -49,15 +49,18 @@ name                 shape, dtype                 meaning
 ``prev_exists``      [B] bool                     the lane showed the frame before; False: forget the past
 ``epoch``, ``step``  int                          which global batch this is
 ==================== ============================ ============================================================
+
+Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
+from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.temporal import Frames, frame_facts
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
@@ -76,18 +79,22 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.transforms.ego import BevMap
 
 
+NO_CHANNELS: Final = SelectedChannels()
+
+
 def assemble(
     decoded: Sequence[DecodedSample],
     *,
     lidar: LidarEntry | None = None,
     box_frame: BoxFrame = "ego",
+    channels: SelectedChannels = NO_CHANNELS,
     has_poses: bool = True,
 ) -> dict[str, Any]:
     """Build the batch of samples that share a slot and a rig; see the module's table.
 
-    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes. Without
-    ``has_poses`` there is no ``ego2global``: all of them would be the identity. Raises SchemaError
-    where some samples are labelled and some are not.
+    ``lidar`` is the one whose sweeps become ``points``, ``box_frame`` is the frame of the boxes, ``channels`` are the
+    selected ones. Without ``has_poses`` there is no ``ego2global``: all of them would be the identity. Raises
+    SchemaError where some samples are labelled and some are not, and where values of a channel cannot be stacked.
     """
     slot = decoded[0].slot
     samples, bevs = [entry.sample for entry in decoded], [entry.bev for entry in decoded]
@@ -137,6 +144,8 @@ def assemble(
     if lidar is not None:
         moved = zip(frames.samples, frames.repeated(bevs), strict=True)
         batch["points"] = frames.listed([torch.from_numpy(_sweep(sample, bev, lidar)) for sample, bev in moved])
+    if channels.channels:
+        batch.update(channels.entries(decoded, frames))
     if any(sample.boxes is not None for sample in samples):
         batch.update(_labels([_boxes(sample) for sample in samples], bevs))
         if box_frame == "lidar":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.loaders.records import Requested, Source
-    from fuelrail.loaders.storage.protocol import PendingSpan
+    from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow
 
@@ -109,7 +109,7 @@ def frame_tasks(
     rows: Sequence[int],
     present: Sequence[bool] | None,
     entries: Sequence[IndexRow],
-    reads: Sequence[PendingSpan],
+    reads: Sequence[PendingSample],
 ) -> tuple[FrameTask, ...]:
     """Return a sample's frames; without ``entries`` (the index is damaged there) all share the read that raises why."""
     if not entries:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from fuelrail.loaders.decode import decodes_on_device
 from fuelrail.loaders.records import Fetched
+from fuelrail.loaders.storage.protocol import LayeredSpan
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.records import DecodedSample, Parsed, Source, Task
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
-    from fuelrail.loaders.storage.protocol import PendingSpan, Storage, StorageStats
+    from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage, Span, StorageStats
     from fuelrail.loaders.storage.reader import FetchedSpan
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.runtime.stages import Stage
@@ -95,17 +96,20 @@ def _read_some(source: Source, split: str) -> list[FetchedSpan]:
     stride = max(1, entry.num_samples // _NUM_KEPT)
     rows = range(entry.first_sample, entry.first_sample + entry.num_samples, stride)[:_NUM_KEPT]
     spans = [source.reader.fetch(row) for row in rows]
-    return [span._replace(span=memoryview(bytes(span.span))) for span in spans]
+    return [
+        one._replace(span=one.span.copied() if isinstance(one.span, LayeredSpan) else memoryview(bytes(one.span)))
+        for one in spans
+    ]
 
 
 class _SilentStorage:
     """The storage of a source, with sessions that read nothing: no background reads either."""
 
-    def __init__(self, inner: Storage) -> None:
+    def __init__(self, inner: SampleStorage) -> None:
         self._inner = inner
-        self.look_ahead_bytes = inner.look_ahead_bytes
+        self.look_ahead_bytes, self.needs_whole_spans = inner.look_ahead_bytes, inner.needs_whole_spans
 
-    def span(self, index: int, row: IndexRow) -> memoryview:
+    def span(self, index: int, row: IndexRow) -> Span:
         return self._inner.span(index, row)
 
     def recheck(self, index: int) -> None:
@@ -122,7 +126,7 @@ class _SilentStorage:
 
 
 class _SilentSession:
-    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSpan]:
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
         return [lambda: memoryview(b"") for _ in rows]
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
@@ -63,7 +64,7 @@ def fetch(bad: BadSamples, task: Task) -> Fetched:
 
 
 def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetched: Fetched) -> Parsed:
-    """Decode the sample's members but images, and draw its augmentation."""
+    """Decode the sample's members but images, draw its augmentation, and move the selected channels by it."""
     while True:
         task = fetched.task
         known: dict[int, Sample] = {}
@@ -81,7 +82,10 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
             known[frame.row] = sample
         else:
             hides = window is not None and window.pad == "mask"
-            return _drawn(task, known, augments, hides=hides)
+            parsed, failure = moved_frames(_drawn(task, known, augments, hides=hides), hides=hides)
+            if failure is None:
+                return parsed
+            fetched = fetch(bad, bad.replace(task, *failure))
 
 
 def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides: bool) -> Parsed:

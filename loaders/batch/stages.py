@@ -12,6 +12,7 @@ import torch
 from fuelrail.loaders.autotune import decode_ahead
 from fuelrail.loaders.batch import samples, static, user
 from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.samples import fetch
 from fuelrail.loaders.decode import BatchDecoder, decodes_on_device, make_decoder
 from fuelrail.loaders.decode.pixels import change_pixels
@@ -55,9 +56,15 @@ class BatchPipeline(NamedTuple):
     normalize: Normalize | None
     transfer: CudaTransfer | None
     box_frame: BoxFrame
+    channels: SelectedChannels
     has_poses: bool
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
+
+    @property
+    def parses_hard(self) -> bool:
+        """Whether parsing is real work: it puts sweeps together, or decodes and moves channels."""
+        return self.augments.accumulation is not None or bool(self.channels.channels)
 
     def hand_over(self, made: Any) -> Any:  # noqa: ANN401
         """Return the batch that the last stage made, for the consumer, on whose thread this must be called."""
@@ -73,8 +80,8 @@ class BatchPipeline(NamedTuple):
         fill = self.augments.pixels.grid_mask_fill
         stages = [
             Stage("fetch", partial(samples.fetch, self.bad), 1, 2 * num_workers),
-            # Putting sweeps together is real work, most of it without the interpreter's lock.
-            Stage("parse", parse, num_workers if self.augments.accumulation else 1, 2 * num_workers),
+            # That work is done mostly without the interpreter's lock.
+            Stage("parse", parse, num_workers if self.parses_hard else 1, 2 * num_workers),
         ]
         group: int | None = self.batch_size
         if isinstance(self.decoder, BatchDecoder):
@@ -89,7 +96,9 @@ class BatchPipeline(NamedTuple):
             decode_one = partial(samples.decode, self.decoder, self.cameras, fill, self.bad, parse)
             stages.append(Stage("decode", decode_one, num_workers, decode_ahead(num_workers, self.batch_size)))
         if self.transform is None and self.collate_fn is None:
-            assembled = partial(assemble, lidar=self.lidar, box_frame=self.box_frame, has_poses=self.has_poses)
+            assembled = partial(
+                assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, has_poses=self.has_poses
+            )
             collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
         else:
             transform = partial(
@@ -98,6 +107,7 @@ class BatchPipeline(NamedTuple):
                 lidar=self.lidar,
                 seed=self.augments.seed,
                 box_frame=self.box_frame,
+                channels=self.channels,
                 has_poses=self.has_poses,
             )
             each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
@@ -141,7 +151,8 @@ def make_batch_pipeline(
     fixed = transforms.static_batches
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
-        options.collate_fn, transforms.normalize, transfer, transforms.box_frame, have_poses(sources),
+        options.collate_fn, transforms.normalize, transfer, transforms.box_frame,
+        SelectedChannels(sources[0].reader.channels, cameras), have_poses(sources),
         fixed, None if fixed is None else static.FixedBuffers(fixed.buffers),
     )  # fmt: skip
 

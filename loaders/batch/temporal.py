@@ -98,8 +98,8 @@ class Frames(NamedTuple):
         """A value of each sample, repeated for each of its frames."""
         return (value for value in values for _ in range(self.axes[1] if self.has_windows else 1))
 
-    def listed(self, values: list[torch.Tensor]) -> list[Any]:
-        """A tensor of each frame as a list for each sample; without windows as it is."""
+    def listed(self, values: list[Any]) -> list[Any]:
+        """A value of each frame as a list for each sample; without windows as it is."""
         if not self.has_windows:
             return values
         num_samples, t = self.axes

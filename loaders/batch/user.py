@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from fuelrail.loaders.batch.assemble import assemble
+from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
+from fuelrail.loaders.batch.channels import of_one
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from fuelrail.loaders.batch.channels import SelectedChannels
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import BatchSlot, DecodedSample
     from fuelrail.pipeline.channels.sensors import LidarEntry
@@ -38,15 +40,15 @@ _SLOW_MS: Final = 1.0
 class Sample(NamedTuple):
     """One sample for the user's functions, with what collating needs to know.
 
-    ``lists`` names what a batch keeps as lists whatever the lengths: which batch happens to have equal ones must not
-    change its type. ``common`` is what a batch has once.
+    ``joins`` has, by name, what joins values that are not stacked whatever the lengths: which batch happens to have
+    equal ones must not change its type. ``common`` is what a batch has once.
     """
 
     slot: BatchSlot
     at: int
     key: str
     value: Any
-    lists: frozenset[str]
+    joins: Mapping[str, Callable[[list[Any]], Any]]
     common: dict[str, Any]
 
     def __str__(self) -> str:
@@ -59,21 +61,28 @@ def as_sample(
     lidar: LidarEntry | None,
     seed: int,
     box_frame: BoxFrame = "ego",
+    channels: SelectedChannels = NO_CHANNELS,
     has_poses: bool = True,
 ) -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
-    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, has_poses=has_poses)
+    batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, has_poses=has_poses)
     image = batch.pop("img")[decoded.at]
-    common = {name: value for name, value in batch.items() if not isinstance(value, (torch.Tensor, list))}
-    lists = frozenset(name for name, value in batch.items() if isinstance(value, list))
+    own, joins, common = {}, {}, {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            own[name] = value[0]
+        elif (part := of_one(value, has_windows=decoded.slot.has_windows)) is not None:
+            own[name], joins[name] = part
+        else:
+            common[name] = value
     drawn = uniforms(seed, decoded.slot.epoch, decoded.base + decoded.row, [ALL_CAMERAS], "transform", 1)
     sample = {
         "img": image,
-        **{name: value[0] for name, value in batch.items() if name not in common},
+        **own,
         **common,
         "seed": int(drawn[0, 0] * 2**53),
     }
-    return Sample(decoded.slot, decoded.at, decoded.sample.key, sample, lists, common)
+    return Sample(decoded.slot, decoded.at, decoded.sample.key, sample, joins, common)
 
 
 def transform(
@@ -83,10 +92,11 @@ def transform(
     lidar: LidarEntry | None,
     seed: int,
     box_frame: BoxFrame = "ego",
+    channels: SelectedChannels = NO_CHANNELS,
     has_poses: bool = True,
 ) -> Sample:
     """The work of the stage: the sample as a dict, through the user's function."""
-    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, has_poses=has_poses)
+    sample = as_sample(decoded, lidar=lidar, seed=seed, box_frame=box_frame, channels=channels, has_poses=has_poses)
     return sample if function is None else sample._replace(value=function(sample.value))
 
 
@@ -113,7 +123,7 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
         if entry.value.keys() != samples[0].keys():
             unlike = sorted(map(str, entry.value.keys() ^ samples[0].keys()))
             raise ConfigError(f"transform gave {entry} other names than {transformed[0]}: {', '.join(unlike)}")
-    lists, common = transformed[0].lists, transformed[0].common
+    joins, common = transformed[0].joins, transformed[0].common
     batch: dict[str, Any] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -122,7 +132,7 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
         elif name in common:
             batch[name] = values[0]
         else:
-            batch[name] = values if name in lists else _stack(values)
+            batch[name] = joins[name](values) if name in joins else _stack(values)
     return batch
 
 

@@ -93,8 +93,8 @@ class BadSamples:
         position = self._where.next_position(task.slot.epoch, task.position)
         parts, rows, present, _, _ = self._where.places(task.slot.epoch, np.array([position]))
         source = self._sources[int(parts[0])]
-        index, storage = source.dataset.index, source.storage
-        entries = [index.row(row) for row in rows[0].tolist()]
+        storage = source.storage
+        entries = [source.reader.row(row) for row in rows[0].tolist()]
         takes = [partial(storage.span, row, entry) for row, entry in zip(rows[0].tolist(), entries, strict=True)]
         replaced = task._replace(
             source=source,

@@ -6,11 +6,13 @@ A batch may hold samples of several datasets, so they must have the same rig and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from fuelrail.loaders.decode.protocol import ImageFacts
 from fuelrail.loaders.records import Source
-from fuelrail.loaders.storage import StorageStats
+from fuelrail.loaders.storage.layers import with_layers
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
@@ -22,8 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fuelrail.loaders.storage import Storage
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
+
+_STORED_ONLY: Final = frozenset({"field", "codec", "optional", "sizes", "source_name", "description"})
 
 if TYPE_CHECKING:
     DatasetLike = str | os.PathLike[str] | Dataset
@@ -63,11 +69,20 @@ def open_all(
     return {name: opened(one) for name, one in dataset.items()}
 
 
-def check_compatible(datasets: Mapping[str, Dataset], *, points: bool = False) -> None:
-    """Raise ConfigError, with both sides, where samples of these datasets cannot be in one batch."""
+def check_compatible(
+    datasets: Mapping[str, Dataset],
+    *,
+    points: bool = False,
+    channels: Mapping[str, Sequence[Channel]],
+) -> None:
+    """Raise ConfigError, with both sides, where samples of these datasets cannot be in one batch.
+
+    ``channels`` are the selected entries of each dataset's table.
+    """
     (first, one), *others = datasets.items()
     for name, other in others:
-        for what, sides in _facts(one, other, points=points).items():
+        facts = {**_facts(one, other, points=points), **_channel_facts(channels.get(first, ()), channels.get(name, ()))}
+        for what, sides in facts.items():
             if sides[0] != sides[1]:
                 raise ConfigError(
                     f"datasets {first!r} and {name!r} cannot be mixed in one batch, their {what} differ: "
@@ -94,6 +109,17 @@ def _facts(one: Dataset, other: Dataset, *, points: bool) -> dict[str, tuple[obj
     return {**facts, "lidars' columns": both(columns)} if points else facts
 
 
+def _channel_facts(ours: Sequence[Channel], others: Sequence[Channel]) -> dict[str, tuple[object, object]]:
+    """Return what differs in the entries of the same channels; what only says how they are stored may differ."""
+    by_name = {channel.name: channel for channel in others}
+    facts: dict[str, tuple[object, object]] = {}
+    for channel in ours:
+        both = [msgspec.json.decode(msgspec.json.encode(one)) for one in (channel, by_name[channel.name])]
+        for key in sorted({*both[0], *both[1]} - _STORED_ONLY):
+            facts[f"channels '{channel.name}' ({key})"] = both[0].get(key), both[1].get(key)
+    return facts
+
+
 def have_poses(sources: Sequence[Source]) -> bool:
     """Whether the datasets of these sources have ego poses."""
     return all(source.dataset.manifest.has_poses for source in sources)
@@ -116,14 +142,17 @@ def make_sources(
     *,
     points: bool,
     sweeps: bool,
+    channels: Mapping[str, Sequence[Channel]],
+    layers: Mapping[str, Sequence[Layer]],
     named: bool,
 ) -> tuple[Source, ...]:
     """One source for each dataset, rows numbered on from one to the next; raises ConfigError for an unknown split."""
     sources: list[Source] = []
     base = 0
     for name, dataset in datasets.items():
-        storage = open_storage(dataset)
-        reader = SampleReader(dataset, storage=storage, points=points, sweeps=sweeps, extra=False)
+        chosen = channels.get(name, ())
+        storage = with_layers(open_storage(dataset), layers.get(name, ()), chosen, open_storage)
+        reader = SampleReader(dataset, storage=storage, points=points, sweeps=sweeps, extra=False, channels=chosen)
         sources.append(
             Source(name if named else None, dataset, dataset.split(split).first_sample, base, storage, reader)
         )
@@ -143,14 +172,6 @@ def require_lidar(sources: Sequence[Source]) -> None:
                 f"box_frame='lidar' needs a lidar, and dataset {manifest.name!r} has none; use box_frame='ego'"
             )
         source.reader.needs_lidar = True
-
-
-def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
-    """Return the storages' counts together; their names side by side where they are of different kinds."""
-    if len(stats) == 1:
-        return stats[0]
-    backend = "+".join(dict.fromkeys(each.backend for each in stats))
-    return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
 
 
 _NUM_LOOKED_AT = 4

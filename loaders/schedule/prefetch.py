@@ -10,12 +10,13 @@ from fuelrail.loaders.records import Requested
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fuelrail.loaders.records import Scheduled
-    from fuelrail.loaders.storage.protocol import PendingSpan, Session
+    from fuelrail.loaders.storage.cache.future_uses import RequestNumbers
+    from fuelrail.loaders.storage.protocol import PendingSample, SampleSession
+    from fuelrail.loaders.storage.reader import SampleReader
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.pipeline.format.index.samples import SampleIndex
 
 MAX_SAMPLES: Final = 512
 """Number of samples that are outstanding at most, however small they are."""
@@ -27,40 +28,15 @@ EARLY_BUNDLE: Final = 4
 """Samples in the first bundle, and in those that follow until the window is nearly full for once: the first batch
 waits for neither the whole window nor, with a large index, for the look-ups that it reads."""
 
-_NUMBERS_KEPT: Final = 1 << 16
-
-
-class RequestNumbers:
-    """Map a dataset's k-th request to its number among the requests of all mixed datasets.
-
-    `fuelrail.loaders.storage.cache.future_uses.build_future_uses` needs it. k must ascend: numbers before are dropped.
-    """
-
-    def __init__(self) -> None:
-        self._first = 0
-        self._numbers: collections.deque[int] = collections.deque()
-
-    def note(self, number: int) -> None:
-        """Record the number of this dataset's next request."""
-        self._numbers.append(number)
-        if len(self._numbers) > _NUMBERS_KEPT:  # none is looked up: all are found in the cache
-            self._numbers.popleft()
-            self._first += 1
-
-    def __call__(self, k: int) -> int:
-        """Return the number of the k-th request."""
-        while self._first < k and len(self._numbers) > 1:
-            self._numbers.popleft()
-            self._first += 1
-        return self._numbers[0]
-
 
 class RequestStream(NamedTuple):
-    """One dataset's index and storage session, which its samples are requested from."""
+    """One dataset's reader, which has its rows, and storage session, which its samples are requested from."""
 
-    rows: SampleIndex
-    session: Session
+    rows: SampleReader
+    session: SampleSession
     numbers: RequestNumbers | None = None
+    more_bytes: Callable[[int], int] | None = None
+    """The bytes that layers add to the span of a row; None without layers."""
 
 
 def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_bytes: int) -> Iterator[Requested]:
@@ -76,6 +52,7 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
         while more or window:
             if more and waiting <= max_bytes * 3 // 4 and len(window) <= MAX_SAMPLES * 3 // 4:
                 bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]] = []
+                lengths: list[int] = []
                 broken: tuple[Scheduled, FuelrailError] | None = None
                 size = MAX_SAMPLES if filled else EARLY_BUNDLE if window else FIRST_BUNDLE
                 while waiting < max_bytes and len(window) + len(bundle) < MAX_SAMPLES and len(bundle) < size:
@@ -84,16 +61,21 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
                         more = False
                         break
                     try:
-                        index = streams[scheduled.part].rows
+                        index, _, _, more_bytes = streams[scheduled.part]
                         entries = tuple([index.row(row) for row in scheduled.rows])
+                        length = sum([entry.length for entry in entries])
+                        if more_bytes is not None:
+                            length += sum([more_bytes(row) for row in scheduled.rows])
                     except FuelrailError as failure:
                         # Raised when its turn comes, so that the outcome does not depend on the look-ahead.
                         broken, more = (scheduled, failure), False
                         break
                     bundle.append((scheduled, entries))
-                    waiting += _length(entries)
-                for (scheduled, entries), reads in zip(bundle, _request(bundle, streams, num_requested), strict=True):
-                    window.append((Requested(scheduled, entries, reads), _length(entries)))
+                    lengths.append(length)
+                    waiting += length
+                requests = _request(bundle, streams, num_requested)
+                for (scheduled, entries), length, reads in zip(bundle, lengths, requests, strict=True):
+                    window.append((Requested(scheduled, entries, reads), length))
                     num_requested += len(entries)
                 filled = filled or waiting > max_bytes * 3 // 4 or len(window) > MAX_SAMPLES * 3 // 4
                 if broken is not None:
@@ -110,16 +92,12 @@ def prefetch(coming: Iterator[Scheduled], streams: Sequence[RequestStream], max_
             stream.session.close()
 
 
-def _length(entries: tuple[IndexRow, ...]) -> int:
-    return sum([entry.length for entry in entries])
-
-
 def _request(
     bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]], streams: Sequence[RequestStream], num_requested: int
-) -> list[tuple[PendingSpan, ...]]:
+) -> list[tuple[PendingSample, ...]]:
     """Request these samples from their datasets, in their order."""
-    reads: list[tuple[PendingSpan, ...]] = [()] * len(bundle)
-    for part, (_, session, numbers) in enumerate(streams):
+    reads: list[tuple[PendingSample, ...]] = [()] * len(bundle)
+    for part, (_, session, numbers, _) in enumerate(streams):
         wanted: list[tuple[int, IndexRow]] = []
         number = num_requested
         for scheduled, entries in bundle:

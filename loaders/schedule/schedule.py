@@ -8,21 +8,25 @@ import msgspec
 import numpy as np
 
 from fuelrail.loaders.schedule.datasets import check_compatible, make_sources, require_poses
+from fuelrail.loaders.schedule.layers import fingerprints_of
 from fuelrail.loaders.schedule.positions import Part, PositionIndex
-from fuelrail.loaders.schedule.prefetch import RequestNumbers, RequestStream
+from fuelrail.loaders.schedule.prefetch import RequestStream
 from fuelrail.loaders.schedule.state import Identity
-from fuelrail.loaders.storage.cache.future_uses import Range, build_future_uses
+from fuelrail.loaders.storage.cache.future_uses import Range, RequestNumbers, build_future_uses
+from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.compile import compile_mix, compile_order
 from fuelrail.pipeline.order.windows import WindowLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from fuelrail.loaders.records import Source
+    from fuelrail.loaders.schedule.layers import Layers
     from fuelrail.loaders.storage import Storage
     from fuelrail.loaders.storage.cache.future_uses import FutureUses
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.order.batching import Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
@@ -43,6 +47,10 @@ class ScheduleRequest(NamedTuple):
     points: bool
     sweeps: bool
     """Earlier sweeps of the lidar too."""
+    channels: Mapping[str, Sequence[Channel]]
+    """The selected entries of each dataset's table and of its layers, by the dataset's name."""
+    layers: Layers
+    """The layers of each dataset, by the dataset's name."""
 
 
 class Schedule(NamedTuple):
@@ -51,16 +59,18 @@ class Schedule(NamedTuple):
     sources: tuple[Source, ...]
     where: PositionIndex
     identity: Identity
+    layers: Layers
 
     def streams(self, walk: Walk) -> list[RequestStream]:
         """Open a request stream for the samples of this walk with each storage."""
         return [self._stream(source, walk) for source in self.sources]
 
     def _stream(self, source: Source, walk: Walk) -> RequestStream:
-        index, storage = source.dataset.index, source.storage
         numbers = RequestNumbers() if len(self.sources) > 1 else None
         future_uses, uses_per_step = self._future_uses(source, walk, numbers)
-        return RequestStream(index, storage.session(future_uses, uses_per_step), numbers)
+        storage = source.storage
+        more_bytes = storage.num_bytes if isinstance(storage, LayeredStorage) else None
+        return RequestStream(source.reader, storage.session(future_uses, uses_per_step), numbers, more_bytes)
 
     def _future_uses(self, source: Source, walk: Walk, numbers: RequestNumbers | None) -> tuple[FutureUses, int]:
         """Return the future uses of one dataset; of several, its requests' ``numbers`` among all are needed."""
@@ -75,8 +85,8 @@ def make_schedule(
 
     Raises ConfigError and OrderError for arguments that do not fit together, and what `compile_order` raises.
     """
-    datasets, mix, split, spec, window, points, sweeps = request
-    check_compatible(datasets, points=points)
+    datasets, mix, split, spec, window, points, sweeps, channels, layers = request
+    check_compatible(datasets, points=points, channels=channels)
     if sweeps or (window is not None and len(window.frames) > 1):
         require_poses(datasets)
     for dataset in datasets.values():
@@ -85,20 +95,28 @@ def make_schedule(
     order: EndlessOrder
     if mix is None:
         ((name, dataset),) = datasets.items()
-        order = compile_order(spec, dataset, split, global_batch=global_batch, window=window, clips=clips[name])
+        order = compile_order(
+            spec, dataset, split, global_batch=global_batch, window=window, clips=clips[name], layers=layers[name]
+        )
         fingerprints: str | dict[str, str] = dataset.manifest.fingerprint
     else:
-        order = compile_mix(mix, spec, datasets, split, window=window, clips=list(clips.values()))
+        order = compile_mix(mix, spec, datasets, split, window=window, clips=list(clips.values()), layers=layers)
         fingerprints = {name: one.manifest.fingerprint for name, one in datasets.items()}
-    sources = make_sources(datasets, split, open_storage, points=points, sweeps=sweeps, named=mix is not None)
+    sources = make_sources(
+        datasets, split, open_storage,
+        points=points, sweeps=sweeps, channels=channels, layers=layers, named=mix is not None,
+    )  # fmt: skip
     parts = [
         Part(source.first_row, source.base, _lookup(window, table, source))
         for source, table in zip(sources, clips.values(), strict=True)
     ]
     # Through JSON and back, so that a state that was saved as JSON has the same types.
     plain: Any = None if window is None else msgspec.json.decode(msgspec.json.encode(window))
-    identity = Identity(dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain)
-    return Schedule(sources, PositionIndex(order, parts), identity)
+    identity = Identity(
+        dataset=fingerprints, split=split, order=order.identity, drop_last=drop_last, frames=plain,
+        layers=fingerprints_of(layers, is_mix=mix is not None),
+    )  # fmt: skip
+    return Schedule(sources, PositionIndex(order, parts), identity, layers)
 
 
 def _lookup(window: FrameWindow | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:

@@ -32,6 +32,8 @@ class Identity(Settings, frozen=True, omit_defaults=True):
     drop_last: bool
     frames: dict[str, Any] | None = None
     """The temporal window."""
+    layers: dict[str, Any] | None = None
+    """Fingerprints of the layers by name; of a mix, by dataset and name."""
     settings: dict[str, Any] | None = None
     """What each sample is made into (:func:`sample_settings`); None until the loader adds them."""
 
@@ -107,8 +109,8 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
     if strict and state.identity.settings != expected.settings:
         raise StateMismatchError(
             f"loader state was saved with other settings of the samples' content; "
-            f"{_settings_that_differ(state.identity.settings, expected.settings or {})}; make the loader with the "
-            "state's settings, or continue with the loader's by load_state_dict(state, strict=False)"
+            f"{settings_that_differ(state.identity.settings, expected.settings or {}, 'state')}; make the loader with "
+            "the state's settings, or continue with the loader's by load_state_dict(state, strict=False)"
         )
     return state
 
@@ -125,15 +127,15 @@ def _check_numbers(state: LoaderState) -> None:
         )
 
 
-def _settings_that_differ(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any]) -> str:
-    """Return both sides of each setting, and of a struct of each entry, that differs."""
+def settings_that_differ(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any], whose: str) -> str:
+    """Return both sides of each setting, and of a struct of each entry, that differs; ``whose`` are the first ones."""
     if theirs is None:
-        return "settings: state names none"
+        return f"settings: {whose} names none"
     left, right = _flat(theirs), _flat(ours)
     names = [name for name in {**left, **right} if left.get(name, _NONE) != right.get(name, _NONE)]
     shown = [name for name in names if name != "digest"] or names
     return "; ".join(
-        f"{name}: state has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}" for name in shown
+        f"{name}: {whose} has {left.get(name, _NONE)}, loader has {right.get(name, _NONE)}" for name in shown
     )
 
 

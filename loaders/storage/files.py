@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from fuelrail.pipeline.errors import DatasetError, ShardError, TruncatedShardError
+from fuelrail.pipeline.format.layers import EITHER
 from fuelrail.pipeline.format.manifest import load_manifest
 from fuelrail.pipeline.storage.files import open_descriptor
 
@@ -135,7 +136,7 @@ def middle(start: int, length: int) -> int:
 def explained(dataset: Dataset, row: IndexRow, error: ShardError, file: ShardFile | None = None) -> ShardError:
     """Return the error with the sample's address, and whether dataset or shard was replaced since it was opened."""
     try:
-        fingerprint = load_manifest(dataset.root).fingerprint
+        fingerprint = load_manifest(dataset.root, EITHER).fingerprint
     except DatasetError:
         fingerprint = None
     what = str(error)

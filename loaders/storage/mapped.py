@@ -141,6 +141,7 @@ class MappedShards:
     """
 
     look_ahead_bytes = 64 << 20
+    needs_whole_spans = False
 
     def __init__(self, dataset: Dataset, *, verify: bool = True, memory_bytes: int | None = None) -> None:
         self._dataset, self._verify = dataset, verify

@@ -59,6 +59,7 @@ class PreadShards:
     """
 
     look_ahead_bytes = 64 << 20
+    needs_whole_spans = False
 
     def __init__(
         self,

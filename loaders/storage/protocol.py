@@ -18,6 +18,29 @@ if TYPE_CHECKING:
 
     PendingSpan: TypeAlias = Callable[[], memoryview]
     """Waits for one span's bytes. Raises ShardError; called once."""
+    Span: TypeAlias = "memoryview | LayeredSpan"
+    """A sample's bytes; of a dataset with layers also those of its rows in them."""
+    PendingSample: TypeAlias = Callable[[], Span]
+    """The same for a sample that may have rows in layers."""
+
+
+class StoredRow(NamedTuple):
+    """A row of a layer's index, and its span."""
+
+    row: IndexRow
+    span: memoryview
+
+
+class LayeredSpan(NamedTuple):
+    """The span of a sample, and its rows in the layers, in their order; None where a layer has no row."""
+
+    base: memoryview
+    layers: tuple[StoredRow | None, ...]
+
+    def copied(self) -> LayeredSpan:
+        """Return the same on memory of its own."""
+        layers = [one and one._replace(span=memoryview(bytes(one.span))) for one in self.layers]
+        return LayeredSpan(memoryview(bytes(self.base)), tuple(layers))
 
 
 class StorageStats(NamedTuple):
@@ -47,6 +70,14 @@ class StorageStats(NamedTuple):
     """Cache files that were missing, cut or corrupt, and were fetched again."""
 
 
+def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
+    """Return the storages' counts together; their names side by side where they are of different kinds."""
+    if len(stats) == 1:
+        return stats[0]
+    backend = "+".join(dict.fromkeys(each.backend for each in stats))
+    return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
+
+
 class Session(Protocol):
     """One iteration's requests."""
 
@@ -62,6 +93,8 @@ class Storage(Protocol):
 
     look_ahead_bytes: int
     """Default look-ahead of a loader."""
+    needs_whole_spans: bool
+    """Whether rows must be those of whole spans: a cache serves loaders that select other channels, too."""
 
     def span(self, index: int, row: IndexRow) -> memoryview:
         """One sample's bytes, now, read-only. Raises ShardError with shard, offset and key."""
@@ -80,3 +113,35 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Let go of files, connections and threads; views handed out stay valid."""
+
+
+class SampleSession(Protocol):
+    """A `Session` of a dataset, or of one with layers."""
+
+    def request(self, rows: Sequence[tuple[int, IndexRow]]) -> Sequence[PendingSample]:
+        """Ask for spans, given as (index, row), in the order in which they will be taken; never blocks for long."""
+
+    def close(self) -> None:
+        """Cancel what was requested."""
+
+
+class SampleStorage(Protocol):
+    """What a loader reads samples from: the `Storage` of a dataset, or one of a dataset with layers."""
+
+    look_ahead_bytes: int
+    needs_whole_spans: bool
+
+    def span(self, index: int, row: IndexRow) -> Span:
+        """One sample's bytes, now. Raises ShardError with shard, offset and key."""
+
+    def recheck(self, index: int) -> None:
+        """Raise ShardError where what was made of a span may not have been made of the bytes that were checked."""
+
+    def session(self, future_uses: FutureUses | None = None, uses_per_step: int = 0) -> SampleSession:
+        """Start a stream of requests."""
+
+    def stats(self) -> StorageStats:
+        """Return the counters so far."""
+
+    def close(self) -> None:
+        """Let go of files, connections and threads."""

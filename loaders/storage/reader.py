@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.layers import LayeredStorage
+from fuelrail.loaders.storage.protocol import LayeredSpan
 from fuelrail.pipeline.errors import OrderError, SchemaError
 from fuelrail.pipeline.format.dataset import read_members
 from fuelrail.pipeline.format.rules import Rig, check_arrays
+from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.sample.schema import GEOMETRY, SWEEPS_FIELD, Sample, decode_sample, lidar_channel
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.storage import Storage
+    from collections.abc import Sequence
+
+    from fuelrail.loaders.storage.protocol import SampleStorage, Span, StoredRow
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
 
@@ -22,7 +28,12 @@ class FetchedSpan(NamedTuple):
     """A sample's index row and its bytes as stored."""
 
     row: IndexRow
-    span: memoryview
+    span: Span
+
+    @property
+    def base(self) -> memoryview:
+        """The bytes of the dataset itself, without those of layers."""
+        return self.span.base if isinstance(self.span, LayeredSpan) else self.span
 
 
 class SampleReader:
@@ -30,38 +41,55 @@ class SampleReader:
 
     ``storage`` None: the one that fits the place of the dataset, which checks every span against its xxh3 digest.
     Without ``points`` lidar members are not decoded, without ``sweeps`` not those of earlier sweeps; and with neither
-    that nor ``extra`` are user members.
+    that nor ``extra`` are user members. Of further channels only ``channels``, entries of the dataset's table or
+    of layers that ``storage`` has, are read; they stay raw, in ``Sample.extra``.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
-        storage: Storage | None = None,
+        storage: SampleStorage | None = None,
         points: bool = True,
         sweeps: bool = True,
         extra: bool = True,
+        channels: Sequence[Channel] = (),
     ) -> None:
         self._dataset = dataset
-        self.storage = open_storage(dataset) if storage is None else storage
-        self.cameras = [camera.channel for camera in dataset.manifest.cameras]
+        self.storage: SampleStorage = open_storage(dataset) if storage is None else storage
         self._rig = Rig.of(dataset.manifest)
+        self.cameras = [camera.channel for camera in dataset.manifest.cameras]
+        self.lidars = [lidar.channel for lidar in dataset.manifest.lidars]
+        self.channels = tuple(channels)
+        self._fields = frozenset(channel.field for channel in channels)
+        self._layers = self.storage.parts if isinstance(self.storage, LayeredStorage) else ()
+        whole = self.storage.needs_whole_spans
+        self._left_out = frozenset() if whole else frozenset(self._rig.fields) - self._fields
         self.needs_lidar = False
         """Whether a sample is bad where the first lidar has no pose."""
-        lidars = {lidar.channel for lidar in dataset.manifest.lidars}
         self._wanted = frozenset(
             name
             for name in dataset.index.names
-            if (points or lidar_channel(name) not in lidars)
+            if (points or lidar_channel(name) not in self.lidars)
             and (sweeps or not name.endswith(SWEEPS_FIELD))
             and (extra or not name.startswith("x_"))
-            and name not in self._rig.fields
+            and (name not in self._rig.fields or name in self._fields)
         )
 
     def fetch(self, index: int) -> FetchedSpan:
         """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for bad bytes."""
-        row = self._dataset.index.row(index)
+        row = self.row(index)
         return FetchedSpan(row, self.storage.span(index, row))
+
+    def row(self, index: int) -> IndexRow:
+        """The row of the index for the part of a sample that is read; raises OrderError outside the dataset.
+
+        Channels that are not selected are not in it: its span ends with the last member that may be read.
+        """
+        row = self._dataset.index.row(index)
+        if not self._left_out or is_framed(self._shard_name(row)):
+            return row
+        return row.without(self._left_out)
 
     def parse(self, fetched: FetchedSpan) -> Sample:
         """Decode all members but images; raises MemberError with key and member.
@@ -69,11 +97,13 @@ class SampleReader:
         A sample that breaks a rule on arrays (:mod:`fuelrail.pipeline.format.rules`) is a SchemaError: a blank image
         must never pass for a valid one, nor a label for one of the classes that it is not.
         """
-        row = fetched.row
-        members = read_members(
-            row, fetched.span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary
-        )
-        sample = decode_sample(row.key, members)
+        row, span = fetched.row, fetched.base
+        layers: Sequence[StoredRow | None] = fetched.span.layers if isinstance(fetched.span, LayeredSpan) else ()
+        members = read_members(row, span, self._shard_name(row), self._wanted, dictionary=self._dataset.dictionary)
+        for part, stored in zip(self._layers, layers, strict=False):
+            if stored is not None:
+                members |= part.members(stored)
+        sample = decode_sample(row.key, members, self._fields)
         check_arrays(sample, self._rig)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(

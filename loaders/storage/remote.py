@@ -33,6 +33,7 @@ from fuelrail.pipeline.errors import (
 )
 from fuelrail.pipeline.format.dataset import check_span
 from fuelrail.pipeline.format.fetch import read_fingerprint
+from fuelrail.pipeline.format.layers import EITHER
 from fuelrail.pipeline.storage.filesystem import shown_url
 from fuelrail.pipeline.storage.retry import RetryPolicy
 
@@ -78,6 +79,7 @@ class RemoteShards:
         self._make_client, self._make_cache = make_client, make_cache
         self._url, self._options = url, storage_options
         self._retry, self._hedge, self._concurrency = retry or RetryPolicy(), hedge, concurrency
+        self.needs_whole_spans = make_cache is not None
         self._verify = verify or make_cache is not None
         self._begin()
         self._spans = self._span_bytes = self._refetched = 0
@@ -187,7 +189,7 @@ class RemoteShards:
     def _explain(self, row: IndexRow, kind: type[ShardError], what: str) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""
         try:
-            fingerprint = read_fingerprint(self._url, self._options, _EXPLAIN)
+            fingerprint = read_fingerprint(self._url, self._options, _EXPLAIN, EITHER)
         except (FuelrailError, OSError) as error:
             fingerprint = f"unknown ({type(error).__name__})" if isinstance(error, DatasetError) else "unknown"
         if fingerprint != self.dataset.manifest.fingerprint:

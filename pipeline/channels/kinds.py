@@ -96,7 +96,7 @@ def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
 def _encode_array(value: Value, channel: Channel) -> bytes:
     array = np.asarray(value)
     if array.dtype.newbyteorder("<") == channel.numpy_dtype:
-        array = np.ascontiguousarray(array, channel.numpy_dtype)
+        array = np.asarray(array, channel.numpy_dtype, order="C")
     _check_values(_checked(array, channel), channel)
     return write_npy(array)
 
@@ -151,13 +151,14 @@ def _stack(values: Sequence[Value | None], channel: Channel, shape: tuple[int, .
     there = [value for value in values if value is not None]
     dtype = there[0].dtype if there else channel.numpy_dtype
     out = np.zeros((len(values), *(there[0].shape if there else shape)), dtype)
-    for place, value in zip(out, values, strict=True):
+    for at, value in enumerate(values):
         if value is not None:
-            if value.shape != place.shape:
+            if value.shape != out.shape[1:]:
                 raise SchemaError(
-                    f"channel '{channel.name}': values of {list(place.shape)} and {list(value.shape)} cannot be stacked"
+                    f"channel '{channel.name}': values of {list(out.shape[1:])} and {list(value.shape)} cannot be "
+                    "stacked"
                 )
-            place[...] = value
+            out[at] = value
     return out
 
 

@@ -117,8 +117,8 @@ class Channel(Settings, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def extension(self) -> str:
-        """The ending of ``field`` after the first dot."""
-        return self.field.partition(".")[2]
+        """The ending of ``field`` after the last dot."""
+        return self.field.rpartition(".")[2]
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:

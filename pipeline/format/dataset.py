@@ -35,7 +35,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, MAX_DICTIONARY_BYTE
 from fuelrail.pipeline.format.fetch import fetch_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE, AttributesFile
 from fuelrail.pipeline.format.index.tables import open_tables
-from fuelrail.pipeline.format.manifest import Manifest, SplitEntry, load_manifest
+from fuelrail.pipeline.format.manifest import DATASETS, Manifest, SplitEntry, load_manifest
 from fuelrail.pipeline.format.rules import Rig, check_arrays
 from fuelrail.pipeline.format.tar import BLOCK_BYTES, are_members
 from fuelrail.pipeline.format.zstd_frames import is_framed, open_span
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.index.samples import SampleIndex
     from fuelrail.pipeline.format.index.shards import ShardTable
+    from fuelrail.pipeline.format.manifest import Kinds
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.storage.retry import RetryPolicy
@@ -111,7 +112,7 @@ class Dataset:
         ``channels`` are ``meta``, ``geometry``, ``boxes``, ``{lidar}_sweeps``, the names of the manifest's table, and
         the user's ``x_...``; None: all. Returns channel to Meta, Geometry, Boxes, the encoded image of a camera, points
         (P, C) as float32 in the lidar's axes, Sweeps, the value of the channel's kind, or bytes; a channel that the
-        sample lacks is absent. A whole sample is checked against its digest, a part by its tar headers only. Raises
+        sample lacks is absent. A sample is checked against its digest, a part by those of its members. Raises
         ConfigError for a channel that no sample has, ManifestError for a named channel of an unknown kind, else what
         ``dataset[key]`` raises.
         """
@@ -132,10 +133,9 @@ class Dataset:
             if not 0 <= first <= first + length <= row.length:
                 raise IndexFileError(f"a member of {row.key} lies outside its span of {row.length} bytes")
             moved = tuple(entry._replace(offset=entry.offset - first) for entry in wanted)
-            row = row._replace(offset=row.offset + first, length=length, members=moved)
+            row = row._replace(offset=row.offset + first, length=length, members=moved, is_part=True)
         span = self._read(path, row)
-        if not is_part:
-            check_span(row, span, path.name)
+        check_span(row, span, path.name)
         names = [entry.name for entry in wanted]
         members = read_members(row, span, path.name, names, dictionary=self.dictionary)
         extra = [one for one in self.manifest.extra_channels if one.field in members]
@@ -273,14 +273,26 @@ def open_dataset(
     ManifestError, IndexFileError; at a URL also DatasetError where storage refuses or does not answer, and ConfigError.
     Contents are not read: that is what `fuelrail verify` does.
     """
+    return open_kind(root, DATASETS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+
+
+def open_kind(
+    root: str | os.PathLike[str],
+    kinds: Kinds,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    retry: RetryPolicy | None = None,
+) -> Dataset:
+    """Open what is stored as a dataset is, of one of these formats; else as :func:`open_dataset`."""
     url = str(root) if is_url(root) else None
     if url is not None:
         folder, manifest, origin = fetch_dataset(
-            url, storage_options, None if cache_dir is None else Path(cache_dir), retry
+            url, storage_options, None if cache_dir is None else Path(cache_dir), retry, kinds
         )
     else:
         folder, origin = Path(str(root).removeprefix("file://")), None
-        manifest = load_manifest(folder)
+        manifest = load_manifest(folder, kinds)
     try:
         tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:
@@ -321,16 +333,35 @@ def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dic
 
 
 def check_span(row: IndexRow, span: Buffer, shard: str) -> None:
-    """Hold a span against the digest in the index; raises TruncatedShardError or ChecksumError with the address."""
+    """Check a span, or each member of a part of one, against the index.
+
+    Raises TruncatedShardError or ChecksumError with the address.
+    """
     size = memoryview(span).nbytes
     if size != row.length:
         raise TruncatedShardError(
             f"got {size} of {row.length} bytes of a sample", shard=shard, offset=row.offset, key=row.key
         )
-    if xxhash.xxh3_64_intdigest(span) != row.xxh3:
+    if row.is_part:
+        check_digests(row, span, shard)
+    elif xxhash.xxh3_64_intdigest(span) != row.xxh3:
         raise ChecksumError(
             "checksum mismatch (xxh3): the data is corrupt", shard=shard, offset=row.offset, key=row.key
         )
+
+
+def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
+    """Check the stored bytes of each member of a span (decoded, of a ``.tar.zst``) against the index.
+
+    Raises ChecksumError with the address.
+    """
+    view = memoryview(span)
+    for entry in row.members:
+        if xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes]) != entry.xxh3:
+            raise ChecksumError(
+                f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt", shard=shard,
+                offset=row.offset, key=row.key,
+            )  # fmt: skip
 
 
 def read_members(

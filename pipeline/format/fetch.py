@@ -14,7 +14,7 @@ from fuelrail.pipeline.format.codecs import DICTIONARY_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
 from fuelrail.pipeline.format.index.tables import WHOLE_BYTES
-from fuelrail.pipeline.format.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
+from fuelrail.pipeline.format.manifest import DATASETS, MANIFEST_FILE, MAX_MANIFEST_BYTES, FileEntry, decode_manifest
 from fuelrail.pipeline.storage.filesystem import (
     DISK_FULL,
     READ_BYTES,
@@ -28,7 +28,7 @@ from fuelrail.pipeline.storage.retry import RetryPolicy, call_with_retries
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.pipeline.format.manifest import Kinds, Manifest
     from fuelrail.pipeline.storage.retry import Fault
 
 
@@ -42,8 +42,11 @@ def fetch_dataset(
     storage_options: Mapping[str, Any] | None = None,
     cache_folder: Path | None = None,
     retry: RetryPolicy | None = None,
+    kinds: Kinds = DATASETS,
 ) -> tuple[Path, Manifest, RemoteFolder]:
     """Bring a remote dataset's manifest, tables, attributes and dictionary here; returns folder, manifest and origin.
+
+    ``kinds`` are the formats that are taken.
 
     Files of more than 64 MiB are left there, for the origin to fetch when they are needed. Files that are here already
     are used if their SHA-256 is the manifest's. Where ``cache_folder``'s disk is full they go to the user's cache
@@ -54,7 +57,7 @@ def fetch_dataset(
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry or RetryPolicy())
     data = source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}")
+    manifest = decode_manifest(data, f"{source.shown}/{MANIFEST_FILE}", kinds)
     digest = hashlib.sha256(data).hexdigest()
     folder = (cache_folder or default_cache_folder()) / "datasets" / digest
     try:
@@ -114,12 +117,14 @@ def _store(source: _Source, manifest: Manifest, data: bytes, folder: Path) -> No
         _publish(folder / MANIFEST_FILE, data)
 
 
-def read_fingerprint(url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy) -> str:
+def read_fingerprint(
+    url: str, storage_options: Mapping[str, Any] | None, retry: RetryPolicy, kinds: Kinds = DATASETS
+) -> str:
     """The fingerprint of the dataset that is at a URL now; raises what fetch_dataset raises."""
     fs, path = filesystem(url, storage_options)
     source = _Source(fs, path, shown_url(url), storage_options, retry)
     return decode_manifest(
-        source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), f"{source.shown}/{MANIFEST_FILE}"
+        source.read(MANIFEST_FILE, MAX_MANIFEST_BYTES), f"{source.shown}/{MANIFEST_FILE}", kinds
     ).fingerprint
 
 

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
@@ -30,7 +30,7 @@ from fuelrail.pipeline.text import shown
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 MANIFEST_FILE: Final = "dataset.json"
 FORMAT: Final = "fuelrail-dataset"
@@ -50,6 +50,7 @@ MAX_ANCESTORS: Final = 128
 _MAX_NAMES: Final = 1 << 15
 """Of classes and of attributes: their numbers are 16 bits wide."""
 _BRING_BACK: Final = "bring it back from a copy, or shard the source again into another folder"
+_A_LAYER: Final = "; it is a layer: open its base, and give the layer as layers={NAME: PATH}"
 WORK_FOLDER: Final = ".fuelrail"
 
 
@@ -157,6 +158,10 @@ class Manifest(Settings, frozen=True):
         """Whether the source knew ego poses; else all are the identity, also of a part of a merged dataset."""
         return not _lacks_poses(self.provenance)
 
+    def check_channels(self, where: str) -> None:
+        """Raise ManifestError for a table that is broken."""
+        _check_channels(self, where)
+
     @property
     def cameras(self) -> tuple[CameraEntry, ...]:
         """The cameras among the channels, in rig order."""
@@ -181,6 +186,10 @@ class Manifest(Settings, frozen=True):
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)
 
 
+Kinds: TypeAlias = "Mapping[str, type[Manifest]]"
+"""Formats that a reader takes, with the types of their manifests."""
+
+
 def _lacks_poses(provenance: object) -> bool:
     facts = provenance.get("facts") if isinstance(provenance, dict) else None
     if not isinstance(facts, dict):
@@ -194,7 +203,7 @@ _NOT_IN_FINGERPRINT: Final = frozenset(
     {"name", "fingerprint", "seed", "order_unit", "license", "compression", "lineage", "provenance", "digest"}
 )
 """How a dataset was made, and its name. Whatever these decide about the samples is in the other entries."""
-_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "zstd.dict")
+_READ_BY_LOADERS: Final = ("shards.arrow", "index.arrow", "rows.npy", "zstd.dict")
 
 
 def fingerprint(manifest: Manifest) -> str:
@@ -225,8 +234,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(full), indent=2) + b"\n"
 
 
-def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Parse and check ``dataset.json``; ``where`` names it in errors. Raises ManifestError."""
+DATASETS: Final[Kinds] = {FORMAT: Manifest}
+
+
+def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifest:
+    """Parse and check ``dataset.json``; ``where`` names it in errors, ``kinds`` has the type of each allowed format.
+
+    Raises ManifestError.
+    """
     if len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"'{where}' has over {MAX_MANIFEST_BYTES} bytes, more than a manifest may have")
     try:
@@ -236,8 +251,13 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         head = _Head()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}' is not JSON: {error}; {_BRING_BACK}") from error
-    if bytes(head.format) != msgspec.json.encode(FORMAT):
-        raise ManifestError(f"'{where}' is not a Fuelrail manifest: its format is not {FORMAT!r}")
+    kind = next((kind for name, kind in kinds.items() if bytes(head.format) == msgspec.json.encode(name)), None)
+    if kind is None:
+        wanted = " or ".join(map(repr, kinds))
+        raise ManifestError(
+            f"'{where}' is not a Fuelrail manifest: its format is not {wanted}"
+            f"{_A_LAYER if b'-layer' in bytes(head.format) else ''}"
+        )
     if bytes(head.version) != msgspec.json.encode(FORMAT_VERSION):
         version = shown(bytes(head.version).decode(errors="replace") or "none")
         raise ManifestError(f"'{where}' has format version {version}; this reads {FORMAT_VERSION}")
@@ -245,13 +265,13 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         if len(bytes(part)) > _MAX_FREE_BYTES:
             raise ManifestError(f"'{where}': {name} has {len(bytes(part))} bytes, at most {_MAX_FREE_BYTES} are read")
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"'{where}': {error}") from error
     _check_digests(manifest, where)
     _check_limits(manifest, where)
     _check_names(manifest, where)
-    _check_channels(manifest, where)
+    manifest.check_channels(where)
     _check_runs(manifest, where)
     return manifest
 
@@ -264,8 +284,8 @@ def _check_digests(manifest: Manifest, where: str) -> None:
         )
 
 
-def load_manifest(root: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of a local dataset folder.
+def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Manifest:
+    """Read the manifest of a local dataset folder, of one of these formats.
 
     Raises DatasetNotReadyError where the folder or its ``dataset.json`` is missing, ManifestError where it is wrong.
     """
@@ -276,7 +296,7 @@ def load_manifest(root: str | os.PathLike[str]) -> Manifest:
         raise DatasetNotReadyError(f"'{root}' {_why_not_ready(Path(root))}") from error
     except OSError as error:
         raise ManifestError(f"'{file}' cannot be read: {error.strerror}") from error
-    return decode_manifest(data, str(file))
+    return decode_manifest(data, str(file), kinds)
 
 
 def _why_not_ready(root: Path) -> str:

@@ -270,6 +270,7 @@ def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | N
 def broken_calibration(geometry: Geometry) -> Iterator[str]:
     """The rules that calibration, poses and motion break; of one sample, or of several joined by :func:`_joined`."""
     is_absent = geometry.cam_valid == 0
+    may_lack = is_absent
     wh = geometry.img_wh
     bad = ((wh < 1) | (wh > LARGEST_IMAGE)).any(1)
     if bad.any():
@@ -278,9 +279,11 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
     intrinsics = geometry.intrinsics
     bad = ~((intrinsics >= _K_LOW) & (intrinsics <= _K_HIGH)).all((1, 2))
     if bad.any():
-        bad &= ~(is_absent & np.isnan(intrinsics).all((1, 2)))
+        unknown = np.isnan(intrinsics).all((1, 2))
+        may_lack = is_absent | (unknown & np.isnan(geometry.cam2ego).all((1, 2)))
+        bad &= ~(may_lack & unknown)
         yield from _first(bad, "intrinsics", intrinsics, _K_WORDS)
-    yield from _of_poses(geometry, is_absent)
+    yield from _of_poses(geometry, is_absent, may_lack)
     for name in ("dist", "ego_velocity", "ego_accel", "ego_rates"):
         values: NDArray[np.float64] = getattr(geometry, name)
         bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
@@ -293,11 +296,14 @@ _K_WORDS: Final = "finite rows (fx s cx), (0 fy cy), (0 0 1) with fx, fy from 0.
 _POSE_WORDS: Final = f"a rotation and a translation within {LARGEST:g} m, finite, with the last row 0 0 0 1"
 
 
-def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_]) -> Iterator[str]:
-    """Of all poses at once, for most of what a look at small arrays takes is the call."""
+def _of_poses(geometry: Geometry, is_absent: NDArray[np.bool_], may_lack: NDArray[np.bool_]) -> Iterator[str]:
+    """Of all poses at once, for most of what a look at small arrays takes is the call.
+
+    ``may_lack`` are the cameras that may have no calibration.
+    """
     no_sweep = geometry.lidar_timestamp_ns < 0
     groups = (
-        ("cam2ego", geometry.cam2ego, is_absent),
+        ("cam2ego", geometry.cam2ego, may_lack),
         ("cam_ego2global", geometry.cam_ego2global, is_absent),
         ("ego2global", geometry.ego2global.reshape(-1, 4, 4), None),
         ("lidar2ego", geometry.lidar2ego, no_sweep),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -25,6 +26,7 @@ import pyarrow.compute as pc
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import Attributes, ClipTable
+from fuelrail.pipeline.format.layers import JoinedAttributes, check_present, present_samples
 from fuelrail.pipeline.order.epoch import MappedEpoch
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.order.epoch import EndlessOrder
 
 
@@ -64,11 +67,14 @@ def compile_order(
     global_batch: int | None = None,
     window: FrameWindow | None = None,
     clips: ClipTable | None = None,
+    layers: Sequence[Layer] = (),
 ) -> EndlessOrder:
     """Apply ``spec`` to a split; reads the attributes that it names, and the index's clips for lanes and windows.
 
     ``global_batch`` is the number of lanes, needed with kind ``lanes``. ``window`` with ``pad="drop"`` leaves out
     samples whose window is not complete. ``clips`` is the split's table, where the caller has it already.
+    Filters and weights may name attributes of ``layers``; where one with ``missing="drop"`` has no row, the sample is
+    left out.
 
     Raises OrderError for an expression, file or weights that make no order, and where nothing is selected;
     ConfigError for an unknown split; IndexFileError for attributes that don't fit.
@@ -78,7 +84,7 @@ def compile_order(
     num_samples = dataset.split(split).num_samples
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
-    attributes = Attributes(dataset, split)
+    attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
     identity: dict[str, Any] = {"version": ORDER_VERSION, **_as_said(spec)}
     selected: Rows | None = None
     if spec.filter is not None:
@@ -88,12 +94,19 @@ def compile_order(
         listed = read_keys(spec.subset, attributes.read(("key",))["key"])
         identity["subset"] = f"{len(listed)} samples {_digest(listed)}"
         selected = _narrow(selected, listed, f"subset '{spec.subset}'")
+    for layer in layers:
+        if layer.missing == "drop" and not layer.is_complete:
+            there = f"layer '{layer.name}' with missing='drop'"
+            selected = _narrow(selected, present_samples(layer, dataset, split), there)
     if clips is None and (spec.kind == "lanes" or _drops(window)):
         clips = ClipTable.of_split(dataset, split)
     if window is not None and _drops(window):
         assert clips is not None
         complete = np.flatnonzero(WindowLookup(clips, window).complete())
         selected = _narrow(selected, complete, f"window {list(window.frames)} x {window.stride} with pad='drop'")
+    for layer in layers:
+        if layer.missing == "error":
+            check_present(layer, dataset, split, selected)
     if selected is not None:
         identity["selected"] = f"{len(selected)} samples {_digest(selected)}"
     if spec.kind == "lanes":
@@ -273,11 +286,12 @@ def compile_mix(
     *,
     window: FrameWindow | None = None,
     clips: Sequence[ClipTable | None] | None = None,
+    layers: Mapping[str, Sequence[Layer]] = MappingProxyType({}),
 ) -> MixedOrder:
     """Apply ``spec`` to a split of each dataset and mix them: ``ratios`` samples of each in every block.
 
-    ``window`` and ``clips`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that do not name
-    the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
+    ``window``, ``clips`` and ``layers`` (of each dataset) are as in `compile_order`. Raises OrderError for ratios that
+    do not name the datasets or are not integers >= 1, for an order that is not to be mixed (``lanes``, ``subset`` and
     a mix of its own), and what `compile_order` raises.
     """
     check_ratios(ratios, datasets)
@@ -289,7 +303,10 @@ def compile_mix(
         seed = derive_key("order mix part", spec.seed, at) % 2**63
         own = msgspec.structs.replace(spec, seed=seed, epoch_length=None)
         try:
-            order = compile_order(own, dataset, split, window=window, clips=None if clips is None else clips[at])
+            order = compile_order(
+                own, dataset, split, window=window, clips=None if clips is None else clips[at],
+                layers=layers.get(name, ()),
+            )  # fmt: skip
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
         orders.append(order)

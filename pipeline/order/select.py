@@ -7,9 +7,9 @@
     contains(description, 'construction') or frame % 5 == 0
 
 The text is parsed with Python's own grammar, never executed: the syntax tree is translated node by node into an Arrow
-compute expression, and whatever is not in the tables below is refused. Names are columns; those whose name is no
-Python name are written ``col('the name')``. An unknown (null) value makes a comparison unknown, and a sample for which
-the whole expression is unknown is not selected, as in SQL.
+compute expression, and whatever is not in the tables below is refused. Names are columns; those of a layer are written
+``layer.name``, and those whose name is no Python name ``col('the name')``. An unknown (null) value makes a comparison
+unknown, and a sample for which the whole expression is unknown is not selected, as in SQL.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ class Filter:
                 return pc.scalar(value)
             case ast.Name() | ast.Call():
                 return self._value(node, depth)
+            case ast.Attribute(value=ast.Name(id=layer)) if self._is_layer(layer):
+                return self._value(node, depth)
             case _:
                 raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
 
@@ -153,6 +155,8 @@ class Filter:
         match node:
             case ast.Name(id=name):
                 return self._column(node, name)
+            case ast.Attribute(value=ast.Name(id=layer), attr=name) if self._is_layer(layer):
+                return self._column(node, f"{layer}.{name}")
             case ast.Constant() | ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant()):
                 return pc.scalar(self._literal(node))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -172,6 +176,9 @@ class Filter:
                 return self._condition(node, depth)
             case _:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
+
+    def _is_layer(self, name: str) -> bool:
+        return any(known.startswith(f"{name}.") for known in self._known)
 
     def _column(self, node: ast.expr, name: str) -> pc.Expression:
         if name not in self._known:

@@ -20,6 +20,7 @@ from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsErr
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.demo.capture import Recorded, record
 from fuelrail.sharding.demo.channels import demo_channels
+from fuelrail.sharding.demo.occupancy import OCCUPANCY, voxelise
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
 from fuelrail.sharding.demo.world import Capture, WorldSpec, captures, make_clip
@@ -167,7 +168,8 @@ def _build(spec: WorldSpec, root: Path, num_workers: int, advance: Callable[[int
             ):
                 (root / kind / channel).mkdir(parents=True)
     channels = demo_channels(make_clip(spec, 0).rig) if spec.channels else ()
-    for one in channels:
+    grids = (OCCUPANCY,) if spec.occupancy else ()
+    for one in (*channels, *grids):
         (root / CHANNELS_FOLDER / one.name).mkdir(parents=True)
     recorded: list[Recorded] = []
     advance(0, len(tasks))
@@ -180,8 +182,10 @@ def _build(spec: WorldSpec, root: Path, num_workers: int, advance: Callable[[int
     for name, rows in tables.items():
         _write_json(folder / f"{name}.json", rows)
     _write_json(folder / "splits.json", splits(spec))
-    if channels:
-        _write_json(folder / CHANNELS_FILE, msgspec.to_builtins(channels))
+    if spec.occupancy:
+        voxelise(root, spec.version, spec.num_lidar_sweeps)
+    if channels or grids:
+        _write_json(folder / CHANNELS_FILE, msgspec.to_builtins((*channels, *grids)))
     mask = root / map_filename(spec)
     mask.parent.mkdir()
     mask.write_bytes(cv2.imencode(".png", np.zeros((_MAP_PX, _MAP_PX), np.uint8))[1].tobytes())

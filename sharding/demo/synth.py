@@ -47,6 +47,9 @@ class SynthOptions(Settings, frozen=True, kw_only=True):
     channels: Annotated[
         bool, Meta(description="write radar points, and 2-D boxes and instance masks of each camera, too")
     ] = False
+    occupancy: Annotated[
+        bool, Meta(description="write an occupancy grid for each keyframe, voxelised from lidar sweeps and boxes")
+    ] = False
     workers: Annotated[
         int, Meta(ge=0, description=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
     ] = 0
@@ -105,6 +108,7 @@ def synth(
         width_px=chosen.size[0],
         height_px=chosen.size[1],
         channels=chosen.channels,
+        occupancy=chosen.occupancy,
     )
     num_workers = chosen.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     built = build(spec, Path(out), num_workers, progress)

@@ -48,6 +48,7 @@ class WorldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     width_px: int = 1600
     height_px: int = 900
     channels: bool = False
+    occupancy: bool = False
 
 
 class Weather(NamedTuple):

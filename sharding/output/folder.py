@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest, decode_manifest
-from fuelrail.pipeline.storage.files import open_file, read_file
+from fuelrail.pipeline.storage.files import open_descriptor, open_file, read_file
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.output.url import UrlOutput
 
@@ -240,3 +240,21 @@ class FolderOutput:
             what = str(error) if number is None else os.strerror(number)
             hint = "; finished shards are kept; run the same command again to resume" if number in _NO_SPACE else ""
             raise DatasetError(f"output folder '{self.root}' cannot be written: {what}{hint}") from error
+
+
+def link_file(old: Path, out: FolderOutput, new: str) -> bool:
+    """Give a file of a dataset another name in OUT, as a hard link; False where the file system cannot."""
+    final, temporary = out.root / new, out.temporary / new
+    if final.exists() and final.samefile(old):
+        return True
+    temporary.unlink(missing_ok=True)
+    os.close(open_descriptor(old))
+    try:
+        os.link(os.path.realpath(old), temporary)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+            raise
+        return False
+    temporary.replace(final)
+    sync_folder(final.parent)
+    return True

@@ -307,6 +307,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 72 else text[:69] + "..."
 
 
+def channel_codec(channel: Channel) -> str:
+    """Return the codec of a channel's members where what shrinks is compressed."""
+    row_bytes = KINDS[channel.kind].row_bytes(channel)
+    if not row_bytes or row_bytes > MAX_ROW_BYTES:
+        return RAW if row_bytes is None else ZSTD
+    return planes(row_bytes)
+
+
 def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: tuple[Channel, ...] = ()) -> str:
     """Return the codec of a member with this field name: what shrinks is compressed, media stay raw.
 
@@ -316,10 +324,7 @@ def codec_of(field: str, recipe: Recipe, lidars: tuple[LidarEntry, ...], extra: 
         return RAW
     channel = next((one for one in extra if one.field == field), None)
     if channel is not None:
-        row_bytes = KINDS[channel.kind].row_bytes(channel)
-        if not row_bytes or row_bytes > MAX_ROW_BYTES:
-            return RAW if row_bytes is None else ZSTD
-        return planes(row_bytes)
+        return channel_codec(channel)
     if field in SMALL_MEMBERS:
         return ZSTD if recipe.dictionary_bytes is None else ZSTD_DICT
     if field.endswith((f".{POINTS_EXTENSION}", SWEEPS_FIELD)):

@@ -190,11 +190,13 @@ class UrlFiles:
 
     def facts(self, name: str) -> FileFacts | None:
         """Size and ETag."""
-        top = name.partition("/")[0]
+        top, in_folder, _ = name.partition("/")
+        top = top if in_folder else ""
         listing = self._listings.get(top)
         if listing is None:
             assert self._spill is not None, "facts are known while the tables are here"
-            listing = self._listings[top] = _Listing(self._spill, self._pages(top))
+            pages = self._pages(top) if in_folder else [self._in_root()]
+            listing = self._listings[top] = _Listing(self._spill, pages)
         return listing.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
@@ -256,6 +258,15 @@ class UrlFiles:
                 for found in entries
                 if found["type"] == "file"
             }
+
+    def _in_root(self) -> dict[str, FileFacts]:
+        """What is directly under the prefix."""
+        entries = self._try("", functools.partial(self._listed, self._root))
+        return {
+            found["name"][len(self._root) + 1 :]: FileFacts(found["size"], stated_version(found))
+            for found in entries
+            if found["type"] == "file"
+        }
 
     def _listed(self, folder: str) -> list[dict[str, Any]]:
         try:

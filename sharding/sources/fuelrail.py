@@ -264,7 +264,7 @@ class DatasetPart:
             raise SourceError(f"dataset '{self.dataset.location}' is damaged: members outside of sample '{row.key}'")
         head = self._read_head(row, end)
         found: dict[str, Any] = {}
-        for name, offset, stored_bytes, raw_bytes, codec in entries:
+        for name, offset, stored_bytes, raw_bytes, codec, _ in entries:
             stored = head[offset : offset + stored_bytes]
             try:
                 found[name] = codecs.decode(codec, stored, raw_bytes, dictionary=self.dataset.dictionary)

@@ -28,7 +28,17 @@ if TYPE_CHECKING:
 GROUP: Final = "fuelrail.sources"
 _BUILT_IN: Final = {
     "nuscenes": "fuelrail.sharding.sources.nuscenes.source:NuScenesSource",
+    "t4": "fuelrail.sharding.sources.nuscenes.t4:T4",
+    "manifest": "fuelrail.sharding.sources.listed.manifest:Manifest",
+    "webdataset": "fuelrail.sharding.sources.listed.webdataset:WebDataset",
     "fuelrail": "fuelrail.sharding.sources.fuelrail:FuelrailSource",
+    "argoverse2": "fuelrail.sharding.sources.research.argoverse2:Argoverse2",
+    "kitti": "fuelrail.sharding.sources.research.kitti.raw:Kitti",
+    "kitti_object": "fuelrail.sharding.sources.research.kitti.object:KittiObject",
+    "waymo": "fuelrail.sharding.sources.research.waymo.source:Waymo",
+    "waymo_v2": "fuelrail.sharding.sources.research.waymo.parquet:WaymoParquet",
+    "mcap": "fuelrail.sharding.sources.logs.source:LogSource",
+    "rosbag2": "fuelrail.sharding.sources.logs.source:Rosbag2Source",
 }
 _OWN_PACKAGE: Final = "fuelrail"
 

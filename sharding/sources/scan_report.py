@@ -32,7 +32,9 @@ class ScanReport(msgspec.Struct, kw_only=True):
         outside_classes: category that is known and on purpose no class, to number of boxes (``label`` -1).
         unknown_visibility: text of the visibility that is not known, to number of boxes (``visibility`` -1).
         unknown_points: boxes with an unknown number of lidar or radar points (-1).
+        cut_links: table and column to number of links, to records that a cut-out source lacks, that were cut.
         max_offset_ms: channel to the largest time [ms] between a sample and the channel's own moment in it.
+        noted: what else the source found, such as messages out of order, and its number.
 
     """
 
@@ -46,6 +48,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
     unknown_visibility: dict[str, int] = {}
     unknown_points: int = 0
     max_offset_ms: dict[str, float] = {}
+    cut_links: dict[str, int] = {}
+    noted: dict[str, int] = {}
 
     def mask(self, channel: str, reason: str) -> None:
         """Count an absent member."""
@@ -65,6 +69,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def builtins(self) -> dict[str, Any]:
         """The report for JSON: fields in order, names in each sorted."""
         found: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
+        if not self.cut_links:
+            del found["cut_links"]  # of sources with tables alone
         return found
 
     def lines(self) -> list[str]:
@@ -76,9 +82,13 @@ class ScanReport(msgspec.Struct, kw_only=True):
         if self.masked:
             by_channel = {f"{name}, {why}": n for name, found in self.masked.items() for why, n in found.items()}
             said.append(f"  absent sensor members: {_listed(by_channel, '; ')}")
+        if self.cut_links:
+            said.append(f"  links to records that are not there, cut: {_listed(self.cut_links)}")
         if self.max_offset_ms:
             offsets = {name: round(value, 1) for name, value in self.max_offset_ms.items()}
             said.append(f"  largest time offsets from the sample [ms]: {_listed(offsets)}")
+        if self.noted:
+            said.append(f"  noted: {_listed(self.noted)}")
         if self.distorted:
             said.append(f"  images with lens distortion (undistort=True rectifies them): {_listed(self.distorted)}")
         if self.unmapped:

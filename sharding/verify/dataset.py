@@ -32,6 +32,7 @@ from fuelrail.pipeline.format.index.keys import KEYS_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.shards import SHARDS_FILE
 from fuelrail.pipeline.format.index.tables import open_shards, open_tables
+from fuelrail.pipeline.format.layers import EITHER, NO_ROW, ROWS_FILE, LayerManifest, read_rows
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, FileEntry, load_manifest
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.pipeline.storage.files import open_file
@@ -110,11 +111,11 @@ def verify(
     if num_threads < 1:
         raise ConfigError(f"workers must be >= 1, got {num_threads}")
     if is_url(root):
-        folder, manifest, origin = fetch_dataset(str(root))
+        folder, manifest, origin = fetch_dataset(str(root), kinds=EITHER)
         report = VerifyReport(shown_url(str(root)), deep)
     else:
         folder = Path(str(root).removeprefix("file://"))
-        manifest, origin = load_manifest(folder), None
+        manifest, origin = load_manifest(folder, EITHER), None
         report = VerifyReport(str(folder), deep)
     files_here = partial(_files_here, root, folder)
     dataset: Dataset | None = None
@@ -165,6 +166,8 @@ def verify(
         report.faults += _check_rows(dataset)
         with files_here(*TABLE_FILES, BLOCKS_FILE) as place:
             report.faults += _check_tables(dataset, place)
+        if isinstance(manifest, LayerManifest):
+            report.faults += _check_layer_rows(dataset)
         if deep and not report.faults:
             report.faults += _check_manifest(dataset, sizes)
     return report
@@ -254,6 +257,24 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     except IndexFileError as error:
         return [Fault(ATTRIBUTES_FILE, str(error))]
     return [] if row == len(index) else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
+
+
+def _check_layer_rows(layer: Dataset) -> list[Fault]:
+    """Each row of a layer belongs to one position of its base."""
+    try:
+        if layer.origin is not None and (entry := layer.manifest.file(ROWS_FILE)) is not None:
+            layer.origin.whole(entry)
+        rows = read_rows(layer)
+    except (IndexFileError, ManifestError) as error:
+        return [Fault(ROWS_FILE, str(error))]
+    if rows is None:
+        return []
+    own = rows[rows != NO_ROW]
+    if len(own) and not 0 <= own.min() <= own.max() < len(layer):
+        return [Fault(ROWS_FILE, f"names rows {own.min()} to {own.max()}; the index has 0 to {len(layer) - 1}")]
+    if len(np.unique(own)) != len(own):
+        return [Fault(ROWS_FILE, "gives one row to several positions of the base")]
+    return []
 
 
 def _check_manifest(dataset: Dataset, sizes: Mapping[str, set[tuple[int, int]]]) -> list[Fault]:

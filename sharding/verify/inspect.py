@@ -6,10 +6,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
+from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
-from fuelrail.pipeline.format.dataset import Dataset, check_span, open_dataset, read_members
+from fuelrail.pipeline.format.dataset import Dataset, check_span, open_kind, read_members
+from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
 from fuelrail.pipeline.sample.schema import Sample, decode_sample
@@ -20,8 +23,6 @@ from fuelrail.pipeline.text import json_text, shown
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-
-    import numpy as np
 
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -51,7 +52,7 @@ class Description(NamedTuple):
 
 def describe_dataset(root: str | os.PathLike[str]) -> Description:
     """Describe counts, splits, channels, members and origin; raises DatasetError where there is no dataset."""
-    dataset = open_dataset(root)
+    dataset = open_kind(root, EITHER)
     manifest = dataset.manifest
     members = _member_statistics(dataset)
     recipe = manifest.provenance.get("recipe", {})
@@ -65,6 +66,7 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
         ("license", manifest.license or "not stated"),
         ("classes", ", ".join(manifest.classes) or "none"),
         ("fingerprint", manifest.fingerprint),
+        *(_layer_facts(manifest) if isinstance(manifest, LayerManifest) else ()),
     ]
     splits = [
         (name, f"{entry.num_samples:,}", f"{entry.num_clips:,}", f"{entry.num_shards:,}")
@@ -100,7 +102,7 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
 
     Raises ConfigError for a key that does not exist, SchemaError for a sample that breaks a rule.
     """
-    dataset = open_dataset(root)
+    dataset = open_kind(root, EITHER)
     at = dataset.find(key)
     if at is None:
         raise ConfigError(
@@ -108,10 +110,11 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
             f"'{dataset.index.row(0).key}'"
         )
     row = dataset.index.row(at)
-    sample = _read(dataset, row)
+    is_layer = isinstance(dataset.manifest, LayerManifest)
+    sample = None if is_layer else _read(dataset, row)
     shard = dataset.shards.name(row.shard)
     framed = is_framed(shard)
-    facts = {
+    facts: dict[str, Any] = {
         "position": at,
         "shard": shard,
         "offset": row.offset,
@@ -119,9 +122,58 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         "xxh3": f"{row.xxh3:016x}",
         "frame_bytes": span_bytes(row) if framed else None,
         "members": [member._asdict() for member in row.members],
-        "meta": msgspec.to_builtins(sample.meta),
     }
+    if sample is None:
+        return Description({**facts, "values": _values(dataset, at)}, _row_text(dataset, row, at, shard))
+    facts["meta"] = msgspec.to_builtins(sample.meta)
     return Description(facts, _sample_text(dataset, row, sample, at, shard))
+
+
+def _layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
+    base, view = manifest.base, manifest.view
+    lacking = base.num_samples - manifest.num_samples
+    of_view = "" if view.kind == "fixed" else f", epoch {view.epoch}"
+    return [
+        ("layer of", f"{base.name}, {base.num_samples:,} samples, fingerprint {base.fingerprint}"),
+        ("rows", "complete" if not lacking else f"partial: {counted(lacking, 'sample')} of the base have none"),
+        ("view", f"{view.kind}{of_view}"),
+    ]
+
+
+def _values(layer: Dataset, at: int) -> dict[str, str]:
+    """The values of a layer's row, in short, by channel."""
+    row = layer.index.row(at)
+    members = read_members(row, _span(layer, row), layer.shards.name(row.shard), dictionary=layer.dictionary)
+    values = decode_values(members, layer.manifest.channels, row.key)
+    return {name: "none" if value is None else _short(value) for name, value in values.items()}
+
+
+def _short(value: object) -> str:
+    """A value in a few words: shape and extremes of an array, a text itself."""
+    if isinstance(value, np.ndarray):
+        if value.size == 1:
+            return str(value.item())
+        span = f", {value.min()} to {value.max()}" if value.size and value.dtype.kind in "biuf" else ""
+        return f"{value.dtype}{list(value.shape)}{span}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(one)}" for name, one in value.items())
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+
+
+def _row_text(layer: Dataset, row: IndexRow, at: int, shard: str) -> str:
+    head = [
+        ("row", f"{row.key} (row {at} of {len(layer.index):,} of layer {layer.manifest.name})"),
+        ("address", f"{shard}, bytes {row.offset} to {row.offset + row.length - 1}, xxh3 {row.xxh3:016x}"),
+        ("clip", f"{row.clip_id}, frame {row.frame}, {row.timestamp_ns} ns"),
+    ]
+    members = [(m.name, m.codec, f"{m.stored_bytes:,}", f"{m.raw_bytes:,}") for m in row.members]
+    parts = [
+        _table((), head),
+        _table(("member", "codec", "stored", "raw"), members),
+        _table(("channel", "value"), list(_values(layer, at).items())),
+        "",
+    ]
+    return "\n\n".join(parts).removesuffix("\n")
 
 
 def _sample_text(dataset: Dataset, row: IndexRow, sample: Sample, at: int, shard: str) -> str:
@@ -194,7 +246,7 @@ def _layout(dataset: Dataset) -> str:
     return ", ".join(words)
 
 
-def _read(dataset: Dataset, row: IndexRow) -> Sample:
+def _span(dataset: Dataset, row: IndexRow) -> bytes:
     path = dataset.shard_path(row)
     try:
         with open_file(path) as file:
@@ -205,8 +257,13 @@ def _read(dataset: Dataset, row: IndexRow) -> Sample:
             f"cannot be read: {error.strerror}", shard=path.name, offset=row.offset, key=row.key
         ) from error
     check_span(row, span, path.name)
-    rig = Rig.of(dataset.manifest)
-    sample = decode_sample(row.key, read_members(row, span, path.name, dictionary=dataset.dictionary), rig.fields)
+    return span
+
+
+def _read(dataset: Dataset, row: IndexRow) -> Sample:
+    rig, shard = Rig.of(dataset.manifest), dataset.shards.name(row.shard)
+    members = read_members(row, _span(dataset, row), shard, dictionary=dataset.dictionary)
+    sample = decode_sample(row.key, members, rig.fields)
     check_sample(sample, [member.name for member in row.members], rig)
     return sample
 

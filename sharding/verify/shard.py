@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fuelrail.pipeline.channels.selection import check_members
+from fuelrail.pipeline.channels.table import Law
 from fuelrail.pipeline.errors import FrameError, FuelrailError, IndexFileError, ShardError
 from fuelrail.pipeline.format.codecs import suffix
-from fuelrail.pipeline.format.dataset import Dataset, check_span, read_members
+from fuelrail.pipeline.format.dataset import Dataset, check_digests, check_span, read_members
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
+from fuelrail.pipeline.format.layers import LayerManifest
 from fuelrail.pipeline.format.rules import Rig, broken_rules, unsafe_ending
 from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, FoundMember, StoredMember, check_key, iter_members
-from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, read_seek_table, span_bytes
+from fuelrail.pipeline.format.zstd_frames import Frame, decode_frame, is_framed, open_span, read_seek_table, span_bytes
 from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, decode_sample
 from fuelrail.pipeline.storage.files import open_file, read_file
@@ -24,7 +26,7 @@ from fuelrail.sharding.write.images import check_pixels
 from fuelrail.sharding.write.packer import IndexText
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -168,7 +170,12 @@ class ShardCheck:
         try:
             check_key(row.key)
             dictionary = None if self._dataset is None else self._dataset.dictionary
-            members = read_members(row, span, self.shard.name, dictionary=dictionary)
+            name = self.shard.name
+            check_digests(row, open_span(row, span, name) if is_framed(name) else span, name)
+            members = read_members(row, span, name, dictionary=dictionary)
+            if isinstance(self._manifest, LayerManifest):
+                self._check_layer(row, members)
+                return
             sample = decode_sample(row.key, members, self._rig.fields)
             for text in _contradictions(row, sample.meta, self._manifest, self.shard.split):
                 self._fault(text, row.offset, row.key)
@@ -189,6 +196,16 @@ class ShardCheck:
                         self.sizes[channel].add(size)
         except FuelrailError as error:
             self._fault(str(error), row.offset, row.key)
+
+    def _check_layer(self, row: IndexRow, members: Mapping[str, memoryview]) -> None:
+        """Check the members of a layer's row against its table; the stored images are those of the base."""
+        fixed = [msgspec.structs.replace(one, law=Law("fixed")) for one in self._manifest.channels]
+        for member, text in check_members(members, fixed, {}, deep=True):
+            self._fault(f"member '{member}': {text}", row.offset, row.key)
+        fields = {one.field for one in fixed}
+        for member in members:
+            if member not in fields:
+                self._fault(f"member '{member}': the table has no such channel", row.offset, row.key)
 
 
 class _FramedCheck(ShardCheck):

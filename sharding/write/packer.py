@@ -81,7 +81,9 @@ class ShardPacker:
             digest.update(piece)
         self._write(pieces)
         entries = tuple(
-            MemberEntry(name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec)
+            MemberEntry(
+                name, at, memoryview(data).nbytes, memoryview(raw).nbytes, codec, xxhash.xxh3_64_intdigest(data)
+            )
             for (name, codec, raw), (_, data), at in zip(members, stored, packed.offsets, strict=True)
         )
         row = IndexRow(

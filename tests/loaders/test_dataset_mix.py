@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuelrail.loaders import AttributeWeights, ImageAugment, Mix, OrderSpec, World
-from fuelrail.loaders.schedule.prefetch import RequestNumbers
-from fuelrail.loaders.storage.cache.future_uses import FutureUses
+from fuelrail.loaders.storage.cache.future_uses import FutureUses, RequestNumbers
 from fuelrail.pipeline.errors import ConfigError, DatasetNotReadyError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest

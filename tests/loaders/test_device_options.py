@@ -12,6 +12,7 @@ import torch
 from fuelrail.loaders import BevAugment, DataLoader, ImageAugment, Normalize, Undistort
 from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
 from fuelrail.loaders.config import Transforms, _column
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.order.batching import World
 from support.backends import HAS_DALI, dali_on_host, needs_dali
 from support.datasets import build_dataset
@@ -50,6 +51,18 @@ def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
+CHANNELS = [
+    (
+        Channel(name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed"), optional=True),
+        lambda row: None if row == 2 else np.float32(row),
+    ),
+    (
+        Channel(name="radar", kind="points", field="radar.npy", law=Law("fixed"), frame="ego", **POINTS),
+        lambda row: np.full((row + 1, 3), row, np.float32),
+    ),
+]
+
 # Name of the option: what it is set to, each a case. `DATASET` and `FRAMES` stand for what is made in the test.
 CASES: dict[str, list[dict[str, Any]]] = {
     "shuffle": [{"shuffle": False}],
@@ -63,6 +76,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "split": [{"split": "train"}],
     "mix": [{"mix": {"a": 2, "b": 1}}],
     "window": [{"window": {"frames": [-1, 0]}}, {"window": {"frames": [-2, 0]}, "transform": brightened}],
+    "channels": [{"channels": ["score", "radar"]}, {"channels": ["score"], "transform": brightened}],
     "points": [{"points": True}, {"points": {"num_sweeps": 1}}],
     "transform": [{"transform": brightened}, {"transform": changed_in_place}],
     "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
@@ -103,6 +117,7 @@ def roots(tmp_path_factory):
         build_dataset(
             folder / name, {"train": (8, 4)}, missing=frozenset({(5, "cam_back")}), lens=LENS, seed=seed, rewrite=drawn
         )
+    build_dataset(folder / "channels", {"train": (8, 4)}, extra=CHANNELS)
     build_dataset(
         folder / "bad", {"train": (8, 4)},
         rewrite=lambda row, channel, data: data[: len(data) // 2] if row == 3 else drawn(row, channel, data),
@@ -126,6 +141,8 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
     given = {"device": device, "transforms": {"image": IMAGE}, "seed": 3, "num_workers": 2, **case}
     given["transforms"] = Transforms(**{**given["transforms"], "decoder": decoder})
     root: Any = {name: roots / name for name in case["mix"]} if "mix" in case else roots / "a"
+    if "channels" in case:
+        root = roots / "channels"
     if case.get("bad_samples"):
         root = roots / "bad"
         given["storage"] = {"verify": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.server
 import io
 import os
@@ -12,12 +13,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import FuelrailError, IndexFileError, SourceError
 from fuelrail.pipeline.format.codecs import MAX_SAMPLE_BYTES
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, load_manifest
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
@@ -110,7 +113,7 @@ class TestMemory:
             open_dataset(tmp_path / "DS").index.row(0)
 
     @pytest.mark.parametrize(
-        "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS -o s.png", "reshard DS OUT"]
+        "words", ["verify --deep DS", "inspect DS clip-0000-000000", "view DS --output s.png", "reshard DS OUT"]
     )
     def test_m2_four_members_of_480_mib_stay_within_a_gibibyte(self, case, tmp_path, words):
         place = case("zstd/four-allowed")
@@ -259,6 +262,16 @@ def test_l4_l5_reports_print_no_escapes(case):
 def test_l6_no_address_space_for_the_index_is_not_called_damage(small, tmp_path):
     shutil.copytree(small, tmp_path / "DS")
     os.truncate(tmp_path / "DS" / "index.arrow", 1 << 30)
+    whole = (tmp_path / "DS" / "blocks.sha256").read_bytes()  # a digest for every MiB: of shards, index and keys
+    blocks = whole[:32] + bytes(32 << 10) + whole[64:]
+    (tmp_path / "DS" / "blocks.sha256").write_bytes(blocks)
+    manifest = load_manifest(tmp_path / "DS")
+    changed = {
+        "index.arrow": {"bytes": 1 << 30},
+        "blocks.sha256": {"bytes": len(blocks), "sha256": hashlib.sha256(blocks).hexdigest()},
+    }
+    files = tuple(msgspec.structs.replace(one, **changed.get(one.name, {})) for one in manifest.files)
+    (tmp_path / "DS" / MANIFEST_FILE).write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files)))
     program = """
 import resource, sys
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -337,5 +350,5 @@ def endless():
 
 @pytest.mark.network
 def test_l2_a_manifest_without_end_over_http(endless):
-    with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 33554432 bytes"):
+    with pytest.raises(FuelrailError, match=r"dataset\.json' has more than 16777216 bytes"):
         open_dataset(endless)

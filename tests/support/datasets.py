@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simplejpeg
 import xxhash
 
+from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.sensors import CameraEntry, LidarEntry, channel_table
 from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.codecs import DICTIONARY_FILE, Dictionary
@@ -43,8 +44,10 @@ from fuelrail.pipeline.sample.schema import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from fuelrail.pipeline.channels.table import Channel
 
 CAMERAS = ("cam_front", "cam_back")
 LIDAR = "lidar_top"
@@ -120,18 +123,21 @@ def build_dataset(
     dictionary: Dictionary | None = None,
     lens: tuple[str, list[float]] = ("none", []),
     rewrite: Callable[[int, str, bytes], bytes] | None = None,
+    extra: Sequence[tuple[Channel, Callable[[int], Any]]] = (),
 ) -> dict[str, dict[str, bytes]]:
     """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
 
     ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members.
     ``lens`` is the first camera's ``dist_model`` and its coefficients. ``rewrite`` makes the stored file of an image of
-    (row, channel, JPEG). Returns the raw members of every sample by key.
+    (row, channel, JPEG). ``extra`` are further channels and what makes their value for a row, None for none. Returns
+    the raw members of every sample by key.
     """
     small = "zstd" if dictionary is None else codecs.ZSTD_DICT
     framed = layout == "frame"
     root.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     names = [META, GEOMETRY, *([BOXES] if labelled else []), *(f"{c}.jpg" for c in CAMERAS), f"{LIDAR}.npy"]
+    names += [channel.field for channel, _ in extra]
     rows: list[IndexRow] = []
     shards: list[ShardEntry] = []
     split_entries: dict[str, SplitEntry] = {}
@@ -147,9 +153,13 @@ def build_dataset(
                 for channel in CAMERAS if rewrite is not None else ():
                     if (row, channel) not in missing:
                         members[f"{channel}.jpg"] = rewrite(row, channel, members[f"{channel}.jpg"])
+                for entry, make in extra:
+                    if (value := make(row)) is not None:
+                        members[entry.field] = KINDS[entry.kind].encode(value, entry)
                 raw[key] = members
                 codec = {
-                    n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith(".jpg") else small for n in members
+                    n: "zstd-p20" if n.endswith(".npy") else "raw" if n.endswith((".jpg", ".png")) else small
+                    for n in members
                 }
                 if layout != "member":
                     codec = dict.fromkeys(members, "raw")
@@ -159,7 +169,7 @@ def build_dataset(
                 ]
                 span = pack_sample(key, stored)
                 entries = tuple(
-                    MemberEntry(n, offset, len(s.data), len(members[n]), codec[n])
+                    MemberEntry(n, offset, len(s.data), len(members[n]), codec[n], xxhash.xxh3_64_intdigest(s.data))
                     for n, offset, s in zip(members, span.offsets, stored, strict=True)
                 )
                 joined = b"".join(span.pieces)
@@ -206,6 +216,7 @@ def build_dataset(
         channels=channel_table(
             [CameraEntry(channel=c, source_name=c.upper(), sizes=(size,)) for c in CAMERAS],
             [LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))],
+            [channel for channel, _ in extra],
             fields={BOXES: ""} if labelled else {},
         ),
         classes=CLASSES, attributes=(), time_base="unix", ego_origin="rear_axle_ground", license=None,

@@ -83,7 +83,7 @@ def rewrite(out: Path, position: int, change: Callable, key: str | None = None) 
         ]
         span, offsets = pack_unchecked(row.key, stored)
         entries = tuple(
-            MemberEntry(name, offset, len(member.data), len(raw_data), kind)
+            MemberEntry(name, offset, len(member.data), len(raw_data), kind, xxhash.xxh3_64_intdigest(member.data))
             for (name, raw_data), kind, offset, member in zip(pairs, kinds, offsets, stored, strict=True)
         )
         rows[at] = IndexRow(*row[:5], len(data), len(span), xxhash.xxh3_64_intdigest(span), entries)

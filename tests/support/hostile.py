@@ -184,7 +184,9 @@ def _write_shards(out: Path, parts: Parts) -> list[IndexRow]:
             stated = member.field or name + codecs.suffix(member.codec)
             span += member_header(f"{key}.{stated}", len(stored))
             raw_bytes = len(member.raw) if member.raw_bytes is None else member.raw_bytes
-            entries.append(MemberEntry(name, len(span), len(stored), raw_bytes, member.codec))
+            entries.append(
+                MemberEntry(name, len(span), len(stored), raw_bytes, member.codec, xxhash.xxh3_64_intdigest(stored))
+            )
             span += stored + bytes(-len(stored) % BLOCK_BYTES)
         shard = data[sample.row.shard]
         span = parts.edit_span(len(rows), bytes(span))

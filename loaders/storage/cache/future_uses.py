@@ -10,6 +10,7 @@ be read past the cache.
 
 from __future__ import annotations
 
+import collections
 import heapq
 import os
 from dataclasses import replace
@@ -33,6 +34,32 @@ MAX_HORIZON: Final = 1 << 22
 FOREIGN: Final = -1
 """Row of a use of another dataset."""
 _TIME_BITS: Final = 32
+_NUMBERS_KEPT: Final = 1 << 16
+
+
+class RequestNumbers:
+    """Map a dataset's k-th request to its number among the requests of all mixed datasets.
+
+    `build_future_uses` and the sessions of layers need it. k must ascend: numbers before are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._numbers: collections.deque[int] = collections.deque()
+
+    def note(self, number: int) -> None:
+        """Record the number of this dataset's next request."""
+        self._numbers.append(number)
+        if len(self._numbers) > _NUMBERS_KEPT:  # none is looked up: all are found in the cache
+            self._numbers.popleft()
+            self._first += 1
+
+    def __call__(self, k: int) -> int:
+        """Return the number of the k-th request."""
+        while self._first < k and len(self._numbers) > 1:
+            self._numbers.popleft()
+            self._first += 1
+        return self._numbers[0]
 
 
 class Coming(Protocol):
@@ -74,6 +101,21 @@ class FutureUses:
         rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
         own: NDArray[np.int64] = rows[rows != FOREIGN]
         return own
+
+    def of_other_rows(
+        self, rows_of: Callable[[NDArray[np.int64]], NDArray[np.int64]], number_of: Callable[[int], int] | None
+    ) -> FutureUses:
+        """Return the uses of the rows that go with these, at the same times; ``rows_of`` gives FOREIGN for none.
+
+        ``number_of(k)`` is the number, among the requests for these rows, of the k-th one for the others; None: k.
+        """
+
+        def coming(first: int, count: int, /) -> NDArray[np.int64]:
+            return rows_of(self._coming(first, count))
+
+        return FutureUses(
+            coming, self._horizon, self.time_of if number_of is None else lambda k: self.time_of(number_of(k))
+        )
 
     def _see(self, now: int) -> None:
         if self._rows is not None and now - self.base <= self._horizon // 2:

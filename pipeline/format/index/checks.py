@@ -171,9 +171,9 @@ def check_caps(
 ) -> None:
     """Raise IndexFileError where a sample would take more memory than the caps allow.
 
-    ``starts`` are the rows' first entries in the members' columns name, codec, offset, stored and raw bytes.
+    ``starts`` are the rows' first entries in the members' columns name, codec, offset, stored and raw bytes, digest.
     """
-    name, codec, _, stored, raw = members
+    name, codec, _, stored, raw, _ = members
     if not len(stored):
         return
     most_members, most_stored, most_raw = _most(np.diff(starts)), _most(stored), _most(raw)

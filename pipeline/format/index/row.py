@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 from fuelrail.pipeline.format.codecs import suffix
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Collection, Iterator
 
 
 class MemberEntry(NamedTuple):
-    """One member of a sample: field name without codec suffix, its data's offset in the span, sizes [bytes], codec."""
+    """One member of a sample: field name without codec suffix, its data's offset in the span, sizes [bytes], codec.
+
+    ``xxh3`` is the xxh3-64 of its stored bytes: a part of a span is checked by it.
+    """
 
     name: str
     offset: int
     stored_bytes: int
     raw_bytes: int
     codec: str
+    xxh3: int
 
 
 class MemberKinds(NamedTuple):
@@ -39,6 +44,16 @@ class MemberColumns(NamedTuple):
     raw_bytes: Sequence[int]
 
 
+class MemberSource(Protocol):
+    """The members of all samples of a part of the index, one after the other."""
+
+    def __call__(self, first: int, end: int) -> MemberColumns:
+        """Return the entries ``first`` to ``end - 1``, column by column."""
+
+    def digests(self, first: int, end: int) -> Sequence[int]:
+        """Return the xxh3-64 of the stored bytes of each of them."""
+
+
 class Members(Sequence[MemberEntry]):
     """A sample's members, read from the mapped index each time they are asked for. Equal to a tuple of them.
 
@@ -47,8 +62,8 @@ class Members(Sequence[MemberEntry]):
 
     __slots__ = ("_end", "_first", "_read")
 
-    def __init__(self, read: Callable[[int, int], MemberColumns], first: int, end: int) -> None:
-        """``read`` gives the columns of the entries ``first`` to ``end - 1``."""
+    def __init__(self, read: MemberSource, first: int, end: int) -> None:
+        """``read`` gives the columns and the digests of the entries ``first`` to ``end - 1``."""
         self._read, self._first, self._end = read, first, end
 
     def columns(self) -> MemberColumns:
@@ -57,7 +72,8 @@ class Members(Sequence[MemberEntry]):
 
     def _entries(self) -> tuple[MemberEntry, ...]:
         (names, codecs, _), offsets, stored_bytes, raw_bytes = self.columns()
-        return tuple(map(MemberEntry, names, offsets, stored_bytes, raw_bytes, codecs))
+        digests = self._read.digests(self._first, self._end)
+        return tuple(map(MemberEntry, names, offsets, stored_bytes, raw_bytes, codecs, digests))
 
     def __len__(self) -> int:
         return self._end - self._first
@@ -97,13 +113,30 @@ class IndexRow(NamedTuple):
     length: int
     xxh3: int
     members: Sequence[MemberEntry]
+    is_part: bool = False
+    """Whether ``length`` and ``members`` are those of a part of the span, whose members are checked one by one."""
 
     def columns(self) -> MemberColumns:
         """The members, column by column."""
         if isinstance(self.members, Members):
             return self.members.columns()
-        names, offsets, stored_bytes, raw_bytes, codecs = zip(*self.members, strict=True) if self.members else ((),) * 5
+        columns = zip(*self.members, strict=True) if self.members else ((),) * 6
+        names, offsets, stored_bytes, raw_bytes, codecs, _ = columns
         return MemberColumns(member_kinds(names, codecs), offsets, stored_bytes, raw_bytes)
+
+    def without(self, names: Collection[str]) -> IndexRow:
+        """Return the row of the beginning of the span, up to the last member that is not one of ``names``.
+
+        Members of these names are not in it. Without any of them it is the row itself.
+        """
+        kept = tuple([entry for entry in self.members if entry.name not in names])
+        if not kept or len(kept) == len(self.members):
+            return self
+        end = max([entry.offset + entry.stored_bytes for entry in kept])
+        length = end + -end % BLOCK_BYTES
+        if not 0 < length <= self.length:
+            return self  # a damaged entry, which is reported when the whole span is read
+        return self._replace(length=length, members=kept, is_part=True)
 
 
 @lru_cache(maxsize=1024)

@@ -40,22 +40,16 @@ __all__ = ["INDEX_FILE", "ROWS_PER_BATCH", "IndexRow", "IndexWriter", "MemberEnt
 INDEX_FILE: Final = "index.arrow"
 INDEX_VERSION: Final = 1
 ROWS_PER_BATCH: Final = 1 << 13
-"""Some 2.5 MB: the least that a reader at a URL fetches for a sample."""
+"""Some 3 MB: the least that a reader at a URL fetches for a sample."""
 _ROWS_PER_PART: Final = 1 << 10
 _KINDS_KEPT: Final = 1 << 10
 """Different lists of members that are remembered."""
 _BATCHES_KEPT: Final = 1 << 14
 """Checked batches that are kept as Python objects of some 3 kB."""
 
-_MEMBER_TYPE = pa.struct(
-    [
-        ("name", pa.int16()),
-        ("codec", pa.int16()),
-        ("offset", pa.int64()),
-        ("stored_bytes", pa.int64()),
-        ("raw_bytes", pa.int64()),
-    ]
-)
+_INT64, _UINT64 = pa.int64(), pa.uint64()
+_MEMBER_NUMBERS: Final = {"offset": _INT64, "stored_bytes": _INT64, "raw_bytes": _INT64, "xxh3": _UINT64}
+_MEMBER_TYPE = pa.struct([("name", pa.int16()), ("codec", pa.int16()), *_MEMBER_NUMBERS.items()])
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
     pa.field("clip_id", pa.string(), nullable=False),
@@ -169,7 +163,7 @@ class IndexWriter:
         columns["num_members"] = [len(row.members) for row in rows]
         columns["members.name"] = [self._name_code[member.name] for member in members]
         columns["members.codec"] = [self._codec_code[member.codec] for member in members]
-        for name in ("offset", "stored_bytes", "raw_bytes"):
+        for name in _MEMBER_NUMBERS:
             columns[f"members.{name}"] = [getattr(member, name) for member in members]
         for name, values in columns.items():
             self._columns[name].append(values)
@@ -209,11 +203,14 @@ class _MemberParts:
         self.columns, self._kinds = columns, kinds
 
     def __call__(self, first: int, end: int) -> MemberColumns:
-        name, codec, offset, stored, raw = self.columns
+        name, codec, offset, stored, raw, _ = self.columns
         return MemberColumns(
             self._kinds(name[first:end], codec[first:end]),
             offset[first:end].tolist(), stored[first:end].tolist(), raw[first:end].tolist(),
         )  # fmt: skip
+
+    def digests(self, first: int, end: int) -> Sequence[int]:
+        return self.columns[5][first:end]
 
 
 class _Batch(NamedTuple):
@@ -288,7 +285,7 @@ class SampleIndex:
         _, _, _, key, clip_id, (frame, timestamp_ns, shard, offset, length, xxh3), starts, members = batch
         return _make_row((
             key(at), clip_id(at), frame[at], timestamp_ns[at], shard[at], offset[at], length[at], xxh3[at],
-            Members(members, starts[at], starts[at + 1]),
+            Members(members, starts[at], starts[at + 1]), False,
         ))  # fmt: skip
 
     def column(self, name: str, first: int = 0, end: int | None = None) -> NDArray[Any]:
@@ -332,7 +329,7 @@ class SampleIndex:
         """[3, names, codecs]: number, stored bytes and raw bytes of all members of each name and codec."""
         totals = np.zeros((3, len(self.names), len(self.codecs)))
         for number in range(len(self._batches)):
-            name, codec, _, stored, raw = map(np.asarray, self._batch(number).row_members.columns)
+            name, codec, _, stored, raw, _ = map(np.asarray, self._batch(number).row_members.columns)
             np.add.at(totals[0], (name, codec), 1)
             np.add.at(totals[1], (name, codec), stored)
             np.add.at(totals[2], (name, codec), raw)

@@ -7,7 +7,7 @@ words, each the upper part of a digest and the row's number, leads to them. So a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import numpy as np
 import xxhash
@@ -28,6 +28,9 @@ class Owners(Protocol):
     """The tokens of rows that link to another table."""
 
     def __getitem__(self, row: int, /) -> str: ...
+
+
+R = TypeVar("R")
 
 
 class TokenColumn:
@@ -112,15 +115,25 @@ class Tokens(TokenColumn):
         return rows
 
     def resolve_all(
-        self, links: TokenColumn, *, table: str, column: str, owners: Owners, may_be_empty: bool = True
+        self,
+        links: TokenColumn,
+        *,
+        table: str,
+        column: str,
+        owners: Owners,
+        may_be_empty: bool = True,
+        cut: Cut | None = None,
     ) -> NDArray[np.int64]:
-        """:meth:`resolve` (or :meth:`need`) of a whole column, to a spilled one."""
+        """:meth:`resolve` (or :meth:`need`) of a whole column, to a spilled one; ``cut`` may make dangling ones -1."""
         resolved = self._spill.column(np.int64)
         findings = Findings()
         for part in links.digests():
             rows, first = self._find(part), len(resolved)
             for at in np.flatnonzero(rows < 0).tolist():
-                if token := links[first + at]:
+                token = links[first + at]
+                if token and cut is not None and cut.is_on:
+                    cut.count(table, column)
+                elif token:
                     findings.add(table, self._dangling(table, column, owners[first + at], token))
                 elif not may_be_empty:
                     findings.add(table, f"table '{table}': row '{owners[first + at]}' has an empty {column}")
@@ -168,6 +181,30 @@ class Tokens(TokenColumn):
             looking = looking[at[looking] < len(words)]
         self._spill.used(len(digests))
         return found
+
+
+class Cut:
+    """What is done about links to rows that a cut-out source does not have: an error, or with ``is_on`` they are cut.
+
+    ``counts``: table and column to number of links that were cut.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on, self.counts = is_on, dict[str, int]()
+
+    def count(self, table: str, column: str, number: int = 1) -> None:
+        """Count links that were cut."""
+        if number:
+            name = f"{table}.{column}"
+            self.counts[name] = self.counts.get(name, 0) + number
+
+    def kept(self, records: list[R], table: str, **links: Tokens) -> list[R]:
+        """Return the records all of whose ``links``, by column, are there; without ``is_on`` all of them."""
+        for column, tokens in links.items() if self.is_on else ():
+            rows = tokens.find([getattr(record, column) for record in records]).tolist()
+            self.count(table, column, sum(row < 0 for row in rows))
+            records = [record for record, row in zip(records, rows, strict=True) if row >= 0]
+        return records
 
 
 class Sieve:

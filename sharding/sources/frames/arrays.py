@@ -106,7 +106,9 @@ def stacked_geometry(
     }
     intrinsics = matrices("intrinsics", images, 3)
     for number, name in enumerate(cameras):
-        bad = _uncalibrated(intrinsics[number :: len(cameras)], poses["cam2ego"][:, number]) & (sizes[:, number, 0] > 0)
+        needs = np.array([is_calibrated(image) for image in images[number :: len(cameras)]], np.bool_)
+        bad = _uncalibrated(intrinsics[number :: len(cameras)], poses["cam2ego"][:, number])
+        bad &= needs & (sizes[:, number, 0] > 0)
         if bad.any():
             at = int(np.argmax(bad))
             shown = intrinsics[at * len(cameras) + number].tolist(), poses["cam2ego"][at, number].tolist()
@@ -127,6 +129,11 @@ def stacked_geometry(
         ego_rates=motion[:, 2],
         **{name: _rigid(f"{where}: {name}", values) for name, values in poses.items()},
     )
+
+
+def is_calibrated(image: Image | None) -> bool:
+    """Whether an image states a calibration, be it a wrong one."""
+    return image is not None and (image.intrinsics is not None or image.cam2ego is not None)
 
 
 def _uncalibrated(intrinsics: NDArray[np.float64], cam2ego: NDArray[np.float64]) -> NDArray[np.bool_]:

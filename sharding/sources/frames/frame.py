@@ -57,7 +57,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes:
         ref: where its bytes are.
         timestamp_ns: of the exposure, its middle if that is known.
-        intrinsics: K (3, 3) of the image as it is.
+        intrinsics: K (3, 3) of the image as it is; None together with ``cam2ego``: the camera is not calibrated.
         cam2ego: (4, 4).
         ego2global: (4, 4) at ``timestamp_ns``; None: from the clip's trajectory.
         width: [px]; 0: the head of the image is read, and likewise for ``height``.
@@ -76,8 +76,8 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ref: str
     timestamp_ns: int
-    intrinsics: F64
-    cam2ego: F64
+    intrinsics: F64 | None
+    cam2ego: F64 | None
     ego2global: F64 | None = None
     width: int = 0
     height: int = 0

@@ -185,12 +185,15 @@ class MemberFinder:
     def _sweep(self, place: str, channel: str, sweep: Sweep, known: _Known) -> Found | str:
         num_bytes, stamp = sweep.num_bytes, ""
         if num_bytes is None:
-            there = known.facts[known.parts[sweep.ref].name]
-            if there is None or not there.num_bytes:
-                what = "is not there" if there is None else "is empty"
+            part = known.parts[sweep.ref]
+            there = known.facts[part.name]
+            end = 0 if there is None else there.num_bytes if part.length is None else part.offset + part.length
+            if there is None or not there.num_bytes or end > there.num_bytes:
+                short = "is empty" if there and not there.num_bytes else "ends before"
+                what = "is not there" if there is None else short
                 text = f"lidar file '{self.files.shown}/{sweep.ref}' {what}; the option points=false leaves sweeps out"
                 return self._note(place, channel, text)
-            num_bytes, stamp = there
+            num_bytes, stamp = (there.num_bytes if part.length is None else part.length), there.stamp
         return Found(Reference(f"{channel}.{POINTS_EXTENSION}", POINTS + sweep.ref, num_bytes), stamp)
 
     def _note(self, place: str, channel: str, text: str) -> str:

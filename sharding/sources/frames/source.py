@@ -72,7 +72,7 @@ class FrameSource(Generic[S]):
         license: of the data, where the source states it.
 
     ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name of the one file that
-    the location is, None for a folder or a URL.
+    the location is, None for a folder or a URL. What an adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class FrameSource(Generic[S]):
     time_base: str = "unix"
     ego_origin: str = "unknown"
     has_poses: bool = True
-    columns: ClassVar[Mapping[str, type]] = {}
+    columns: Mapping[str, type] = {}
     box_attributes: Sequence[str] = ()
     license: str | None = None
 
@@ -93,6 +93,7 @@ class FrameSource(Generic[S]):
         given = convert(options, self.settings, f"options of source {self.kind}")
         self.given = msgspec.structs.replace(given, classes=loaded(given.classes))  # type: ignore[assignment]
         self.location = location
+        self.noted: dict[str, int] = {}
         path = Path(location.removeprefix("file://"))
         self.file = path.name if not is_url(location) and path.is_file() else None
         self.files = source_files(location if self.file is None else str(path.parent))
@@ -135,7 +136,7 @@ class FrameSource(Generic[S]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
-        found: dict[str, Any] = msgspec.to_builtins(self.given)
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))  # no tuples, as they are stored
         return found
 
     @property
@@ -170,6 +171,7 @@ class FrameSource(Generic[S]):
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.of("classes"):
             classes.report(report)
+        report.noted = self.noted
         findings.check()
         if not num_clips:
             raise SourceError(

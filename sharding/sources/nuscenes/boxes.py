@@ -7,6 +7,7 @@ devkit's ``NuScenes.box_velocity`` has it.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.columns.tokens import Cut
     from fuelrail.sharding.sources.frames.classes import ClassOption
     from fuelrail.sharding.sources.scan_report import ScanReport
 
@@ -78,7 +80,7 @@ _COLUMNS: Final[dict[str, tuple[type, tuple[int, ...]]]] = {
 """Columns of annotations; ``category``, ``visibility`` and ``attribute`` are rows of those tables."""
 
 _AS_THEY_ARE: Final = ("instance_id", "num_lidar_pts", "num_radar_pts", "attribute")
-_VISIBILITY: Final = {
+VISIBILITY: Final = {
     "v0-40": 1, "v40-60": 2, "v60-80": 3, "v80-100": 4,
     "none": 1, "partial": 2, "most": 3, "full": 4,
 }  # fmt: skip
@@ -88,13 +90,22 @@ NOT_STATED: Final = "not stated"
 
 
 class Annotations:
-    """All annotations of a dataroot as columns on disk, found by sample."""
+    """All annotations of a dataroot as columns on disk, found by sample.
+
+    ``columns``: those of `_COLUMNS`, and ``prev`` and ``next`` as rows, -1 for none.
+    """
 
     def __init__(
-        self, folder: Path, spill: Spill, samples: Tokens, timestamp_us: NDArray[np.int64], classes: ClassOption
+        self,
+        folder: Path,
+        spill: Spill,
+        samples: Tokens,
+        timestamp_us: NDArray[np.int64],
+        classes: ClassOption,
+        cut: Cut,
     ) -> None:
         """Read tables category, attribute, visibility, instance and sample_annotation; raises SourceError."""
-        self._spill, self._timestamp_us, self._class_option = spill, timestamp_us, classes
+        self._spill, self._timestamp_us, self._class_option, self._cut = spill, timestamp_us, classes, cut
         attributes = read_all(folder, "attribute", Named)
         self.attribute_names = [record.name for record in attributes]
         self._attributes = Tokens("attribute", spill, [record.token for record in attributes])
@@ -102,7 +113,7 @@ class Annotations:
         self._levels = [record.level for record in visibilities]
         self._visibilities = Tokens("visibility", spill, [record.token for record in visibilities])
         # The last entry is for annotations without a visibility, which are row -1.
-        self._visibility_code = np.array([*(_VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
+        self._visibility_code = np.array([*(VISIBILITY.get(level, -1) for level in self._levels), -1], np.int8)
         self._per_level = np.zeros(len(self._levels) + 1, np.int64)
         self._unknown_points = 0
         self._read_instances(folder)
@@ -110,7 +121,7 @@ class Annotations:
         self._sort_by_sample(len(samples))
 
     def __len__(self) -> int:
-        return len(self._columns["sample"])
+        return len(self.columns["sample"])
 
     def _read_instances(self, folder: Path) -> None:
         """Tracks: category and id of each."""
@@ -124,7 +135,8 @@ class Annotations:
         self._per_category = np.zeros(len(categories), np.int64)
         self._instances = Tokens("instance", self._spill)
         category, number = self._spill.column(np.int32), self._spill.column(np.int64)
-        for piece in read_table(folder, "instance", Instance):
+        for whole in read_table(folder, "instance", Instance):
+            piece = self._cut.kept(whole, "instance", category_token=tokens)
             own = [record.token for record in piece]
             self._instances.extend(own)
             linked = [record.category_token for record in piece]
@@ -136,10 +148,11 @@ class Annotations:
 
     def _read(self, folder: Path, samples: Tokens) -> None:
         """Read ``sample_annotation`` into columns; links become row numbers."""
-        tokens = Tokens("sample_annotation", self._spill)
+        self._tokens = tokens = Tokens("sample_annotation", self._spill)
         links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
         columns = {name: self._spill.column(kind, shape) for name, (kind, shape) in _COLUMNS.items()}
-        for records in read_table(folder, "sample_annotation", Annotation):
+        for piece in read_table(folder, "sample_annotation", Annotation):
+            records = self._cut.kept(piece, "sample_annotation", sample_token=samples, instance_token=self._instances)
             own = [record.token for record in records]
             tokens.extend(own)
             for name, column in links.items():
@@ -147,9 +160,11 @@ class Annotations:
             for name, values in self._columns_of(records, own, samples).items():
                 columns[name].append(values)
         tokens.check_unique()
-        self._columns: dict[str, NDArray[Any]] = {name: column.values for name, column in columns.items()}
+        self.columns: dict[str, NDArray[Any]] = {name: column.values for name, column in columns.items()}
         for name, links_of in links.items():
-            self._columns[name] = tokens.resolve_all(links_of, table="sample_annotation", column=name, owners=tokens)
+            self.columns[name] = tokens.resolve_all(
+                links_of, table="sample_annotation", column=name, owners=tokens, cut=self._cut
+            )
 
     def _columns_of(self, records: list[Annotation], own: list[str], samples: Tokens) -> dict[str, Any]:
         of: dict[str, Any] = {"table": "sample_annotation", "owners": own}
@@ -180,7 +195,7 @@ class Annotations:
         self._radix = max(len(self), 1)
         order = self._spill.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
-            sample = self._columns["sample"][first : first + ROWS_AT_ONCE]
+            sample = self.columns["sample"][first : first + ROWS_AT_ONCE]
             order.append(sample * self._radix + np.arange(first, first + len(sample)))
         self._order: NDArray[np.int64] = order.values
         self._order.sort()
@@ -193,13 +208,13 @@ class Annotations:
 
     def _velocity(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Velocity of the boxes in global (M, 3), from the neighbouring annotations of their tracks."""
-        links = [self._columns[name][rows] for name in ("prev", "next")]
+        links = [self.columns[name][rows] for name in ("prev", "next")]
         needed, place = np.unique(np.concatenate([rows, *links]), return_inverse=True)
         own, *linked = np.split(place, 3)
         prev, following = np.full((2, len(needed)), -1)
         prev[own], following[own] = (np.where(link < 0, -1, at) for link, at in zip(links, linked, strict=True))
-        sample = self._columns["sample"][needed]
-        return velocities(self._columns["translation"][needed], self._timestamp_us[sample], prev, following)[own]
+        sample = self.columns["sample"][needed]
+        return velocities(self.columns["translation"][needed], self._timestamp_us[sample], prev, following)[own]
 
     def of_samples(
         self, samples: NDArray[np.int64], ego_wxyz: NDArray[np.float64], ego_xyz: NDArray[np.float64]
@@ -211,7 +226,7 @@ class Annotations:
         starts, ends = self._starts[samples], self._starts[samples + 1]
         rows = np.concatenate([self._order[start:end] for start, end in zip(starts, ends, strict=True)]) % self._radix
         self._spill.used(4 * len(rows))
-        columns = {name: self._columns[name][rows] for name in _COLUMNS}
+        columns = {name: self.columns[name][rows] for name in _COLUMNS}
         last = np.cumsum(ends - starts)
         parts = [slice(*bounds) for bounds in zip((last - (ends - starts)).tolist(), last.tolist(), strict=True)]
         ego2global, left = rotation_matrices(ego_wxyz), _left_factors(ego_wxyz)
@@ -246,6 +261,29 @@ class Annotations:
         for part in parts:
             yield Boxes(**{name: values[part] for name, values in found.items()})
 
+    def rows_of(self, sample: int) -> NDArray[np.int64]:
+        """Rows of one sample's annotations in ``columns``, in the order of its boxes."""
+        first, last = self._starts[sample : sample + 2].tolist()
+        found: NDArray[np.int64] = self._order[first:last] % self._radix
+        self._spill.used(len(found))
+        return found
+
+    @cached_property
+    def _by_id(self) -> NDArray[np.int64]:
+        """Rows of table ``instance``, by their ids."""
+        return np.argsort(self._instance_id, kind="stable")
+
+    def tokens_of(self, sample: int) -> dict[str, list[str]]:
+        """Tokens of one sample's annotations, of their instances and of their visibilities ("" for none)."""
+        rows = self.rows_of(sample)
+        place = np.searchsorted(self._instance_id, self.columns["instance_id"][rows], sorter=self._by_id)
+        visibilities = self.columns["visibility"][rows].tolist()
+        return {
+            "annotation": self._tokens.take(rows),
+            "instance": self._instances.take(self._by_id[place]),
+            "visibility": [self._visibilities[row] if row >= 0 else "" for row in visibilities],
+        }
+
     def report(self, report: ScanReport) -> None:
         """Add what is known of all boxes that :meth:`of_samples` gave; raises SourceError where none has a class."""
         report.boxes = int(self._per_category.sum())
@@ -257,7 +295,7 @@ class Annotations:
                 names = report.outside_classes if on_purpose else report.unmapped
                 names[name] = names.get(name, 0) + count
         for level, count in zip([NOT_STATED, *self._levels], self._per_level.tolist(), strict=True):
-            if level not in _VISIBILITY and count:
+            if level not in VISIBILITY and count:
                 report.unknown_visibility[level] = report.unknown_visibility.get(level, 0) + count
         check_mapped(report)
 

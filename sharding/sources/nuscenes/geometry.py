@@ -20,7 +20,7 @@ from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
 from fuelrail.pipeline.storage.spill import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
-from fuelrail.sharding.sources.columns.tokens import Sieve, TokenColumn, Tokens
+from fuelrail.sharding.sources.columns.tokens import Cut, Sieve, TokenColumn, Tokens
 from fuelrail.sharding.sources.nuscenes.boxes import Annotations
 from fuelrail.sharding.sources.nuscenes.tables import (
     CalibratedSensor,
@@ -52,8 +52,6 @@ RIG: Final = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM
 """Camera order of mmdetection3d and BEVFormer; cameras of other names follow by name."""
 
 NS_PER_US: Final = 1000
-
-
 _CHANNEL: Final = re.compile(r"[a-z0-9_]{1,64}\Z")
 
 
@@ -84,8 +82,8 @@ class Frame(NamedTuple):
 class Keyframes:
     """The tables of a dataroot as columns on disk, joined, keyframes only."""
 
-    def __init__(self, folder: Path, spill: Spill, classes: ClassOption) -> None:
-        self._spill = spill
+    def __init__(self, folder: Path, spill: Spill, classes: ClassOption, cut: Cut) -> None:
+        self._spill, self._cut = spill, cut
         self.log = read_all(folder, "log", Log)
         self.scene = read_all(folder, "scene", Scene)
         read_all(folder, "map", Record)
@@ -95,7 +93,7 @@ class Keyframes:
         )
         self._read_samples(folder, scene_tokens)
         self._read_sensors(folder)
-        self.annotations = Annotations(folder, spill, self.sample_tokens, self.timestamp_us, classes)
+        self.annotations = Annotations(folder, spill, self.sample_tokens, self.timestamp_us, classes, cut)
 
     def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Scene row and its samples in time order, scenes in table order; those without samples left out.
@@ -103,17 +101,18 @@ class Keyframes:
         Raises SourceError where the order in time is not the order of the ``next`` links, or the count is not the
         scene's ``nbr_samples``.
         """
-        order = np.lexsort((self.timestamp_us, self._sample_scene))
-        starts = np.searchsorted(self._sample_scene, np.arange(len(self.scene) + 1), sorter=order)
+        order = np.lexsort((self.timestamp_us, self.sample_scene))
+        starts = np.searchsorted(self.sample_scene, np.arange(len(self.scene) + 1), sorter=order)
         for row, scene in enumerate(self.scene):
             samples = order[starts[row] : starts[row + 1]]
-            if len(samples) != scene.nbr_samples:
+            if len(samples) != scene.nbr_samples and not self._cut.is_on:
                 raise SourceError(
                     f"table 'scene': '{scene.name}' has nbr_samples {scene.nbr_samples}, "
                     f"table 'sample' has {len(samples)} of it"
                 )
             expected = np.append(samples[1:], -1)
-            wrong = np.flatnonzero(self._next[samples] != expected) if len(samples) else samples
+            may_end = self._cut.is_on & (self.next[samples] < 0)
+            wrong = np.flatnonzero((self.next[samples] != expected) & ~may_end) if len(samples) else samples
             if wrong.size:
                 token = self.sample_tokens[int(samples[wrong[0]])]
                 raise SourceError(
@@ -127,7 +126,8 @@ class Keyframes:
         self.sample_tokens = Tokens("sample", self._spill)
         links = {name: TokenColumn(self._spill) for name in ("prev", "next")}
         timestamp_us, scene = self._spill.column(np.int64), self._spill.column(np.int32)
-        for piece in read_table(folder, "sample", SampleRecord):
+        for whole in read_table(folder, "sample", SampleRecord):
+            piece = self._cut.kept(whole, "sample", scene_token=scenes)
             own = [record.token for record in piece]
             self.sample_tokens.extend(own)
             timestamp_us.append([record.timestamp for record in piece])
@@ -139,12 +139,14 @@ class Keyframes:
             raise SourceError(f"table '{folder / 'sample.json'}' has no rows: nothing to shard")
         self.sample_tokens.check_unique()
         self.timestamp_us: NDArray[np.int64] = timestamp_us.values
-        self._sample_scene: NDArray[np.int32] = scene.values
+        self.sample_scene: NDArray[np.int32] = scene.values
         resolved = {
-            name: self.sample_tokens.resolve_all(column, table="sample", column=name, owners=self.sample_tokens)
+            name: self.sample_tokens.resolve_all(
+                column, table="sample", column=name, owners=self.sample_tokens, cut=self._cut
+            )
             for name, column in links.items()
         }
-        self._next = resolved["next"]
+        self.prev, self.next = resolved["prev"], resolved["next"]
 
     def _read_sensors(self, folder: Path) -> None:
         """Keyframe rows of sample_data with their calibration and pose: a row number for each (sample, channel)."""
@@ -158,7 +160,10 @@ class Keyframes:
         used: set[int] = set()
         # Of 2.6 million rows stay the keyframes of cameras and lidars.
         for piece in read_table(folder, "sample_data", SampleData):
-            records = [record for record in piece if record.is_key_frame]
+            records = self._cut.kept(
+                [record for record in piece if record.is_key_frame], "sample_data",
+                calibrated_sensor_token=self._calibrations.tokens, sample_token=self.sample_tokens,
+            )  # fmt: skip
             linked = self._calibrations.tokens.need(
                 [record.calibrated_sensor_token for record in records],
                 table="sample_data",
@@ -234,6 +239,10 @@ class Keyframes:
             nearest = rows[np.argmin(np.abs(self.data_timestamp_us[rows] - self.timestamp_us[sample]))]
             found[at] = self._poses.of_row[nearest]
         return found
+
+    def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Poses of samples (S, 4, 4)."""
+        return self._poses.ego2global(self._reference_poses(samples))
 
     def have_pictures(
         self, samples: NDArray[np.int64], are_files: Callable[[list[str]], list[bool]] | None
@@ -320,10 +329,15 @@ def _check_channels(names: Sequence[str]) -> None:
     """Channels are stored in lower case, as part of members' names."""
     seen: dict[str, str] = {}
     for name in names:
-        if not _CHANNEL.match(name.lower()):
-            raise SourceError(f"table 'sensor': channel '{name}' has other characters than letters, digits and _")
+        check_name(name)
         if seen.setdefault(name.lower(), name) != name:
             raise SourceError(f"table 'sensor': channels '{seen[name.lower()]}' and '{name}' differ in case alone")
+
+
+def check_name(channel: str) -> None:
+    """Raise SourceError for a channel of table ``sensor`` that is no part of a member's name."""
+    if not _CHANNEL.match(channel.lower()):
+        raise SourceError(f"table 'sensor': channel '{channel}' has other characters than letters, digits and _")
 
 
 LENS_OF_LENGTH: Final = {

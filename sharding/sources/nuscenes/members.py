@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fuelrail.sharding.sources.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
-    from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps
+    from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
     from fuelrail.sharding.sources.scan_report import ScanReport
 
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
@@ -88,7 +88,7 @@ class KeyframeFiles:
                 if row is not None:
                     yield lidar, row
 
-    def earlier(self, keyframes: Keyframes, sweeps: LidarSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
+    def earlier(self, keyframes: Keyframes, sweeps: SensorSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
         """References of the sweeps before the sample's own ones, which are valid as these are."""
         members = []
         for lidar, row in self._lidars(keyframes, frame):

@@ -21,13 +21,16 @@ from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.pipeline.sample.schema import encode_arrays, encode_points, encode_stacked
 from fuelrail.pipeline.settings import Settings, convert
+from fuelrail.sharding.sources.columns.tokens import Cut
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
 from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER, channel_members, load_channels
+from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+from fuelrail.sharding.sources.nuscenes.extras.groups import MADE, Extras, Group, check_apart, made
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.members import KeyframeFiles
 from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
-from fuelrail.sharding.sources.nuscenes.sweeps import LidarSweeps, SweepList
+from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps, SweepList
 from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
@@ -113,7 +116,8 @@ class NuScenesOptions(Settings, frozen=True):
     camera file that does not exist: ``error``, or ``mask`` (absent member, ``cam_valid`` 0). Files that the tables mark
     as not valid are always masked, and a sample without any image is dropped. ``points``: store lidar sweeps; without,
     their geometry stays. ``sweeps``: number of earlier sweeps of each lidar to store with every keyframe (9 are all
-    between two keyframes, each once).
+    between two keyframes, each once). ``channels``: groups of further channels to store, each from what nuScenes has
+    beyond cameras, lidars and boxes. ``radar_sweeps``: as ``sweeps``, of each radar (6 are all between two keyframes).
     """
 
     version: (
@@ -135,6 +139,13 @@ class NuScenesOptions(Settings, frozen=True):
             "default: 0)"
         ),
     ] = 0
+    dangling_links: Annotated[
+        Literal["error", "cut"],
+        Meta(
+            description="records of a cut-out set that refer to ones that it lacks: raise an error, or cut: drop links "
+            "to neighbours, and records without their sample, scene, calibration, track or category"
+        ),
+    ] = "error"
     classes: Annotated[
         ClassOption,
         Meta(
@@ -143,8 +154,26 @@ class NuScenesOptions(Settings, frozen=True):
         ),
     ] = NUSCENES10
 
+    channels: Annotated[
+        tuple[Group, ...],
+        Meta(
+            description="further channels to store, as a list: radar (all radars), can (CAN bus messages between "
+            "keyframes), boxes2d (2-D boxes), tokens (tokens of the tables of each box), trajectories (past and future "
+            "of ego vehicle and boxes), description (text), map (vectors of the map expansion about the ego vehicle)"
+        ),
+    ] = ()
+    radar_sweeps: Annotated[
+        int,
+        Meta(
+            description="number of earlier nuScenes radar sweeps to store with every keyframe, ego-motion compensated "
+            "(6: about every sweep once; default: 0)"
+        ),
+    ] = 0
+
     def __post_init__(self) -> None:
         """Check that the options go together."""
+        if self.radar_sweeps < 0 or (self.radar_sweeps and "radar" not in self.channels):
+            raise ConfigError(f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without channels=[radar]")
         if self.sweeps < 0 or (self.sweeps and not self.points):
             raise ConfigError(f"sweeps={self.sweeps} must be 0 or more, and 0 without points")
 
@@ -170,17 +199,20 @@ class NuScenesSource:
     @property
     def options(self) -> dict[str, Any]:
         """All options; the version is that of the one folder of tables where none was given."""
-        return {**msgspec.structs.asdict(self._options), "version": self._version()}
+        given = msgspec.structs.asdict(self._options)
+        return {**given, "version": self._version(), "channels": list(self._options.channels)}
 
     def place(self, ref: str) -> Place | None:
         """The file of an image on this machine; None for lidar, which :meth:`open` makes arrays of, and at a URL."""
-        if _is_sweep(ref) or ref.startswith("["):
+        if _is_sweep(ref) or ref.startswith(("[", MADE)):
             return None
         path = self._files.path(ref)
         return None if path is None else Place(path)
 
     def open(self, ref: str) -> bytes:
         """Bytes of a sensor file; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar frame."""
+        if ref.startswith(MADE):
+            return made(ref, self._files.read)
         if ref.startswith("["):
             return SweepList.decode(ref).member(self._points)
         return encode_points(self._points(ref)) if _is_sweep(ref) else self._files.read(ref)
@@ -201,10 +233,18 @@ class NuScenesSource:
             return self._scan(folder, out)
 
     def _scan(self, folder: Path, out: ScanWriter) -> ScanInfo:
-        keyframes = Keyframes(folder, out.spill, self._options.classes)
-        report = ScanReport()
+        cut = Cut(is_on=self._options.dangling_links == "cut")
+        keyframes = Keyframes(folder, out.spill, self._options.classes, cut)
+        report = ScanReport(cut_links=cut.counts)
         channels = load_channels(folder)
-        num_masked = self._append_samples(folder, keyframes, out, report, channels)
+        chosen = self._options.channels
+        extras = None
+        if chosen:
+            extras = Extras(chosen, folder, out.spill, keyframes, radar_sweeps=self._options.radar_sweeps)
+        num_masked = self._append_samples(folder, keyframes, out, report, channels, extras)
+        if extras is not None:
+            check_apart(channels, extras.channels, f"'{folder / CHANNELS_FILE}'")
+            channels += extras.channels
         keyframes.annotations.report(report)
         return ScanInfo(
             name=f"nuscenes-{folder.name}",
@@ -260,9 +300,10 @@ class NuScenesSource:
         out: ScanWriter,
         report: ScanReport,
         channels: tuple[Channel, ...],
+        extras: Extras | None,
     ) -> int:
         """Write a row for each sample, scene by scene; returns the number of cameras that are masked."""
-        sweeps = LidarSweeps(folder, out.spill) if self._options.sweeps else None
+        sweeps = SensorSweeps(folder, out.spill, "lidar") if self._options.sweeps else None
         ids = clip_ids(keyframes.scene)
         counted = ClassMap(self._options.classes, ()).names
         num_masked = 0
@@ -290,6 +331,7 @@ class NuScenesSource:
             for name, count in zip(keyframes.cameras, keyframes.num_distorted(geometry), strict=True):
                 if count:
                     report.distorted[name.lower()] = report.distorted.get(name.lower(), 0) + count
+            batch = Batch(keyframes, order[first : first + _FRAMES_AT_ONCE], geometry, frames, files, stamps)
             for at, (frame, members, encoded) in enumerate(zip(frames, found, encode_stacked(geometry), strict=True)):
                 scene_row, kept, number = next(places)
                 if scene_row != current:
@@ -302,6 +344,9 @@ class NuScenesSource:
                 if channels:
                     found_bytes = partial(files.file_bytes, stamps=stamps[at])
                     members += channel_members(channels, frame.token, found_bytes)
+                if extras is not None:
+                    with files.findings.of("channels"):
+                        members += extras.members(batch, at)
                 boxes = None if frame.boxes is None else encode_arrays(frame.boxes)
                 meta = facts.meta(number, frame, members)
                 attributes = facts.attributes(num_cameras[at], frame.boxes)

@@ -1,7 +1,8 @@
-"""The lidar sweeps between nuScenes' keyframes: which files come before each keyframe's own, and where the lidar was.
+"""The sweeps between nuScenes' keyframes: which files come before each keyframe's own, and where the sensor was.
 
 nuScenes' lidar turns at 20 Hz and keyframes come at 2 Hz, so nine earlier sweeps for each keyframe are every sweep
-once. The table of sensor files is read a second time for them, only if the options ask for sweeps.
+once; of its radars, which measure at 13 Hz, six are. The table of sensor files is read a second time for them, only if
+the options ask for sweeps or radars.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.storage.spill import Spill
 
 
-class _Linked(SampleData, frozen=True, gc=False):
+class LinkedRow(SampleData, frozen=True, gc=False):
     """A row of ``sample_data`` with the link to the one before it."""
 
     prev: str = ""
@@ -63,20 +64,35 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-class LidarSweeps:
-    """The rows of ``sample_data`` of all lidars, as columns on disk, linked backwards in time."""
+class SensorSweeps:
+    """The rows of ``sample_data`` of all sensors of one modality, as columns on disk, linked backwards in time."""
 
-    def __init__(self, folder: Path, spill: Spill) -> None:
-        self._calibrations = Calibrations(folder, spill)
-        is_lidar = self._calibrations.of_kind("lidar")
+    def __init__(
+        self,
+        folder: Path,
+        spill: Spill,
+        modality: str,
+        on_keyframes: Callable[[list[int], list[LinkedRow], list[str]], None] | None = None,
+    ) -> None:
+        """``on_keyframes`` gets numbers and records of the keyframes' rows, and the channels of their sensors."""
+        self._calibrations, self._modality = Calibrations(folder, spill), modality
+        is_wanted = self._calibrations.of_kind(modality)
         self._tokens, self._prev = Tokens("sample_data", spill), TokenColumn(spill)
         self._files, pose_tokens = spill.texts(), Tokens("ego_pose", spill)
         timestamp_us, calibrated_of = spill.column(np.int64), spill.column(np.int32)
         is_valid = spill.column(np.bool_)
-        for piece in read_table(folder, "sample_data", _Linked):
+        for piece in read_table(folder, "sample_data", LinkedRow):
             linked = self._calibrations.tokens.find([record.calibrated_sensor_token for record in piece])
-            at = np.flatnonzero((linked >= 0) & is_lidar[linked])
+            at = np.flatnonzero((linked >= 0) & is_wanted[linked])
             rows = [piece[number] for number in at.tolist()]
+            if on_keyframes is not None:
+                sensor_of = self._calibrations.sensor_of[linked[at]].tolist()
+                keys = [number for number, record in enumerate(rows) if record.is_key_frame]
+                on_keyframes(
+                    [len(self._tokens) + number for number in keys],
+                    [rows[number] for number in keys],
+                    [self._calibrations.sensors[sensor_of[number]].channel for number in keys],
+                )
             self._tokens.extend([record.token for record in rows])
             self._prev.extend([record.prev for record in rows])
             self._files.append([record.filename.encode() for record in rows])
@@ -92,21 +108,39 @@ class LidarSweeps:
 
     def before(self, token: str, num_sweeps: int) -> SweepList:
         """The ``num_sweeps`` valid sweeps before the row ``token``, fewer where its links end; raises SourceError."""
-        row = int(self._tokens.find([token])[0])
+        rows = self.rows_before(int(self._tokens.find([token])[0]), num_sweeps)
+        sensor2global = self.sensor2global(rows)
+        return SweepList(
+            self.files(rows), self.timestamp_ns(rows).tolist(), sensor2global[:, :3].reshape(-1, 12).tolist()
+        )
+
+    def rows_before(self, row: int, num_sweeps: int) -> NDArray[np.int64]:
+        """Numbers of the ``num_sweeps`` valid rows before a row, the latest first; raises SourceError."""
         found: list[int] = []
         while len(found) < num_sweeps and (prev := self._prev[row]):
             before = int(self._tokens.find([prev])[0])
             if before < 0 or self._timestamp_us[before] >= self._timestamp_us[row]:
-                what = "is not a lidar's row" if before < 0 else "is not earlier than it"
+                what = f"is not a {self._modality}'s row" if before < 0 else "is not earlier than it"
                 raise SourceError(f"table 'sample_data': row '{self._tokens[row]}' has the prev '{prev}', which {what}")
             row = before
             if self._is_valid[row]:
                 found.append(row)
-        rows = np.array(found, np.int64)
-        lidar2ego = self._calibrations.sensor2ego[self._calibrated_of[rows]]
-        lidar2global = self._poses.ego2global(self._poses.of_row[rows]) @ lidar2ego
-        return SweepList(
-            [self._files[row] for row in found],
-            (self._timestamp_us[rows] * 1000).tolist(),
-            lidar2global[:, :3].reshape(-1, 12).tolist(),
-        )
+        return np.array(found, np.int64)
+
+    def is_valid(self, row: int) -> bool:
+        """Whether the tables do not say to ignore the row's file."""
+        return bool(self._is_valid[row])
+
+    def files(self, rows: NDArray[np.int64]) -> list[str]:
+        """Names of the rows' files."""
+        return [self._files[row] for row in rows.tolist()]
+
+    def timestamp_ns(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Times of rows (N,)."""
+        return np.asarray(self._timestamp_us[rows] * 1000)
+
+    def sensor2global(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The sensor at the time of each row to global, rigid (N, 4, 4)."""
+        sensor2ego = self._calibrations.sensor2ego[self._calibrated_of[rows]]
+        found: NDArray[np.float64] = self._poses.ego2global(self._poses.of_row[rows]) @ sensor2ego
+        return found

@@ -6,7 +6,8 @@ import pytest
 
 from fuelrail.bench.micro.training_modes import measure_modes
 
-pytestmark = pytest.mark.slow
+# torch.compile looks at the gradients of all tensors in a frame, and torch warns of those that are no leaves.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")]
 
 
 def test_every_mode_trains_and_agrees():

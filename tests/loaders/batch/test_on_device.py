@@ -17,6 +17,7 @@ from fuelrail.loaders.batch.buffer_pool import BufferPool
 from fuelrail.loaders.batch.transfer import make_transfer
 from fuelrail.loaders.decode import BACKENDS, turbo
 from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
 from support.datasets import build_dataset
 from support.loaders import make_loader
 
@@ -305,3 +306,43 @@ def test_static_batches_keep_their_addresses_on_a_device(dataset, cuda, decoder)
             gc.collect()
     for name, addresses in seen.items():
         assert addresses == addresses[:2] * 3, name
+
+
+CHANNELS = (
+    Channel(
+        name="returns", kind="points", field="returns.npy", law=Law("fixed"), dtype="float32",
+        axes=("point", "column"), shape=(None, 2), columns=("x", "y"), optional=True,
+    ),
+    Channel(name="labels", kind="array", field="labels.npy", law=Law("fixed"), dtype="uint16", axes=("a",), shape=(5,)),
+    Channel(
+        name="agents", kind="ragged", field="agents.safetensors", law=Law("fixed"), arrays=(ArraySpec("age", "int8"),)
+    ),
+    Channel(
+        name="words", kind="tokens", field="words.npy", dtype="int32", axes=("token",), shape=(None,),
+        law=Law("fixed"), vocabulary=Vocabulary("words", 100),
+    ),
+)  # fmt: skip
+
+
+def test_selected_channels_come_in_the_same_copy(tmp_path, cuda) -> None:
+    values = {
+        "returns": lambda row: None if row == 2 else np.full((row, 2), row, np.float32),
+        "labels": lambda row: np.arange(row, row + 5, dtype=np.uint16),
+        "agents": lambda row: {"age": np.arange(row, dtype=np.int8)},
+        "words": lambda row: np.arange(row % 3, dtype=np.int32),
+    }
+    build_dataset(tmp_path / "d", {"train": (8,)}, extra=[(one, values[one.name]) for one in CHANNELS])
+    names = list(values)
+    found = batches(tmp_path / "d", channels=names, device="cuda", shuffle=False)
+    for batch in found:
+        agents, words = batch["agents"]["age"], batch["words"]
+        copied = [batch["cam_valid"], batch["returns_valid"], batch["labels"], words.values, words.offsets, *agents]
+        copied += [points for points in batch["returns"] if points is not None]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in copied}) == 1
+    for batch, host in zip(found, batches(tmp_path / "d", channels=names, shuffle=False), strict=True):
+        assert batch.keys() == host.keys()
+        for name in names:
+            assert_equal(batch[f"{name}_valid"], host[f"{name}_valid"])
+        assert torch.equal(batch["labels"].int(), host["labels"].int())
+        assert_equal([batch["agents"], batch["words"]], [host["agents"], host["words"]])
+        assert_equal(batch["returns"], host["returns"])

@@ -401,9 +401,9 @@ def test_f32_one_image_in_n_is_compared(
     encoded, maps = batch(13)
     decoder = as_on_gpu(check_every=5)
     compared: list[int] = []
-    decode_into = decoder._turbo.decode_into
+    decode_into = decoder._exact.decode_into
     monkeypatch.setattr(
-        decoder._turbo,
+        decoder._exact,
         "decode_into",
         lambda data, *rest: compared.append(encoded.index(data)) or decode_into(data, *rest),
     )
@@ -414,11 +414,17 @@ def test_f32_one_image_in_n_is_compared(
 
 
 @pytest.mark.parametrize(
-    "image", [natural(320, 180), np.random.default_rng(0).integers(0, 256, (180, 320, 3), np.uint8)]
+    "image",
+    [
+        natural(320, 180),
+        np.random.default_rng(0).integers(0, 256, (180, 320, 3), np.uint8),
+        np.random.default_rng(1).integers(0, 256, (22, 40, 3), np.uint8).repeat(8, 0).repeat(8, 1),
+    ],
 )
 def test_f32_right_pixels_pass(image: np.ndarray, as_on_gpu: Callable[..., dali.DaliDecoder]) -> None:
     encoded = [encode(image) for _ in range(12)]
-    maps = [AUGMENT.draw([(320, 180)], seed=0, epoch=0, sample=number)[0] for number in range(12)]
+    size = image.shape[1], image.shape[0]
+    maps = [AUGMENT.draw([size], seed=0, epoch=0, sample=number)[0] for number in range(12)]
     out = torch.empty((12, 3, 48, 64), dtype=torch.uint8)
     assert as_on_gpu(check_every=1).decode_batch(encoded, maps, out) == [None] * 12
 

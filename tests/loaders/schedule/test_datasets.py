@@ -10,15 +10,15 @@ from support.datasets import build_dataset
 
 def facts_of(*roots, verify: bool = True):
     datasets = {root.name: open_dataset(root) for root in roots}
-    options = {"points": False, "sweeps": False, "named": len(roots) > 1}
+    options = {"points": False, "sweeps": False, "channels": {}, "layers": {}, "named": len(roots) > 1}
     return image_facts(make_sources(datasets, "train", partial(open_storage, verify=verify), **options))
 
 
 def test_sizes_are_the_largest_of_all_manifests(tmp_path) -> None:
     build_dataset(tmp_path / "wide", {"train": (12,)}, size=(80, 48))
     build_dataset(tmp_path / "high", {"train": (4,)}, size=(64, 72))
-    assert facts_of(tmp_path / "wide") == ((80, 48), 1.0)
-    assert facts_of(tmp_path / "wide", tmp_path / "high") == ((80, 72), 1.0)
+    assert facts_of(tmp_path / "wide")[:2] == ((80, 48), 1.0)
+    assert facts_of(tmp_path / "wide", tmp_path / "high")[:2] == ((80, 72), 1.0)
 
 
 def test_progressive_images_are_counted_and_bad_samples_left_out(tmp_path) -> None:

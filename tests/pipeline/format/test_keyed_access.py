@@ -130,3 +130,17 @@ def test_what_a_notebook_shows(built) -> None:
     assert [channel for _, channel in found] == list(CAMERAS)
     for data, _ in found:
         assert simplejpeg.decode_jpeg_header(base64.b64decode(data))[:2] == (150, 200)
+
+
+def test_a_part_of_a_sample_is_checked_by_its_members(tmp_path) -> None:
+    build_dataset(tmp_path / "d", {"train": (2,)}, size=(64, 48))
+    dataset = open_dataset(tmp_path / "d")
+    row = dataset.index.row(1)
+    entry = next(entry for entry in row.members if entry.name == f"{CAMERAS[1]}.jpg")
+    shard = tmp_path / "d" / "train-000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[row.offset + entry.offset + 40] ^= 1
+    shard.write_bytes(data)
+    assert dataset.read(1, [CAMERAS[0]])[CAMERAS[0]]
+    with pytest.raises(ChecksumError, match=f"member '{CAMERAS[1]}.jpg': checksum mismatch"):
+        dataset.read(1, [CAMERAS[1]])

@@ -8,6 +8,7 @@ import subprocess
 import tarfile
 
 import pytest
+import xxhash
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +41,7 @@ def build(samples):
         packed = pack_sample(key, [StoredMember(name, content) for name, content in members.items()])
         frame = zstd_frames.encode_frame(b"".join(packed.pieces), 3)
         entries = tuple(
-            MemberEntry(name, at, len(content), len(content), "raw")
+            MemberEntry(name, at, len(content), len(content), "raw", xxhash.xxh3_64_intdigest(content))
             for (name, content), at in zip(members.items(), packed.offsets, strict=True)
         )
         rows.append(IndexRow(key, "clip", 0, 0, 0, len(data), len(frame), 0, entries))

@@ -104,7 +104,7 @@ def test_verify_at_a_url(source, bucket, url, capsys, tmp_path):
     bucket.pipe_file(f"{url}/{third.removesuffix('.tar')}.idx", b"damaged")
     assert main(["verify", url]) == 1
     said = capsys.readouterr().out
-    assert f"{first}, offset 0, sample {open_dataset(url).index.row(0).key}: the bytes differ" in said
+    assert f"{first}, offset 0, sample {open_dataset(url).index.row(0).key}: checksum mismatch" in said
     assert f"{second}: cannot be read: No such file or directory" in said
     assert f"{third.removesuffix('.tar')}.idx: has 7 bytes" in said
     assert main(["verify", url, "--repair", f"nuscenes:{source.root}"]) == 2

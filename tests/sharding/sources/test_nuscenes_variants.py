@@ -426,3 +426,33 @@ def test_nuscenes_a_real_t4_dataset(tmp_path):
     assert [(row["num_car"], row["num_pedestrian"], row["num_bicycle"]) for row in attributes] == [
         (1, 1, 0), (1, 0, 1), (0, 0, 0),
     ]  # fmt: skip
+
+
+def test_dangling_links_of_a_cut_out_set_are_errors_or_cut(made, tmp_path):
+    """The first sample of a scene, a track and a row of sample_data's sample are not there; the rest is kept."""
+    tables = made.tables
+    gone = tables["sample"].pop(1)["token"]
+    track = tables["instance"].pop(0)["token"]
+    of_track = sum(
+        row["instance_token"] == track and row["sample_token"] != gone for row in tables["sample_annotation"]
+    )
+    num_boxes = sum(row["sample_token"] != gone for row in tables["sample_annotation"]) - of_track
+    num_data = sum(row["sample_token"] == gone and row["is_key_frame"] for row in tables["sample_data"])
+    made.write("sample", "instance")
+    with pytest.raises(SourceError, match=gone):
+        scan(made, tmp_path)
+    info, table = scan(made, tmp_path, dangling_links="cut")
+    assert [clip.num_samples for clip in info.clips] == [3, 3]
+    assert info.report.boxes == num_boxes
+    counts = info.report.cut_links
+    assert counts["sample.next"] == counts["sample.prev"] == 1
+    assert counts["sample_data.sample_token"] <= num_data
+    assert counts["sample_annotation.instance_token"] == of_track
+    assert "cut_links" in info.report.builtins()
+    assert any("cut: " in line for line in info.report.lines())
+    metas = [decode_meta(table.row(number).meta) for number in range(3)]
+    assert [meta.frame_idx for meta in metas] == sorted(meta.frame_idx for meta in metas)
+    assert (
+        "cut_links"
+        not in scan(build_nuscenes(tmp_path / "whole", {"a": 2}, cameras=TWO), tmp_path)[0].report.builtins()
+    )

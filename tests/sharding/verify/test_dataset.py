@@ -134,6 +134,18 @@ def test_members_that_differ_from_the_index(out, change, says):
     assert found[0].text.startswith(said), found[0].text
 
 
+def test_a_member_whose_digest_in_the_index_is_another(out):
+    dataset = open_dataset(out)
+    rows = [dataset.index.row(at) for at in range(len(dataset.index))]
+    *members, last = rows[1].members
+    rows[1] = rows[1]._replace(members=(*members, last._replace(xxh3=last.xxh3 ^ 1)))
+    replace_index(out, dataset, rows)
+    reseal(out)
+    (fault,) = faults(out, deep=True)
+    assert f"member '{last.name}': checksum mismatch" in fault.text
+    assert fault.key == rows[1].key
+
+
 def test_a_member_that_the_index_does_not_know(out):
     dataset = open_dataset(out)
     rows = [dataset.index.row(at) for at in range(6)]

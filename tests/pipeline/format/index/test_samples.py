@@ -28,16 +28,20 @@ SCALARS = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=6)
 OFFSETS, SIZES = st.integers(0, 2**63 - 1), st.integers(0, 1 << 20)
-MEMBERS = st.builds(MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS))
-ROWS = st.builds(IndexRow, WORDS, WORDS, INT32, INT64, INT32, OFFSETS, SIZES, st.integers(0, 2**64 - 1),
-                 st.lists(MEMBERS, max_size=3).map(tuple))  # fmt: skip
+DIGESTS = st.integers(0, 2**64 - 1)
+MEMBERS = st.builds(MemberEntry, st.sampled_from(NAMES), INT64, SIZES, SIZES, st.sampled_from(CODECS), DIGESTS)
+ROWS = st.builds(IndexRow, WORDS, WORDS, INT32, INT64, INT32, OFFSETS, SIZES, DIGESTS,
+                 st.lists(MEMBERS, max_size=3).map(tuple), st.just(False))  # fmt: skip
 
 
 def make_rows(count: int) -> list[IndexRow]:
     return [
         IndexRow(
             f"clip-{i // 4:04d}-{i % 4:06d}", f"clip-{i // 4:04d}", i % 4, i * 10**8, i % 3, i * 4096, 4096, i * 7919,
-            tuple(MemberEntry(n, 512 + 1024 * k, 10 + k, 20 + k, CODECS[k]) for k, n in enumerate(NAMES[: i % 4])),
+            tuple(
+                MemberEntry(n, 512 + 1024 * k, 10 + k, 20 + k, CODECS[k], 2**63 + k)
+                for k, n in enumerate(NAMES[: i % 4])
+            ),
         )
         for i in range(count)
     ]  # fmt: skip
@@ -241,7 +245,7 @@ class TestDamage:
         members = batch.column("members")
         codes = pa.array([code] * len(members.values), pa.int16())
         for replaced in (0, 1):
-            fields = [codes if i == replaced else members.values.field(i) for i in range(5)]
+            fields = [codes if i == replaced else members.values.field(i) for i in range(6)]
             values = pa.StructArray.from_arrays(fields, fields=list(members.type.value_type))
             column = pa.ListArray.from_arrays(members.offsets, values)
             path = self.write(tmp_path / "codes", batches=[batch.set_column(8, batch.schema.field(8), column)])
@@ -259,7 +263,7 @@ class TestDamage:
 
 
 def test_unknown_names_and_codecs_are_the_writers_mistake(tmp_path: Path) -> None:
-    row = make_rows(1)[0]._replace(members=(MemberEntry("other.bin", 0, 1, 1, "raw"),))
+    row = make_rows(1)[0]._replace(members=(MemberEntry("other.bin", 0, 1, 1, "raw", 0),))
     with pytest.raises(KeyError, match=r"other\.bin"), IndexWriter(tmp_path / INDEX_FILE, NAMES, CODECS) as writer:
         writer.append(row)
 

@@ -1,0 +1,1 @@
+"""Run a model over a dataset and store a layer."""

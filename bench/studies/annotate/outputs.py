@@ -1,0 +1,127 @@
+"""A model's outputs: the table of channels that they need, and the values of each row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+import yaml
+
+from fuelrail.pipeline.channels.table import DTYPES
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import read_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.channels.table import Channel
+
+_MOST_INT8: Final = 127
+_SCALE: Final = "_scale"
+_BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.md, section 2.1)"
+
+
+def read_table(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The channels of a YAML or JSON file: a list of objects. Raises ConfigError for anything else."""
+    try:
+        table = yaml.safe_load(read_text(Path(path)))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"'{path}' is not YAML: {error}") from error
+    if not isinstance(table, list) or not all(isinstance(one, dict) for one in table):
+        raise ConfigError(f"'{path}' must hold a list of channels, each an object")
+    return table
+
+
+def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:
+    """The channels of these outputs of ``num_rows`` samples: arrays, texts and bytes that augmentation does not move.
+
+    ``store`` is how floating arrays of one axis and more are stored: ``as_is``, ``float16``, or ``int8`` beside a
+    channel ``{name}_scale``. Raises ConfigError for values that need a table written by hand.
+    """
+    table: list[dict[str, Any]] = []
+    for name, output in outputs.items():
+        values = _split(name, output, num_rows)
+        head = {"name": name, "law": {"name": "fixed"}}
+        if all(isinstance(value, str) for value in values):
+            table.append({**head, "kind": "text", "field": f"{name}.txt"})
+        elif all(isinstance(value, bytes) for value in values):
+            table.append({**head, "kind": "bytes", "field": f"{name}.bin"})
+        elif all(isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values):
+            dtype, shape = values[0].dtype.name, list(values[0].shape)
+            if dtype not in DTYPES:
+                raise ConfigError(f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}")
+            is_large = values[0].dtype.kind == "f" and shape
+            axes = [f"axis_{number}" for number in range(len(shape))]
+            stored = store if is_large and store != "as_is" else dtype
+            table.append(
+                {**head, "kind": "array", "field": f"{name}.npy", "dtype": stored, "axes": axes, "shape": shape}
+            )
+            if stored == "int8" and is_large:
+                scale = f"{name}{_SCALE}"
+                fixed = {"law": {"name": "fixed"}, "description": f"{name} is int8 times this"}
+                table.append({**fixed, "name": scale, "kind": "array", "field": f"{scale}.npy", "dtype": "float32"})
+        else:
+            kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+            raise ConfigError(f"output {name!r} holds {kinds} of differing shape or type: {_BY_HAND}")
+    return table
+
+
+def rows_of(outputs: Mapping[str, Any], num_rows: int, channels: Sequence[Channel]) -> list[dict[str, Any]]:
+    """The values of each row as the table stores them.
+
+    Floating values are cast to a floating dtype of the table; for int8 with a channel ``{name}_scale`` beside, they
+    are divided by the row's largest absolute value / 127, and that is the scale. Raises ConfigError for an output whose
+    length is not the batch's.
+    """
+    table = {channel.name: channel for channel in channels}
+    rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+    for name, output in outputs.items():
+        channel = table.get(name)
+        for row, value in zip(rows, _split(name, output, num_rows), strict=True):
+            row[name] = value
+            if channel is None or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+                continue
+            if channel.dtype == "int8" and f"{name}{_SCALE}" in table:
+                row[name], row[f"{name}{_SCALE}"] = _quantised(value)
+            elif channel.dtype.startswith("float"):
+                with np.errstate(over="ignore"):  # an infinity is refused where the table forbids it
+                    row[name] = value.astype(channel.numpy_dtype)
+    return rows
+
+
+def _quantised(value: NDArray[Any]) -> tuple[NDArray[np.int8], np.float32]:
+    if not np.isfinite(value).all():
+        raise ConfigError("a value with NaN or infinities cannot be stored as int8; store it as float16")
+    most = float(np.abs(value).max()) if value.size else 0.0
+    scale = np.float32(most / _MOST_INT8 if most else 1.0)
+    return np.clip(np.rint(value / scale), -_MOST_INT8, _MOST_INT8).astype(np.int8), scale
+
+
+def _split(name: str, output: object, num_rows: int) -> list[Any]:
+    """The rows of an output; tensors as arrays in host memory, bfloat16 as float32."""
+    if isinstance(output, torch.Tensor):
+        host = output.detach().cpu()
+        output = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    has_rows = isinstance(output, list | tuple) or (isinstance(output, np.ndarray) and output.ndim > 0)
+    length = len(output) if has_rows else -1  # type: ignore[arg-type]
+    if length != num_rows:
+        raise ConfigError(
+            f"output {name!r} is {type(output).__name__} of length {length if length >= 0 else 'none'}; it must be a "
+            f"tensor [B, ...] or a list, with a row for each of the batch's {num_rows} samples"
+        )
+    rows: list[Any] = list(output)  # type: ignore[call-overload]
+    return [_array(row) for row in rows]
+
+
+def _array(row: Any) -> Any:  # noqa: ANN401
+    if isinstance(row, torch.Tensor):
+        host = row.detach().cpu()
+        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+    if isinstance(row, dict):
+        return {name: _array(one) for name, one in row.items()}
+    return np.asarray(row) if isinstance(row, np.generic | bool | int | float) else row

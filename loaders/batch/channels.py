@@ -1,0 +1,217 @@
+"""Selected channels (``DataLoader(channels=...)``): from a sample's members to entries of the batch.
+
+Each selected channel adds two entries: ``{name}``, collated as its kind is, and ``{name}_valid`` [B] bool, False where
+the sample lacks it. Values are moved by the channel's law with the same draw as images, boxes and points. Dtypes are
+those of the table.
+
+==================== ==================================== ====================================================
+kind                 shape of ``{name}``                  where ``{name}_valid`` is False
+==================== ==================================== ====================================================
+``image``            [B, H, W] or [B, H, W, 3]            zeros. Law ``image``: H x W is the size of ``img``
+``array``            [B, ...], the shape of the table     zeros
+``points``           list of [P, C]                       None
+``ragged``           dict of array to list of [M, ...]    None in each list
+``text``, ``bytes``  list of str or bytes                 None
+``tokens``           [B, T] where T is fixed, else        zeros, or no tokens
+                     `Packed`: sample b has the tokens
+                     ``values[offsets[b]:offsets[b + 1]]``
+==================== ==================================== ====================================================
+
+With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T for each sample,
+``{name}_valid`` is [B, T], and frame t of sample b is number b T + t in a `Packed`. Frames that ``pad="mask"`` hides
+lack all channels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from fuelrail.pipeline.channels.kinds import KINDS, Packed
+from fuelrail.pipeline.channels.laws import LAWS, Motion
+from fuelrail.pipeline.channels.selection import decode_values, select
+from fuelrail.pipeline.errors import ConfigError, MemberError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fuelrail.loaders.batch.temporal import Frames
+    from fuelrail.loaders.records import DecodedSample, Parsed
+    from fuelrail.pipeline.channels.kinds import Value
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Layer
+
+OWN_NAMES: Final = frozenset(
+    {
+        *("img", "cam_valid", "intrinsics", "dist", "ida_mat", "cam2ego", "cam2keyego", "ego2img", "lidar2img"),
+        *("lidar2ego", "ego2global", "ego2key", "bda_mat", "timestamp_ns", "img_timestamp_ns", "gt_boxes_3d"),
+        *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "clip_id", "frame"),
+        *("global_index", "frame_valid", "frame_global_index", "valid", "lane", "prev_exists", "epoch", "step"),
+        *("dataset", "seed"),
+    }
+)
+"""Names that a batch, or a sample before ``transform``, has of its own."""
+
+
+def choose_channels(dataset: Dataset, names: Sequence[str] | None, layers: Sequence[Layer] = ()) -> tuple[Channel, ...]:
+    """Return the entries of the selected channels, in the order of the table and the layers.
+
+    A layer's channels are called ``{layer}.{channel}``; without ``names`` all of them are selected.
+
+    Raises ConfigError for a name that is not in the table, that is a camera, a lidar or the boxes, or whose entries
+    would have the names of others; ManifestError for a channel whose kind or law is unknown here.
+    """
+    manifest, joined = dataset.manifest, [channel for layer in layers for channel in layer.channels]
+    names = [channel.name for channel in joined] if names is None else names
+    if not names:
+        return ()
+    chosen = select((*manifest.channels, *joined), names, dataset.location)
+    taken = set(OWN_NAMES)
+    for channel in chosen:
+        if channel not in manifest.extra_channels and channel not in joined:
+            raise ConfigError(
+                f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
+                "batch, and points=True adds the first lidar's points"
+            )
+        entries = {channel.name, f"{channel.name}_valid"}
+        if clash := sorted(entries & taken):
+            raise ConfigError(
+                f"channels={list(names)}: channel '{channel.name}' of '{dataset.location}' needs the batch entry "
+                f"'{clash[0]}', which another entry has; leave it out, or rename it in the source"
+            )
+        taken |= entries
+    return chosen
+
+
+def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exception] | None]:
+    """Decode and move the selected channels of all frames of a sample.
+
+    Returns the sample with its values, or, with the number of the frame and the error, one without where a value is
+    not as the table says. With ``hides``, frames that the clip does not have lack all channels.
+    """
+    reader = parsed.task.source.reader
+    if not reader.channels:
+        return parsed, None
+    known: dict[int, Mapping[str, Value | None]] = {}
+    extra: list[Mapping[str, Value | None]] = []
+    for number, frame in enumerate(parsed.task.frames):
+        if hides and not frame.present:
+            extra.append(dict.fromkeys(channel.name for channel in reader.channels))
+            continue
+        if frame.row not in known:
+            try:
+                known[frame.row] = _moved(parsed, number, reader.channels)
+            except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
+                return parsed, (number, error)
+        extra.append(known[frame.row])
+    return parsed._replace(extra=tuple(extra)), None
+
+
+def _moved(parsed: Parsed, number: int, channels: Sequence[Channel]) -> dict[str, Value | None]:
+    """Return the values of one frame by name, moved as the sample is; None where the frame lacks one."""
+    sample, reader = parsed.samples[number], parsed.task.source.reader
+    lidar2ego = {}
+    for at, lidar in enumerate(reader.lidars):
+        if any(channel.frame == f"sensor:{lidar}" for channel in channels):
+            matrix = sample.geometry.lidar2keyego(at)
+            if np.isfinite(matrix).all():
+                lidar2ego[lidar] = matrix
+    motion = Motion(dict(zip(reader.cameras, parsed.maps[number], strict=True)), parsed.bev, lidar2ego)
+    values = decode_values(sample.extra, channels, sample.key)
+    for channel in channels:
+        value = values[channel.name]
+        if value is None:
+            continue
+        try:
+            values[channel.name] = LAWS[channel.law.name].move(value, channel, motion)
+        except MemberError as error:
+            raise type(error)(error.message, key=sample.key, member=channel.field) from error
+    return values
+
+
+class SelectedChannels(NamedTuple):
+    """The selected channels, and the cameras of the rig, which some of them move with."""
+
+    channels: tuple[Channel, ...] = ()
+    cameras: tuple[str, ...] = ()
+
+    def entries(self, decoded: Sequence[DecodedSample], frames: Frames) -> dict[str, Any]:
+        """Return the entries of a batch of these samples; see the module's tables.
+
+        Raises SchemaError where values cannot be stacked.
+        """
+        batch: dict[str, Any] = {}
+        for channel in self.channels:
+            values = [of_frame[channel.name] for entry in decoded for of_frame in entry.extra]
+            present = [value is not None for value in values]
+            shape = () if any(present) else self._shape(channel, decoded[0])
+            collated = KINDS[channel.kind].collate(values, channel, shape)
+            batch[channel.name] = _shaped(collated, frames)
+            batch[f"{channel.name}_valid"] = torch.from_numpy(frames.shaped(present))
+        return batch
+
+    def _shape(self, channel: Channel, sample: DecodedSample) -> tuple[int, ...]:
+        """Return the shape of a value that no sample of the batch has; 0 where the table leaves a side open."""
+        motion = Motion(dict(zip(self.cameras, sample.maps, strict=True)), sample.bev)
+        return LAWS[channel.law.name].shape(tuple(side or 0 for side in channel.shape), channel, motion)
+
+
+def _shaped(collated: Any, frames: Frames) -> Any:  # noqa: ANN401
+    """Return what a kind collated over all frames as tensors, with the axes of the batch."""
+    if isinstance(collated, Packed):
+        return Packed(*(_tensor(array) for array in collated))
+    if isinstance(collated, dict):
+        return {name: _shaped(value, frames) for name, value in collated.items()}
+    if isinstance(collated, np.ndarray):
+        return _tensor(collated).reshape(*frames.axes, *collated.shape[1:])
+    return frames.listed([_tensor(value) for value in collated])
+
+
+def _tensor(value: Any) -> Any:  # noqa: ANN401
+    """Return an array as a tensor on writable memory of its own; everything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return torch.from_numpy(value if value.flags.writeable else value.copy())
+
+
+def of_one(
+    value: Any,  # noqa: ANN401
+    *,
+    has_windows: bool,
+) -> tuple[Any, Callable[[list[Any]], Any]] | None:
+    """Take the sample's part out of an entry of a batch of one; None for an entry that all samples share.
+
+    Returns it with the function that joins such parts of several samples again; tensors and numbers are stacked.
+    """
+    if isinstance(value, list):
+        return value[0], list
+    if isinstance(value, Packed):
+        parts = list(torch.tensor_split(torch.as_tensor(value.values), torch.as_tensor(value.offsets)[1:-1]))
+        return (parts, _packed_windows) if has_windows else (parts[0], _packed)
+    if isinstance(value, dict):
+        return {name: one[0] for name, one in value.items()}, _joined
+    return None
+
+
+def _joined(values: list[Any]) -> Any:  # noqa: ANN401
+    """Return dicts of the same names as a dict of lists; anything else, which a transform made, as the list it is."""
+    if all(isinstance(value, dict) and value.keys() == values[0].keys() for value in values):
+        return {name: [value[name] for value in values] for name in values[0]}
+    return values
+
+
+def _packed(values: list[Any]) -> Any:  # noqa: ANN401
+    if not all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values):
+        return values
+    offsets = torch.zeros(len(values) + 1, dtype=torch.int64)
+    torch.cumsum(torch.tensor([len(value) for value in values]), 0, out=offsets[1:])
+    return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]  # a batch has tensors in place of arrays
+
+
+def _packed_windows(values: list[Any]) -> Any:  # noqa: ANN401
+    if not all(isinstance(value, list) for value in values):
+        return values
+    return _packed([one for value in values for one in value])

@@ -1,0 +1,110 @@
+"""Layers of a loader: open them, and refuse those whose values belong to another view of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fuelrail.loaders.schedule.state import sample_settings, settings_that_differ
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.layers import Layer, open_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.layers import Missing
+    from fuelrail.pipeline.order.windows import FrameWindow
+
+Layers = Mapping[str, "tuple[Layer, ...]"]
+"""The layers of each dataset, by the dataset's name."""
+
+_OF_A_VIEW = ("image", "ego", "pixels", "undistort")
+"""What decides the view of a sample: settings that only change dtypes or frames of reference are not among them."""
+
+
+def open_layers(
+    datasets: Mapping[str, Dataset],
+    given: Mapping[str, Any] | None,
+    missing: Missing,
+    opening: Mapping[str, Any],
+    *,
+    is_mix: bool,
+) -> Layers:
+    """Open the layers of the datasets; ``given`` maps names to places, of a mix dataset names to such maps.
+
+    ``opening`` are the keywords of `open_layer`.
+
+    Raises ConfigError for what is not such a map, and what `open_layer` raises.
+    """
+    if not given:
+        return dict.fromkeys(datasets, ())
+    by_dataset = given if is_mix else {next(iter(datasets)): given}
+    if unknown := [name for name in by_dataset if name not in datasets]:
+        raise ConfigError(
+            f"layers={given!r:.200}: {unknown[0]!r} is not a dataset of the mix; there are: {', '.join(datasets)}; "
+            'give layers={"DATASET": {"LAYER": PATH}}'
+        )
+    opened: dict[str, tuple[Layer, ...]] = {}
+    for name, base in datasets.items():
+        of_one = by_dataset.get(name, {})
+        if not isinstance(of_one, Mapping):
+            raise ConfigError(f'layers={given!r:.200} must map names to folders or URLs: {{"teacher": PATH}}')
+        found = []
+        for layer, place in of_one.items():
+            if not isinstance(layer, str) or not (isinstance(place, str) or hasattr(place, "__fspath__")):
+                raise ConfigError(f'layers={given!r:.200} must map names to folders or URLs: {{"teacher": PATH}}')
+            found.append(open_layer(layer, place, base, missing, **opening))
+        opened[name] = tuple(found)
+    return opened
+
+
+def fingerprints_of(layers: Layers, *, is_mix: bool) -> dict[str, Any] | None:
+    """Return the fingerprints for the loader's state: by layer, of a mix by dataset and layer; None without layers."""
+    found = {name: {one.name: one.manifest.fingerprint for one in of_one} for name, of_one in layers.items() if of_one}
+    if not found:
+        return None
+    return dict(found) if is_mix else next(iter(found.values()))
+
+
+def view_settings(seed: int, content: Mapping[str, object]) -> dict[str, Any]:
+    """Return what decides the view of every sample in an epoch, as plain JSON types with a digest.
+
+    ``content`` is that of the loader's transforms (`Transforms.content`).
+    """
+    return sample_settings(seed, **{name: content[name] for name in _OF_A_VIEW})
+
+
+def check_views(
+    layers: Layers, seed: int, content: Mapping[str, object], *, is_mix: bool, window: FrameWindow | None
+) -> None:
+    """Raise ConfigError, with both sides, for a layer of other views than a loader with these settings shows."""
+    settings = view_settings(seed, content)
+    for layer in _of_views(layers):
+        view = layer.manifest.view
+        if is_mix or (window is not None and len(window.frames) > 1):
+            raise ConfigError(
+                f"layer '{layer.name}' holds values of single augmented views (per_view), and "
+                f"{'a mix' if is_mix else 'a window'} augments its frames otherwise; make the layer with view 'fixed'"
+            )
+        if view.settings != settings:
+            raise ConfigError(
+                f"layer '{layer.name}' was made from samples under other settings; "
+                f"{settings_that_differ(view.settings, settings, 'layer')}; "
+                "make the loader with the layer's settings, or the layer again with the loader's"
+            )
+
+
+def check_epoch(layers: Layers, epoch: int) -> None:
+    """Raise ConfigError for a layer whose values belong to the views of another epoch."""
+    for layer in _of_views(layers):
+        made_in = layer.manifest.view.epoch
+        if made_in != epoch:
+            raise ConfigError(
+                f"layer '{layer.name}' holds values of the views of epoch {made_in}, the loader is at epoch {epoch}: "
+                f"call set_epoch({made_in}), or give the layer of epoch {epoch}"
+            )
+
+
+def _of_views(layers: Layers) -> Sequence[Layer]:
+    return [one for of_one in layers.values() for one in of_one if one.manifest.view.kind == "per_view"]

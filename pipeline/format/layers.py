@@ -1,0 +1,325 @@
+"""Layers: channels that are added to the rows of a dataset, its *base*, in a dataset folder of their own.
+
+A layer is stored as a dataset is: shards, index, digests. Its samples have no metadata and no geometry, but the members
+of its own channels, under the keys of the base. ``rows.npy`` says which row of its index belongs to which position of
+the base. FORMAT.md has the rules, section 10.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec import Meta
+
+from fuelrail.pipeline.channels.selection import check_table
+from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CAMERA, LIDAR
+from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError
+from fuelrail.pipeline.format.attributes import Attributes
+from fuelrail.pipeline.format.dataset import Dataset, open_kind
+from fuelrail.pipeline.format.index.attributes_file import AttributesFile
+from fuelrail.pipeline.format.manifest import DATASETS, Manifest
+from fuelrail.pipeline.sample.schema import GEOMETRY, META
+from fuelrail.pipeline.settings import Settings, must_be
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.manifest import Kinds
+    from fuelrail.pipeline.storage.retry import RetryPolicy
+
+LAYER_FORMAT: Final = "fuelrail-layer"
+LAYER_SPLIT: Final = "layer"
+"""The split that all rows of a layer belong to; its shards are ``layer-{number:06d}.tar``."""
+ROWS_FILE: Final = "rows.npy"
+ROWS_DTYPE: Final = np.dtype("<i8")
+NO_ROW: Final = -1
+
+Missing: TypeAlias = Literal["error", "mask", "drop"]
+"""What a loader does where a layer has no row for a sample."""
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}")
+_SHOWN_KEYS: Final = 3
+_ROWS_AT_ONCE: Final = 1 << 16
+
+
+class LayerView(Settings, frozen=True, omit_defaults=True):
+    """What of a sample the values of a layer were computed from.
+
+    Attributes:
+        kind: ``fixed``: the sample without augmentation; the values move by the laws of their channels. ``per_view``:
+            the sample as augmented in one epoch; the values belong to that view, and nothing moves them.
+        epoch: of ``per_view``: the epoch.
+        settings: of ``per_view``: the seed and the settings of the augmentation, as plain JSON types
+            (`fuelrail.loaders.schedule.layers.view_settings`).
+
+    """
+
+    kind: Annotated[Literal["fixed", "per_view"], must_be("one of fixed, per_view")] = "fixed"
+    epoch: Annotated[Annotated[int, Meta(ge=0)] | None, must_be("an integer >= 0, or None")] = None
+    settings: Annotated[dict[str, Any] | None, must_be("a dict or None")] = None
+
+
+class BaseEntry(Settings, frozen=True):
+    """The base of a layer; ``sensors`` are its entries of cameras and lidars, which laws of the layer may name."""
+
+    fingerprint: str
+    name: str
+    num_samples: int
+    sensors: tuple[Channel, ...]
+
+    @classmethod
+    def of(cls, base: Dataset) -> Self:
+        """The entry of this dataset."""
+        manifest = base.manifest
+        return cls(
+            fingerprint=manifest.fingerprint,
+            name=manifest.name,
+            num_samples=manifest.num_samples,
+            sensors=tuple(one for one in manifest.channels if one.sensor in (CAMERA, LIDAR)),
+        )
+
+
+class LayerManifest(Manifest, frozen=True, kw_only=True):
+    """The manifest of a layer: that of a dataset, and what it is a layer of."""
+
+    base: BaseEntry
+    view: LayerView
+
+    def check_channels(self, where: str) -> None:
+        """Raise ManifestError for a table that is broken, or that has what only a base has."""
+        check_layer_table(self.channels, self.base, where, ManifestError)
+
+
+LAYERS: Final[Kinds] = {LAYER_FORMAT: LayerManifest}
+EITHER: Final[Kinds] = {**DATASETS, **LAYERS}
+"""Formats of commands that take a dataset or a layer."""
+
+
+def check_layer_table(
+    channels: Sequence[Channel], base: BaseEntry, where: str, error: type[Exception], *, known_only: bool = True
+) -> None:
+    """Raise ``error``, naming the channel, for a table that is not one of a layer of this base."""
+    reserved = {META, GEOMETRY, BOXES_CHANNEL.field}
+    for channel in channels:
+        if channel.sensor in (CAMERA, LIDAR) or channel.field in reserved:
+            raise error(
+                f"'{where}': channel {channel.name!r:.110} cannot be in a layer: cameras, lidars, metadata, geometry "
+                "and the entry 'boxes' belong to a base; give boxes another name"
+            )
+    check_table((*base.sensors, *channels), where, error, known_only=known_only)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An open layer that is attached to its base under a name.
+
+    ``data`` is the layer as a dataset: its tables, its shards. ``rows`` has the row of its index for each position of
+    the base, int64 (num_samples,), `NO_ROW` where it has none; None: row i belongs to position i.
+    """
+
+    name: str
+    data: Dataset
+    rows: NDArray[np.int64] | None
+    missing: Missing = "error"
+
+    @property
+    def manifest(self) -> LayerManifest:
+        """The layer's manifest."""
+        assert isinstance(self.data.manifest, LayerManifest)
+        return self.data.manifest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row of the base has a row of the layer."""
+        return self.manifest.num_samples == self.manifest.base.num_samples
+
+    def row(self, position: int) -> int:
+        """The row of the layer's index for a position of the base; `NO_ROW` where there is none."""
+        return position if self.rows is None else int(self.rows[position])
+
+    def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW` stays what it is."""
+        if self.rows is None:
+            return positions
+        if not len(self.rows):
+            return np.full_like(positions, NO_ROW)
+        found: NDArray[np.int64] = np.where(positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)])
+        return found
+
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """The layer's channels as a loader sees them: named ``{layer}.{channel}``, optional where rows may lack.
+
+        Values of one view are not moved again, so their law is ``fixed``.
+        """
+        is_view = self.manifest.view.kind == "per_view"
+        may_lack = self.missing != "error"
+        return tuple(
+            msgspec.structs.replace(
+                one,
+                name=f"{self.name}.{one.name}",
+                field=f"{self.name}.{one.field}",
+                law=Law("fixed") if is_view else one.law,
+                optional=one.optional or may_lack,
+            )
+            for one in self.manifest.channels
+        )
+
+
+def open_layer(
+    name: str,
+    location: str | os.PathLike[str],
+    base: Dataset,
+    missing: Missing = "error",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    retry: RetryPolicy | None = None,
+) -> Layer:
+    """Open a layer, in a folder or at a URL, and attach it to its base under a name.
+
+    Raises ConfigError for a name that is not ``[a-z][a-z0-9_]*``, ManifestError for what is no layer, for a layer of
+    another dataset and for one of an older version of this dataset, and what `open_dataset` raises.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"layer name {name!r:.110} must match {_NAME.pattern}")
+    data = open_layer_data(location, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+    layer = Layer(name, data, read_rows(data), missing)
+    check_base(layer, base)
+    return layer
+
+
+def open_layer_data(
+    location: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    retry: RetryPolicy | None = None,
+) -> Dataset:
+    """Open the tables of a layer, without its base; raises ManifestError for what is no layer."""
+    data = open_kind(location, LAYERS, storage_options=storage_options, cache_dir=cache_dir, retry=retry)
+    entry = data.manifest.file(ROWS_FILE)
+    if entry is not None and data.origin is not None:
+        data.origin.whole(entry)
+    return data
+
+
+def read_rows(data: Dataset) -> NDArray[np.int64] | None:
+    """Map ``rows.npy``; None where the layer has none, because row i belongs to position i.
+
+    Raises IndexFileError for a file that is not as the manifest says.
+    """
+    manifest = data.manifest
+    assert isinstance(manifest, LayerManifest)
+    num_samples, path = manifest.base.num_samples, data.root / ROWS_FILE
+    if manifest.file(ROWS_FILE) is None:
+        if manifest.num_samples != num_samples:
+            raise ManifestError(
+                f"layer '{data.location}' has {manifest.num_samples} rows for {num_samples} samples of its base, and "
+                f"no {ROWS_FILE}, which says whose they are"
+            )
+        return None
+    try:
+        rows: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise IndexFileError(f"'{path}' cannot be read: {error}") from error
+    if not isinstance(rows, np.ndarray) or rows.dtype != ROWS_DTYPE or rows.shape != (num_samples,):
+        raise IndexFileError(f"'{path}' must hold int64 [{num_samples}], a row for each sample of the base")
+    return rows
+
+
+def check_base(layer: Layer, base: Dataset) -> None:
+    """Raise ManifestError, with both sides, where a layer does not belong to this dataset."""
+    entry, manifest = layer.manifest.base, base.manifest
+    if entry.fingerprint == manifest.fingerprint:
+        return
+    sides = (
+        f"layer '{layer.data.location}' belongs to dataset '{entry.name}' of {entry.num_samples} samples (fingerprint "
+        f"{entry.fingerprint[:16]}), not to '{base.location}', '{manifest.name}' of {manifest.num_samples} samples "
+        f"({manifest.fingerprint[:16]})"
+    )
+    ours = base.index.texts("key")
+    theirs = pa.chunked_array(layer.data.index.texts("key").chunks, pa.string())
+    known = pa.compute.is_in(theirs, value_set=ours.combine_chunks())
+    if not len(theirs) or not pa.compute.all(known).as_py():
+        raise ManifestError(f"{sides}; give the dataset that it was made for, or make the layer again")
+    lacking = ours.filter(pa.compute.invert(pa.compute.is_in(ours, value_set=theirs.combine_chunks())))
+    shown = ", ".join(lacking.slice(0, _SHOWN_KEYS).to_pylist())
+    rest = f"{len(lacking)} samples have no value: {shown}{', ...' if len(lacking) > _SHOWN_KEYS else ''}"
+    raise ManifestError(
+        f"{sides}; all keys of the layer are in this dataset, so it is another version of the same one, in which "
+        f"{rest if len(lacking) else 'every sample has a value'}; `fuelrail layer rebase LAYER DATASET OUT` makes the "
+        "layer of this version"
+    )
+
+
+class JoinedAttributes(Attributes):
+    """The attributes of a split's samples, and those of layers under ``{layer}.{attribute}``; null without a row."""
+
+    def __init__(self, dataset: Dataset, split: str, layers: Sequence[Layer] = ()) -> None:
+        super().__init__(dataset, split)
+        self._own = super().names
+        self._layers = {
+            f"{layer.name}.{name}": (layer, name) for layer in layers for name in _attribute_names(layer.data)
+        }
+        entry = dataset.split(split)
+        self._positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All attributes there are."""
+        return (*self._own, *self._layers)
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """The columns ``names`` of the split's samples, in the order of the index; OrderError for unknown names."""
+        own = super().read([name for name in names if name not in self._layers])
+        columns = {}
+        for name in names:
+            if name not in self._layers:
+                columns[name] = own[name]
+                continue
+            layer, column = self._layers[name]
+            rows = layer.rows_at(self._positions)
+            stored = pa.Table.from_batches(AttributesFile(layer.data.attributes_file()).batches([column]))[column]
+            columns[name] = stored.take(pa.array(rows, mask=rows < 0))
+        return pa.table(columns)
+
+
+def _attribute_names(data: Dataset) -> list[str]:
+    file = AttributesFile(data.attributes_file())
+    indexed = ("key", "clip_id", "split", "frame", "timestamp_ns")
+    return [name for name in file.schema(len(data.index)).names if name not in indexed] if file.exists else []
+
+
+def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:
+    """The samples of a split, numbered from its first, that a layer has a row for: ascending int64."""
+    entry = dataset.split(split)
+    positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
+    return np.flatnonzero(layer.rows_at(positions) >= 0)
+
+
+def check_present(layer: Layer, dataset: Dataset, split: str, selected: NDArray[np.int64] | None) -> None:
+    """Raise OrderError, naming some, where selected samples of a split (None: all) have no row in the layer."""
+    if layer.is_complete:
+        return
+    present, num_samples = present_samples(layer, dataset, split), dataset.split(split).num_samples
+    wanted = np.arange(num_samples) if selected is None else selected
+    lacking = np.setdiff1d(wanted, present, assume_unique=True)
+    if not lacking.size:
+        return
+    first = dataset.split(split).first_sample
+    keys = [dataset.index.row(first + int(at)).key for at in lacking[:_SHOWN_KEYS]]
+    raise OrderError(
+        f"layer '{layer.name}' ('{layer.data.location}') has no value for {lacking.size} of {len(wanted)} selected "
+        f"samples, such as {', '.join(keys)}; missing='mask' marks them in the batch, missing='drop' leaves them out"
+    )

@@ -1,0 +1,1 @@
+"""Robots' logs: MCAP and rosbag2, and the video in them."""

@@ -1,0 +1,1 @@
+"""The files of logs: MCAP and SQLite, read the same way."""

@@ -1,0 +1,99 @@
+"""What both storages of logs have: topics, messages in the order of their recording, and where a message is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+HEAD_BYTES: Final = 1024
+"""How much of a message is read for its stamp and its layout; the headers of most JPEGs are in it too."""
+
+
+class Topic(NamedTuple):
+    """A topic. ``type`` has ROS 2's spelling without ``msg/``: ``sensor_msgs/Image``; foxglove's is ``foxglove.Log``.
+
+    ``encoding`` is of the messages, such as ``cdr``; ``schema`` is the text or the descriptor of the type.
+    """
+
+    name: str
+    type: str
+    encoding: str
+    schema: bytes = b""
+
+
+class Locator(NamedTuple):
+    """A message: of an MCAP file the offset of its chunk, -1 for none, and of its record; of SQLite 0 and its row."""
+
+    file: str
+    chunk: int
+    at: int
+
+    def __str__(self) -> str:
+        return f"{self.file}@{self.chunk}:{self.at}"
+
+    @classmethod
+    def of(cls, text: str) -> Locator:
+        """Parse what ``str`` makes."""
+        file, _, numbers = text.rpartition("@")
+        chunk, _, at = numbers.partition(":")
+        return cls(file, int(chunk), int(at))
+
+
+class Message(NamedTuple):
+    """A message of ``length`` bytes, of which ``data`` are all or the first.
+
+    ``offset`` is where it begins in its file; -1 where its bytes are not in the file as they are.
+    """
+
+    topic: str
+    log_ns: int
+    place: Locator
+    data: Buffer
+    length: int
+    offset: int = -1
+
+
+class LogFile(Protocol):
+    """One file of a log. Errors are SourceError naming the file."""
+
+    lost: dict[str, int]
+    """What could not be read, and was left out: kind to bytes or messages."""
+
+    @property
+    def topics(self) -> dict[str, Topic]:
+        """Topics by name."""
+        ...
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Whether messages are much slower to read in another order than that of the recording."""
+        ...
+
+    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+        """Yield the messages of these topics in the order of their recording; of ``heads`` the first bytes may do."""
+        ...
+
+    def places(self, topic: str) -> list[Locator]:
+        """Where the messages of a topic are, in the order of their recording."""
+        ...
+
+    def read(self, place: Locator, most: int | None = None) -> Message:
+        """A whole message, or its first bytes."""
+        ...
+
+
+def plain_type(name: str) -> str:
+    """The name of a type in one spelling: ``sensor_msgs/msg/Image`` and ``sensor_msgs/Image`` are the same."""
+    return name.replace("/msg/", "/")
+
+
+def check_compression(compression: str, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a compression that is not read here."""
+    if compression not in ("", "none", "zstd", "lz4"):
+        raise SourceError(f"{where} has the compression '{compression}'; zstd and lz4 are read: write the log again")

@@ -1,0 +1,221 @@
+"""MCAP files: by their summary and indexes, or record by record where they have none.
+
+A summary, its chunk indexes and the message indexes say where each message is. Of uncompressed chunks only the heads of
+messages are read. A compressed chunk is decompressed once, with its checksum. A file without a summary, as a recorder
+leaves it that was killed, is walked from its beginning, and its whole chunks are kept.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, check_compression
+from fuelrail.sharding.sources.logs.files.mcap_records import (
+    CHANNEL_OP,
+    CHUNK,
+    CHUNK_OP,
+    DATA_END_OP,
+    MAGIC,
+    MESSAGE,
+    MESSAGE_OP,
+    RECORD,
+    SCHEMA_OP,
+    Channels,
+    Chunk,
+    Summary,
+    chunk_data,
+    message_offsets,
+    read_summary,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.files import SourceFiles
+
+_HEAD = MESSAGE.size - RECORD.size
+
+
+class McapFile:
+    """One MCAP file.
+
+    ``skip_damaged`` leaves out a chunk whose checksum is wrong, counted in ``lost``, where else it is an error.
+    ``check_all`` checks uncompressed chunks also, which reads the whole file.
+    """
+
+    def __init__(self, files: SourceFiles, name: str, *, skip_damaged: bool = False, check_all: bool = False) -> None:
+        self._files, self._name = files, name
+        self._where = f"file '{files.shown}/{name}'"
+        self._skip_damaged, self._check_all = skip_damaged, check_all
+        self._channels = Channels()
+        self._chunk: tuple[int, Buffer] = (-1, b"")
+        self.num_decompressed = 0
+        self.lost: dict[str, int] = {}
+
+    @cached_property
+    def _size(self) -> int:
+        facts = self._files.facts(self._name)
+        if facts is None or not facts.num_bytes:
+            raise SourceError(f"{self._where} {'is not there' if facts is None else 'is empty'}")
+        return facts.num_bytes
+
+    @cached_property
+    def _summary(self) -> Summary | None:
+        return read_summary(self._files, self._name, self._size, self._where)
+
+    @cached_property
+    def topics(self) -> dict[str, Topic]:
+        """Topics by name."""
+        if self._summary is not None:
+            return {topic.name: topic for topic in self._summary.channels.values()}
+        for _ in self._walk_records(frozenset()):
+            pass
+        return {topic.name: topic for topic in self._channels.topics.values()}
+
+    @cached_property
+    def reads_in_order(self) -> bool:
+        """Whether chunks are compressed."""
+        chunks = self._found_chunks() if self._summary is None else self._summary.chunks
+        return any(not chunk.is_plain for chunk in chunks)
+
+    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+        """Yield the messages of these topics in the order of their recording."""
+        summary = self._summary
+        wanted = frozenset(heads) | frozenset(whole)
+        self.lost.clear()
+        if summary is None:
+            yield from self._walk_records(wanted)
+            return
+        self._channels.topics = summary.channels
+        for chunk in summary.chunks:
+            check_compression(chunk.compression, f"{self._where}: the chunk at byte {chunk.at}")
+            if chunk.is_plain and not self._check_all:
+                yield from self._walk_index(chunk, wanted, frozenset(whole))
+            else:
+                yield from self._walk_chunk(chunk, wanted)
+
+    def places(self, topic: str) -> list[Locator]:
+        """Where the messages of a topic are, in the order of their recording; by an index nothing is decompressed."""
+        summary, found = self._summary, []
+        if summary is None:
+            return [message.place for message in self._walk_records(frozenset([topic]))]
+        for chunk in summary.chunks:
+            index = self._files.read(self._name, chunk.index_at, chunk.index_length)
+            offsets = [offset for offset, _ in message_offsets(index, summary.channels, frozenset([topic]))]
+            found += [self._place(chunk, offset) for offset in offsets]
+        return found
+
+    def read(self, place: Locator, most: int | None = None) -> Message:
+        """A whole message, or its first bytes."""
+        if place.chunk < 0:
+            head = self._files.read(self._name, place.at, MESSAGE.size)
+            length, start = RECORD.unpack_from(head)[1] - _HEAD, place.at + MESSAGE.size
+            data = self._files.read(self._name, start, length if most is None else min(most, length))
+            return Message("", 0, place, data, length, start)
+        if self._chunk[0] != place.chunk:
+            head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
+            self._whole(self._chunk_at(place.chunk, head))
+        chunk = self._chunk[1]
+        length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
+        return Message("", 0, place, memoryview(chunk)[start : start + length], length)
+
+    def _place(self, chunk: Chunk, offset: int) -> Locator:
+        if chunk.is_plain:
+            return Locator(self._name, -1, chunk.data_at + offset)
+        return Locator(self._name, chunk.at, offset)
+
+    def _walk_index(self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
+        """Messages of an uncompressed chunk by its message index."""
+        end = chunk.at + chunk.length
+        index = self._files.read(self._name, chunk.index_at, chunk.index_length)
+        for offset, topic in message_offsets(index, self._channels.topics, wanted):
+            at = chunk.data_at + offset
+            head = self._files.read(self._name, at, min(MESSAGE.size + HEAD_BYTES, end - at))
+            if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
+                raise SourceError(f"{self._where}: the index names a message at byte {at}, where there is none")
+            length, log_ns, start = RECORD.unpack_from(head)[1] - _HEAD, MESSAGE.unpack_from(head)[4], at + MESSAGE.size
+            if start + length > end:
+                raise SourceError(f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk")
+            data: Buffer = memoryview(head)[MESSAGE.size : MESSAGE.size + length]
+            if topic.name in whole and len(head) - MESSAGE.size < length:
+                data = self._files.read(self._name, start, length)
+            yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length, start)
+
+    def _walk_chunk(self, chunk: Chunk, wanted: frozenset[str]) -> Iterator[Message]:
+        """Messages of a chunk, which is read whole; schemas and channels on the way are taken."""
+        try:
+            data = memoryview(self._whole(chunk))
+        except SourceError:
+            if not self._skip_damaged:
+                raise
+            what = "bytes in damaged chunks"
+            self.lost[what] = self.lost.get(what, 0) + chunk.length
+            return
+        position = 0
+        while position + RECORD.size <= len(data):
+            op, size = RECORD.unpack_from(data, position)
+            start, end = position + MESSAGE.size, position + RECORD.size + size
+            if op == MESSAGE_OP and start <= len(data):
+                _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(data, position)
+                topic = self._channels.topics.get(channel)
+                if topic is not None and topic.name in wanted:
+                    offset = chunk.data_at + start if chunk.is_plain else -1
+                    place = self._place(chunk, position)
+                    yield Message(topic.name, log_ns, place, data[start:end], end - start, offset)
+            else:
+                self._channels.take(op, bytes(data[position + RECORD.size : end]))
+            position = end
+
+    def _walk_records(self, wanted: frozenset[str]) -> Iterator[Message]:
+        """Messages of a file without a summary, and its schemas and channels; its end may be cut off."""
+        at = len(MAGIC)
+        while at < self._size:
+            head = self._files.read(self._name, at, MESSAGE.size + HEAD_BYTES)
+            op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
+            if op == DATA_END_OP:
+                return
+            if not op or at + RECORD.size + length > self._size:
+                break
+            if op == CHUNK_OP:
+                yield from self._walk_chunk(self._chunk_at(at, head), wanted)
+            elif op == MESSAGE_OP:
+                _, _, channel, _, log_ns, _ = MESSAGE.unpack_from(head)
+                topic, start = self._channels.topics.get(channel), at + MESSAGE.size
+                if topic is not None and topic.name in wanted:
+                    data = self._files.read(self._name, start, length - _HEAD)
+                    yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length - _HEAD, start)
+            elif op in (SCHEMA_OP, CHANNEL_OP):
+                self._channels.take(op, self._files.read(self._name, at + RECORD.size, length))
+            at += RECORD.size + length
+        if at < self._size:
+            self.lost["bytes after a cut"] = self._size - at
+
+    def _found_chunks(self) -> Iterator[Chunk]:
+        """The whole chunks of a file without a summary."""
+        at = len(MAGIC)
+        while at < self._size:
+            head = self._files.read(self._name, at, RECORD.size + CHUNK.size + 8)
+            op, length = RECORD.unpack_from(head) if len(head) >= RECORD.size else (0, 0)
+            if not op or at + RECORD.size + length > self._size:
+                return
+            if op == CHUNK_OP:
+                yield self._chunk_at(at, head)
+            at += RECORD.size + length
+
+    @staticmethod
+    def _chunk_at(at: int, head: bytes) -> Chunk:
+        """A chunk by the first bytes of its record."""
+        size = CHUNK.unpack_from(head, RECORD.size)[4]
+        name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
+        return Chunk(at, RECORD.size + RECORD.unpack_from(head)[1], name, 0, 0)
+
+    def _whole(self, chunk: Chunk) -> Buffer:
+        """The records of a chunk, decompressed, with the right checksum; the last chunk is kept."""
+        if self._chunk[0] != chunk.at:
+            record = self._files.read(self._name, chunk.at + RECORD.size, chunk.length - RECORD.size)
+            self._chunk = (chunk.at, chunk_data(record, f"{self._where}: the chunk at byte {chunk.at}"))
+            self.num_decompressed += 1
+        return self._chunk[1]

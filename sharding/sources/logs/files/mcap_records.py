@@ -1,0 +1,148 @@
+"""Records of MCAP (https://mcap.dev/spec) as the library parses them: the summary, indexes, and chunks."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.log_file import Topic, check_compression, plain_type
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.files import SourceFiles
+
+MAGIC: Final = b"\x89MCAP0\r\n"
+_ROS1_MAGIC: Final = b"#ROSBAG V2.0"
+RECORD: Final = struct.Struct("<BQ")
+MESSAGE: Final = struct.Struct("<BQHIQQ")
+"""The record's head, then channel, sequence, log time and publish time."""
+CHUNK: Final = struct.Struct("<QQQII")
+"""Of a chunk: first and last time, size, checksum, length of the name of its compression."""
+_FOOTER: Final = struct.Struct("<BQQQI")
+SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP, DATA_END_OP = 0x03, 0x04, 0x05, 0x06, 0x0F
+
+
+class Chunk(NamedTuple):
+    """A chunk: offset and length of its record, and where its message index is."""
+
+    at: int
+    length: int
+    compression: str
+    index_at: int
+    index_length: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is not compressed."""
+        return self.compression in ("", "none")
+
+    @property
+    def data_at(self) -> int:
+        """Where its records begin in the file, if it is not compressed."""
+        return self.at + RECORD.size + CHUNK.size + len(self.compression) + 8
+
+
+class Summary(NamedTuple):
+    """Channels by number, and chunks in the order of the file."""
+
+    channels: dict[int, Topic]
+    chunks: list[Chunk]
+
+
+class Channels:
+    """Schemas and channels, as they come by."""
+
+    def __init__(self) -> None:
+        self.topics: dict[int, Topic] = {}
+        self._schemas: dict[int, Any] = {}
+
+    def take(self, op: int, data: bytes) -> None:
+        """Note a schema or a channel."""
+        from mcap.data_stream import ReadDataStream
+        from mcap.records import Channel, Schema
+
+        stream = ReadDataStream(io.BytesIO(data))
+        if op == SCHEMA_OP:
+            self.add(Schema.read(stream))
+        elif op == CHANNEL_OP:
+            self.add(Channel.read(stream))
+
+    def add(self, record: Any) -> None:  # noqa: ANN401 - a record of mcap
+        """Note a schema or a channel of the library."""
+        if not hasattr(record, "topic"):
+            self._schemas[record.id] = record
+            return
+        schema = self._schemas.get(record.schema_id)
+        kind, text = ("", b"") if schema is None else (plain_type(schema.name), schema.data)
+        self.topics[record.id] = Topic(record.topic, kind, record.message_encoding, text)
+
+
+def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summary | None:
+    """Read the summary; None where there is none that all messages can be found by."""
+    from mcap.records import Channel, ChunkIndex, Schema, Statistics
+    from mcap.stream_reader import StreamReader
+
+    head = files.read(name, 0, len(_ROS1_MAGIC))
+    if head == _ROS1_MAGIC:
+        raise SourceError(f"{where} is a ROS 1 bag; convert it with `rosbags-convert`")
+    if not head.startswith(MAGIC):
+        raise SourceError(f"{where} is no MCAP file: it begins with {head[:8]!r}, wanted is {MAGIC!r}")
+    tail = _FOOTER.size + len(MAGIC)
+    data = files.read(name, max(size - tail, 0), tail)
+    if len(data) < tail or not data.endswith(MAGIC):
+        return None
+    _, _, start, _, crc = _FOOTER.unpack_from(data)
+    if not 0 < start < size - tail:
+        return None
+    summary = files.read(name, start, size - start)
+    if crc and zlib.crc32(summary[: -len(MAGIC) - 4]) != crc:
+        return None
+    channels, chunks, num_messages = Channels(), [], -1
+    for record in StreamReader(io.BytesIO(summary), skip_magic=True).records:
+        if isinstance(record, Schema | Channel):
+            channels.add(record)
+        elif isinstance(record, ChunkIndex):
+            at, length = record.chunk_start_offset, record.chunk_length
+            chunks.append(Chunk(at, length, record.compression, at + length, record.message_index_length))
+        elif isinstance(record, Statistics):
+            num_messages = record.message_count
+    is_whole = chunks and channels.topics and all(chunk.index_length for chunk in chunks)
+    return Summary(channels.topics, sorted(chunks)) if is_whole or not num_messages else None
+
+
+def message_offsets(index: bytes, topics: Mapping[int, Topic], wanted: frozenset[str]) -> list[tuple[int, Topic]]:
+    """Offsets in a chunk of the messages of these topics, ascending, by the chunk's message index."""
+    from mcap.data_stream import ReadDataStream
+    from mcap.records import MessageIndex
+
+    stream = ReadDataStream(io.BytesIO(index))
+    found: list[tuple[int, Topic]] = []
+    while stream.count < len(index):
+        stream.read(RECORD.size)
+        record = MessageIndex.read(stream)
+        topic = topics.get(record.channel_id)
+        if topic is not None and topic.name in wanted:
+            found += [(offset, topic) for _, offset in record.records]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def chunk_data(record: bytes, where: str) -> Buffer:
+    """Decompress the records of a chunk; raises SourceError, naming ``where``, for a wrong checksum."""
+    from mcap.data_stream import ReadDataStream
+    from mcap.records import Chunk as Record
+    from mcap.stream_reader import get_chunk_data_stream
+
+    chunk = Record.read(ReadDataStream(io.BytesIO(record)))
+    check_compression(chunk.compression, where)
+    try:
+        stream, size = get_chunk_data_stream(chunk, validate_crc=True)
+        data: bytes = stream.read(size)
+    except Exception as error:
+        text = f"{where} is damaged ({type(error).__name__}: {error})"
+        raise SourceError(f"{text}; the option damaged=skip leaves it out") from error
+    return data

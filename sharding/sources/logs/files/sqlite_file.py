@@ -1,0 +1,106 @@
+"""SQLite files of rosbag2 (``.db3``): the tables ``topics`` and ``messages``."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, plain_type
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from fuelrail.sharding.sources.files import SourceFiles
+
+
+class SqliteFile:
+    """One ``.db3`` file. It is opened for reading only, and nothing is written beside it."""
+
+    reads_in_order = False
+    is_indexed = True
+
+    def __init__(self, files: SourceFiles, name: str) -> None:
+        path = files.path(name)
+        if path is None:
+            raise SourceError(f"file '{files.shown}/{name}' is SQLite, which is not read at a URL: copy it here first")
+        self._name, self._where, self._path = name, f"file '{files.shown}/{name}'", Path(path)
+        self._lock = threading.Lock()
+        self.lost: dict[str, int] = {}
+
+    @cached_property
+    def _database(self) -> sqlite3.Connection:
+        if not self._path.is_file():
+            raise SourceError(f"{self._where} is not there")
+        uri = f"{self._path.absolute().as_uri()}?mode=ro&immutable=1"
+        return sqlite3.connect(uri, uri=True, check_same_thread=False)
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            with self._lock:
+                return self._database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise SourceError(f"{self._where} is no rosbag2 database, or it is damaged: {error}") from error
+
+    @cached_property
+    def _ids(self) -> dict[int, Topic]:
+        rows = self._rows("SELECT id, name, type, serialization_format FROM topics ORDER BY id")
+        has_texts = self._rows("SELECT 1 FROM sqlite_master WHERE name = 'message_definitions'")
+        query = "SELECT topic_type, encoded_message_definition FROM message_definitions"
+        texts = dict(self._rows(query)) if has_texts else {}
+        return {
+            number: Topic(name, plain_type(kind), encoding, texts.get(kind, "").encode())
+            for number, name, kind, encoding in rows
+        }
+
+    @cached_property
+    def topics(self) -> dict[str, Topic]:
+        """Topics by name."""
+        return {topic.name: topic for topic in self._ids.values()}
+
+    def walk(self, heads: Collection[str], whole: Collection[str]) -> Iterator[Message]:
+        """Yield the messages of these topics in the order of their recording."""
+        most = {
+            number: None if topic.name in whole else HEAD_BYTES
+            for number, topic in self._ids.items()
+            if topic.name in whole or topic.name in heads
+        }
+        if not most:
+            return
+        listed = ", ".join(map(str, most))
+        after = -1
+        query = (
+            "SELECT timestamp, id, topic_id FROM messages "
+            f"WHERE topic_id IN ({listed}) AND id > ? ORDER BY id LIMIT 4096"
+        )
+        while rows := self._rows(query, (after,)):
+            for log_ns, row, topic in rows:
+                data, length = self._bytes(row, most[topic])
+                yield Message(self._ids[topic].name, log_ns, Locator(self._name, 0, row), data, length)
+            after = rows[-1][1]
+
+    def places(self, topic: str) -> list[Locator]:
+        """Where the messages of a topic are, in the order of their recording."""
+        query = "SELECT id FROM messages WHERE topic_id = ? ORDER BY id"
+        numbers = [number for number, found in self._ids.items() if found.name == topic]
+        return [Locator(self._name, 0, row) for number in numbers for (row,) in self._rows(query, (number,))]
+
+    def read(self, place: Locator, most: int | None = None) -> Message:
+        """A whole message, or its first bytes."""
+        rows = self._rows("SELECT timestamp, topic_id FROM messages WHERE id = ?", (place.at,))
+        if not rows:
+            raise SourceError(f"{self._where} has no message {place.at}: has it changed since the scan?")
+        ((log_ns, topic),) = rows
+        data, length = self._bytes(place.at, most)
+        return Message(self._ids[topic].name, log_ns, place, data, length)
+
+    def _bytes(self, row: int, most: int | None) -> tuple[bytes, int]:
+        """The first bytes of a message, and the length of all; the rest is not read, as substr() would."""
+        try:
+            with self._lock, self._database.blobopen("messages", "data", row, readonly=True) as blob:
+                return blob.read(-1 if most is None else most), len(blob)
+        except sqlite3.Error as error:
+            raise SourceError(f"{self._where}: message {row} cannot be read: {error}") from error

@@ -1,0 +1,130 @@
+"""The frames of one log: for each time of the reference, the message of each sensor that belongs to it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, Sweep
+from fuelrail.sharding.sources.logs import sync
+from fuelrail.sharding.sources.logs.geometry.calibration import CameraModel, camera_models
+from fuelrail.sharding.sources.logs.index import LogIndex, Shot
+from fuelrail.sharding.sources.logs.members import Job
+from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
+from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.logs.files.log_file import Topic
+    from fuelrail.sharding.sources.logs.settings import LogSettings
+
+
+class FrameMaker:
+    """Makes frames of one log. ``cameras`` and ``lidars`` map channel to topic; ``noted`` takes estimated delays."""
+
+    def __init__(
+        self, index: LogIndex, given: LogSettings, topics: Mapping[str, Topic], cameras: Mapping[str, str],
+        lidars: Mapping[str, str], reference: str, noted: dict[str, int],
+    ) -> None:  # fmt: skip
+        self._index, self._given, self._topics, self._noted = index, given, topics, noted
+        self._cameras, self._lidars, self._reference = cameras, lidars, reference
+        self._all = {**cameras, **lidars}
+
+    def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
+        """A frame for each of these times of the reference [ns]; raises SourceError."""
+        index = self._index
+        rows = {channel: self._matched(channel, topic, times) for channel, topic in self._all.items()}
+        lidar2ego = {
+            channel: index.tree.sensor2ego(index.frame_ids[topic].lstrip("/"), self._given.ego_frame)
+            for channel, topic in self._lidars.items()
+            if topic in index.frame_ids and self._given.points
+        }
+        models = {
+            channel: camera_models(index, channel, topic, self._info_topic(channel, topic), self._given.ego_frame)
+            for channel, topic in self._cameras.items()
+            if len(index.series[topic].stamps)
+        }
+        for at, time in enumerate(times.tolist()):
+            images = {
+                channel: self._image(topic, int(rows[channel][at]), models[channel])
+                for channel, topic in self._cameras.items()
+                if channel in models
+            }
+            sweeps = {}
+            for channel, matrix in lidar2ego.items():
+                row = int(rows[channel][at])
+                if row >= 0:
+                    stamps, items = index.series[self._lidars[channel]]
+                    num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)  # type: ignore[union-attr]
+                    ref = Job("points", self._lidars[channel], items[row].place).ref
+                    sweeps[channel] = Sweep(
+                        ref=ref, timestamp_ns=int(stamps[row]), lidar2ego=matrix, num_bytes=num_bytes
+                    )
+            yield Frame(timestamp_ns=time, images=images, sweeps=sweeps)
+
+    def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
+        """The row of a channel's message for each time; -1: none. Notes the delay that was estimated."""
+        index = self._index
+        stamps = index.series[topic].stamps
+        if channel == self._reference:
+            return sync.matched(times, stamps, 0, 0)
+        given = self._given.offsets_ms.get(channel)
+        all_times = index.series[self._all[self._reference]].stamps
+        offset_ns = sync.estimated_offset_ns(all_times, stamps) if given is None else round(given * 1e6)
+        if given is None:
+            self._noted[f"{channel}: estimated delay in {index.name} [us]"] = offset_ns // 1000
+        return sync.matched(times, stamps, offset_ns, round(self._given.tolerance_ms * 1e6))
+
+    def _info_topic(self, channel: str, topic: str) -> str:
+        """The topic of a camera's calibration."""
+        index = self._index
+        given = self._given.camera_infos.get(channel)
+        parts = topic.split("/")
+        beside = (
+            [given]
+            if given
+            else ["/".join([*parts[:end], name]) for end in (-1, -2, -3) for name in ("camera_info", "calibration")]
+        )
+        frame = index.frame_ids.get(topic, "")
+        found = next((name for name in beside if name in index.calibrations), None)
+        if found is None and not given:
+            same = [name for name, ones in index.calibrations.items() if ones[0].frame_id == frame]
+            found = same[0] if len(same) == 1 else None
+        if found is None:
+            known = ", ".join(sorted(index.calibrations)) or "none"
+            raise SourceError(
+                f"log '{index.name}': camera {channel} ('{topic}') is without calibration; looked for {beside[0]}; "
+                f"topics with calibrations: {known}; the options camera_infos and cameras choose"
+            )
+        return found
+
+    def _image(self, topic: str, row: int, models: list[CameraModel]) -> Image | Absent:
+        if row < 0:
+            return Absent("no message in time")
+        index = self._index
+        stamps, items = index.series[topic]
+        shot, stamp_ns = items[row], int(stamps[row])
+        assert isinstance(shot, Shot), "a topic of pictures"
+        kind = self._topics[topic].type
+        if kind in VIDEOS and shot.key is None:
+            return Absent("no keyframe before it")
+        model = next((model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0])
+        model.check_size(shot.width, shot.height)
+        image = functools.partial(
+            Image, timestamp_ns=stamp_ns, intrinsics=model.intrinsics, cam2ego=model.cam2ego, width=shot.width,
+            height=shot.height, dist=model.dist, dist_model=model.dist_model, extension=shot.extension or "jpg",
+        )  # fmt: skip
+        if shot.offset >= 0:
+            return image(ref=f"{shot.place.file}#{shot.offset}+{shot.length}", num_bytes=shot.length)
+        if kind in VIDEOS:
+            job, num_bytes = Job("video", topic, shot.place, shot.key, index.name), shot.width * shot.height // 5
+        elif kind in RAWS:
+            job, num_bytes = Job("raw", topic, shot.place), shot.width * shot.height // 2
+        else:
+            job, num_bytes = Job("bytes", topic, shot.place), shot.length
+        return image(ref=job.ref, made=True, num_bytes=max(num_bytes, 1))

@@ -1,0 +1,1 @@
+"""Where sensors are, and how their pictures are made."""

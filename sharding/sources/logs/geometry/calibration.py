@@ -1,0 +1,98 @@
+"""CameraInfo as the camera of the pictures that are there.
+
+Raw pictures have K and D; rectified ones (a topic with ``rect`` in it) have P, and the axes that R turns to. Binning
+and the region of interest are applied, with the centre of the top-left pixel at (0, 0). After ROS's REP 104 and the
+comments of ``sensor_msgs/CameraInfo``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.logs.index import LogIndex
+    from fuelrail.sharding.sources.logs.messages.records import Calibration
+
+_MODELS: Final = {
+    "plumb_bob": ("opencv_radtan", (4, 5)),
+    "rational_polynomial": ("opencv_rational", (8, 12, 14)),
+    "equidistant": ("kannala_brandt", (4,)),
+    "fisheye": ("kannala_brandt", (4,)),
+    "kannala_brandt": ("kannala_brandt", (4,)),
+}
+
+
+class CameraModel(NamedTuple):
+    """One camera from a time on: K (3, 3), cam2ego (4, 4), lens, and the size of its pictures [px]."""
+
+    where: str
+    stamp_ns: int
+    intrinsics: NDArray[np.float64]
+    cam2ego: NDArray[np.float64]
+    dist: tuple[float, ...]
+    dist_model: str
+    width: int
+    height: int
+
+    def check_size(self, width: int, height: int) -> None:
+        """Raise SourceError for a picture of another size."""
+        if (width, height) != (self.width, self.height) and self.width and self.height:
+            raise SourceError(
+                f"{self.where} is for pictures of {self.width}x{self.height} px, and a picture has {width}x{height}"
+            )
+
+
+def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, ego: str) -> list[CameraModel]:
+    """A camera's models in the order of time; raises SourceError for a lens that is not known."""
+    where = f"log '{index.name}', {channel}: {info_topic}"
+    is_rectified = any("rect" in part for part in topic.split("/"))
+    frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0].frame_id
+    cam2ego = index.tree.sensor2ego(frame.lstrip("/"), ego)
+    found: list[CameraModel] = []
+    before: Calibration | None = None
+    for one in sorted(index.calibrations[info_topic], key=lambda one: one.stamp_ns):
+        if before is None or one._replace(stamp_ns=0) != before._replace(stamp_ns=0):
+            found.append(_model(where, one, cam2ego, is_rectified=is_rectified))
+            before = one
+    return found
+
+
+def _model(where: str, one: Calibration, cam2ego: NDArray[np.float64], *, is_rectified: bool) -> CameraModel:
+    if len(one.k) != 9 or not np.isfinite(one.k).all() or not one.k[0] > 0 or (is_rectified and not one.p[0] > 0):
+        raise SourceError(
+            f"{where}: the camera is not calibrated: K is {list(one.k)}; the option cameras leaves it out"
+        )
+    dist, model = tuple(one.d), "none"
+    intrinsics = np.array(one.k).reshape(3, 3)
+    if is_rectified:
+        dist, p = (), np.array(one.p).reshape(3, 4)
+        intrinsics = p[:, :3].copy()
+        turned = np.eye(4)
+        if len(one.r) == 9 and any(one.r):
+            turned[:3, :3] = np.array(one.r).reshape(3, 3).T
+        shifted = np.eye(4)
+        shifted[:3, 3] = -np.linalg.solve(p[:, :3], p[:, 3])
+        cam2ego = cam2ego @ turned @ shifted
+    elif any(dist):
+        name, lengths = _MODELS.get(one.model, ("", ()))
+        if len(dist) not in lengths:
+            known = ", ".join(_MODELS)
+            raise SourceError(
+                f"{where}: the lens '{one.model}' with {len(dist)} coefficients is not known; known are {known}"
+            )
+        model = name
+    else:
+        dist = ()
+    x, y, width, height = one.roi
+    binning = np.array(one.binning, np.float64)
+    intrinsics[:2, 2] = (intrinsics[:2, 2] - (x, y) + 0.5) / binning - 0.5
+    intrinsics[0, :2] /= binning[0]
+    intrinsics[1, 1] /= binning[1]
+    size = (width or one.width) // one.binning[0], (height or one.height) // one.binning[1]
+    return CameraModel(where, one.stamp_ns, intrinsics, cam2ego, dist, model, *size)

@@ -1,0 +1,118 @@
+"""The tree of frames of a log: where sensors are on the vehicle, and where the vehicle is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.frames.poses import Trajectory, pose
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.logs.messages.records import Edge
+
+    F64 = NDArray[np.float64]
+
+GLOBAL_FRAMES: Final = ("map", "odom")
+
+
+class FrameTree:
+    """Static edges, and those that move, by child. Frames have no slash in front. Errors name ``where``."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._fixed: dict[str, tuple[str, F64]] = {}
+        self._moving: dict[str, list[Edge]] = {}
+        self._parents: dict[str, str] = {}
+
+    def add(self, edges: Iterable[Edge], *, is_static: bool) -> None:
+        """Add transforms of one message; raises SourceError for a frame that gets another parent."""
+        for edge in edges:
+            parent, child = edge.parent.lstrip("/"), edge.child.lstrip("/")
+            if self._parents.setdefault(child, parent) != parent:
+                raise SourceError(
+                    f"{self._where}: the frame '{child}' has the parents '{self._parents[child]}' and '{parent}'"
+                )
+            if is_static:
+                matrix = pose(edge.wxyz, edge.xyz, f"{self._where}: transform '{parent}' to '{child}'")
+                self._fixed[child] = parent, matrix
+            else:
+                self._moving.setdefault(child, []).append(edge)
+
+    def settle(self) -> None:
+        """Take as static what was said once, as logs without a topic for static transforms have it."""
+        for child, edges in list(self._moving.items()):
+            if len({edge.stamp_ns for edge in edges}) == 1:
+                del self._moving[child]
+                self.add(edges[:1], is_static=True)
+
+    def sensor2ego(self, frame: str, ego: str) -> F64:
+        """(4, 4): by static transforms; raises SourceError where they do not connect the two."""
+        up, sensor2top = self._top(frame)
+        up_ego, ego2top = self._top(ego)
+        if up != up_ego:
+            known = ", ".join(sorted({*self._parents, *self._parents.values()})) or "none"
+            raise SourceError(
+                f"{self._where}: no static transform connects the sensor frame '{frame}' with '{ego}', the option "
+                f"ego_frame; known frames: {known}"
+            )
+        return np.asarray(invert_rigid(ego2top) @ sensor2top)
+
+    def trajectory(self, ego: str, top: str, max_gap_s: float) -> Trajectory:
+        """Poses of ``ego`` in ``top``; an empty ``top`` is the first of map, odom above it, else its uppermost frame.
+
+        Times are those of the moving transform next to ``ego``. Raises SourceError where nothing moves.
+        """
+        chain = self._chain(ego)
+        if not top:
+            top = next((name for name in GLOBAL_FRAMES if name in chain), chain[-1])
+        if top not in chain or not any(child in self._moving for child in chain[: chain.index(top)]):
+            raise SourceError(
+                f"{self._where}: the transforms do not say how '{ego}' moves in '{top}': above '{ego}' are "
+                f"{', '.join(chain[1:]) or 'no frames'}; the options ego_frame and global_frame name other frames, "
+                "poses=TOPIC takes an Odometry topic, poses=none goes without"
+            )
+        children = chain[: chain.index(top)]
+        first = next(child for child in children if child in self._moving)
+        times = np.unique(np.array([edge.stamp_ns for edge in self._moving[first]], np.int64))
+        found = np.broadcast_to(np.eye(4), (len(times), 4, 4))
+        for child in children:
+            if child in self._moving:
+                step = edges_trajectory(self._moving[child], f"{self._where}: {child}", max_gap_s).at(times)
+            else:
+                step = self._fixed[child][1]
+            found = step @ found
+        known = ~np.isnan(found[:, 0, 0])
+        return Trajectory(times[known], found[known], self._where, max_gap_s=max_gap_s)
+
+    def _chain(self, frame: str) -> list[str]:
+        chain = [frame]
+        while chain[-1] in self._parents:
+            chain.append(self._parents[chain[-1]])
+            if chain[-1] in chain[:-1]:
+                raise SourceError(f"{self._where}: the frames {', '.join(chain)} are a ring")
+        return chain
+
+    def _top(self, frame: str) -> tuple[str, F64]:
+        """The uppermost frame that static transforms lead to, and the way there."""
+        self._chain(frame)
+        found = np.eye(4)
+        while frame in self._fixed:
+            frame, step = self._fixed[frame]
+            found = step @ found
+        return frame, found
+
+
+def edges_trajectory(edges: Sequence[Edge], where: str, max_gap_s: float) -> Trajectory:
+    """The trajectory of one moving frame: in time order, and the first of those with the same stamp."""
+    stamps = np.array([edge.stamp_ns for edge in edges], np.int64)
+    times, first = np.unique(stamps, return_index=True)
+    rows = [edges[at] for at in first.tolist()]
+    matrices = pose([edge.wxyz for edge in rows], [edge.xyz for edge in rows], where) if rows else np.empty((0, 4, 4))
+    return Trajectory(times, matrices, where, max_gap_s=max_gap_s)

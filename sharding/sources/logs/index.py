@@ -1,0 +1,203 @@
+"""What a scan keeps of one log: the heads of pictures and sweeps, and all calibrations, transforms and poses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
+from fuelrail.sharding.sources.logs.messages.pictures import check_encoding, encoded_size
+from fuelrail.sharding.sources.logs.messages.reader import Reader
+from fuelrail.sharding.sources.logs.messages.records import (
+    CALIBRATIONS,
+    RAWS,
+    TRANSFORMS,
+    VIDEOS,
+    Calibration,
+    Edge,
+    Picture,
+)
+from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.logs.files.log_file import Locator, LogFile, Message, Topic
+
+
+class Shot(NamedTuple):
+    """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not in it as they are.
+
+    ``extension`` is "" of a raw picture and of video, whose ``key`` is the keyframe to decode from: None if there is
+    none.
+    """
+
+    place: Locator
+    offset: int
+    length: int
+    width: int
+    height: int
+    extension: str
+    key: Locator | None = None
+
+
+class Sweep(NamedTuple):
+    """A sweep: its message, and about how many points it has."""
+
+    place: Locator
+    num_points: int
+
+
+class Series(NamedTuple):
+    """The pictures or sweeps of one topic in time order: stamps (N,) [ns], ascending, and what is there."""
+
+    stamps: NDArray[np.int64]
+    items: list[Shot] | list[Sweep]
+
+
+class LogIndex:
+    """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
+
+    ``cameras`` and ``lidars`` are topics. ``clock`` is "header" or "log_time". Raises SourceError.
+    """
+
+    def __init__(
+        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str],
+        poses: str, clock: str, max_gap_s: float,
+    ) -> None:  # fmt: skip
+        self.name, self._clock, self._max_gap_ns = name, clock, max_gap_s * 1e9
+        self.noted: dict[str, int] = {}
+        self.frame_ids: dict[str, str] = {}
+        self.calibrations: dict[str, list[Calibration]] = {}
+        self.poses: list[Edge] = []
+        self.tree = FrameTree(f"log '{name}'")
+        self._found: dict[str, list[tuple[int, Shot | Sweep]]] = {}
+        self._keys: dict[str, Locator] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._codecs: dict[str, str] = {}
+        for file in files:
+            self._read(file, set(cameras), set(lidars), poses)
+        self.tree.settle()
+        self.series = {topic: self._sorted(topic, self._found.get(topic, [])) for topic in (*cameras, *lidars)}
+
+    def _read(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
+        topics = file.topics
+        readers = {
+            name: Reader(topic)
+            for name, topic in topics.items()
+            if name in cameras or name in lidars or name == poses or topic.type in CALIBRATIONS | TRANSFORMS
+        }
+        heads, num_lost = readers.keys() & (cameras | lidars), 0
+        for message in file.walk(heads, readers.keys() - heads):
+            topic = topics[message.topic]
+            reader = readers[topic.name]
+            if topic.name in cameras:
+                if sum(file.lost.values()) != num_lost:
+                    num_lost = sum(file.lost.values())
+                    self._keys.clear()  # a part of a video is lost: the rest of the group cannot be decoded
+                self._add(topic.name, *self._shot(file, topic, reader, message))
+            elif topic.name in lidars:
+                stamp_ns, frame_id, number = reader.cloud_head(message)
+                self.frame_ids.setdefault(topic.name, frame_id)
+                self._add(topic.name, self._stamp(topic, message, stamp_ns), Sweep(message.place, number))
+            elif topic.name == poses:
+                self.poses.append(self._edge(topic, message, reader.pose(message)))
+            elif topic.type in CALIBRATIONS:
+                self.calibrations.setdefault(topic.name, []).append(reader.calibration(message))
+            else:
+                edges = [self._edge(topic, message, edge) for edge in reader.transforms(message)]
+                self.tree.add(edges, is_static=topic.name.endswith("static"))
+        for what, number in file.lost.items():
+            self.noted[what] = self.noted.get(what, 0) + number
+
+    def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
+        where = f"topic '{topic.name}', message {message.place}"
+        picture = reader.picture(message)
+        if reader.is_proto and not picture.stamp_ns and self._clock == "header":
+            message = message._replace(data=file.read(message.place).data)
+            picture = reader.picture(message)  # protobuf may have the stamp behind the picture
+        if picture.frame_id:  # where it is behind the picture, that of the calibration counts
+            self.frame_ids.setdefault(topic.name, picture.frame_id)
+        stamp_ns = self._stamp(topic, message, picture.stamp_ns)
+        if picture.offset + picture.length > message.length or not picture.length:
+            raise SourceError(f"{where}: a picture of {picture.length} bytes in a message of {message.length}")
+        if topic.type in VIDEOS:
+            return stamp_ns, self._frame(file, topic, message, picture, where)
+        if topic.type in RAWS:
+            check_encoding(picture.encoding, where)
+            return stamp_ns, Shot(message.place, -1, picture.length, picture.width, picture.height, "")
+
+        def first_bytes(number: int) -> memoryview:
+            data = message.data
+            if picture.offset + number > len(memoryview(data)) < message.length:
+                data = file.read(message.place, picture.offset + number).data
+            return memoryview(data)[picture.offset : picture.offset + number]
+
+        extension, width, height = encoded_size(first_bytes, picture.length, where)
+        offset = message.offset + picture.offset if message.offset >= 0 else -1
+        return stamp_ns, Shot(message.place, offset, picture.length, width, height, extension)
+
+    def _frame(self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str) -> Shot:
+        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        codec = self._codec(file, topic, message)
+        if is_keyframe(data, codec, where):
+            self._keys[topic.name] = message.place
+            if topic.name not in self._sizes:
+                whole = memoryview(file.read(message.place).data)[picture.offset : picture.offset + picture.length]
+                self._sizes[topic.name] = stream_size(whole, codec, where)
+        key = self._keys.get(topic.name)
+        return Shot(message.place, -1, picture.length, *self._sizes.get(topic.name, (0, 0)), "", key)
+
+    def _codec(self, file: LogFile, topic: Topic, message: Message) -> str:
+        """The codec of a topic, by its first message, which states it behind the picture."""
+        found = self._codecs.get(topic.name)
+        if found is None:
+            found = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
+        return found
+
+    def _add(self, topic: str, stamp_ns: int, item: Shot | Sweep) -> None:
+        found = self._found.setdefault(topic, [])
+        if found and stamp_ns < found[-1][0] - self._max_gap_ns:
+            raise SourceError(
+                f"log '{self.name}': topic '{topic}' goes back in time by {(found[-1][0] - stamp_ns) / 1e9:.3f} s at "
+                f"{item.place}: its clock was set; cut the log there, or try the option clock=log_time"
+            )
+        found.append((stamp_ns, item))
+
+    def _sorted(self, topic: str, found: list[tuple[int, Shot | Sweep]]) -> Series:
+        stamps = np.array([stamp for stamp, _ in found], np.int64)
+        times, first = np.unique(stamps, return_index=True)
+        for what, number in (
+            ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
+            ("with the stamp of another", len(stamps) - len(times)),
+        ):
+            if number:
+                self.noted[f"{topic}: messages {what}"] = number
+        return Series(times, [found[at][1] for at in first.tolist()])
+
+    def _edge(self, topic: Topic, message: Message, edge: Edge) -> Edge:
+        is_static = topic.name.endswith("static")
+        return edge if is_static else edge._replace(stamp_ns=self._stamp(topic, message, edge.stamp_ns))
+
+    def _stamp(self, topic: Topic, message: Message, stamp_ns: int) -> int:
+        if self._clock == "log_time":
+            return message.log_ns
+        if not stamp_ns:
+            raise SourceError(
+                f"log '{self.name}': topic '{topic.name}' has a message without a stamp ({message.place}); the option "
+                "clock=log_time takes the times of the recording"
+            )
+        return stamp_ns
+
+
+def calibration_at(calibrations: Sequence[Calibration], stamp_ns: int) -> Calibration:
+    """The last one that is not later, else the first."""
+    found = calibrations[0]
+    for one in calibrations:
+        if one.stamp_ns <= stamp_ns:
+            found = one
+    return found

@@ -1,0 +1,168 @@
+"""Makes members of messages: bytes out of chunks, raw pictures, frames of video, and points.
+
+All that is asked for is read in the order of the recording: a chunk is decompressed once, and a frame of video decoded
+once, from the keyframe before it on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.sharding.sources.frames.members import MADE, POINTS
+from fuelrail.sharding.sources.logs.files.log_file import Locator
+from fuelrail.sharding.sources.logs.messages.clouds import points_of
+from fuelrail.sharding.sources.logs.messages.pictures import raw_jpeg
+from fuelrail.sharding.sources.logs.messages.reader import Reader
+from fuelrail.sharding.sources.logs.video import StreamDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.logs.files.log_file import LogFile, Topic
+
+
+class Job(NamedTuple):
+    """What a member is made of: ``kind`` is "bytes", "raw", "video" or "points"; ``key`` and ``log`` are of video."""
+
+    kind: str
+    topic: str
+    place: Locator
+    key: Locator | None = None
+    log: str = ""
+
+    @property
+    def ref(self) -> str:
+        """As a reference."""
+        video = f"|{self.key}|{self.log}" if self.key is not None else ""
+        return f"{self.kind}|{self.topic}|{self.place}{video}"
+
+    @classmethod
+    def of(cls, ref: str) -> Job:
+        """Parse a reference."""
+        kind, topic, place, *video = ref.split("|")
+        return cls(kind, topic, Locator.of(place), *((Locator.of(video[0]), video[1]) if video else ()))
+
+
+class _Group(NamedTuple):
+    """Messages of one video that are decoded one after the other; ``wanted`` are numbers in ``places``."""
+
+    topic: str
+    places: Sequence[Locator]
+    first: int
+    last: int
+    wanted: dict[int, Job]
+
+
+class Members:
+    """Reads members of logs. ``logs`` are names to files; ``num_decoded`` counts frames of video."""
+
+    def __init__(
+        self, file: Callable[[str], LogFile], topics: Callable[[], Mapping[str, Topic]],
+        logs: Callable[[], Mapping[str, Sequence[str]]], quality: int,
+    ) -> None:  # fmt: skip
+        self._file, self._topics, self._logs, self._quality = file, topics, logs, quality
+        self._readers: dict[str, Reader] = {}
+        self._places: dict[tuple[str, str], list[Locator]] = {}
+        self.num_decoded = 0
+
+    @staticmethod
+    def split(refs: Sequence[str]) -> tuple[dict[Job, str], list[str]]:
+        """Jobs with their references, and the references that are bytes of files."""
+        jobs: dict[Job, str] = {}
+        rest = []
+        for ref in refs:
+            if ref.startswith((MADE, POINTS)):
+                jobs[Job.of(ref.removeprefix(MADE).removeprefix(POINTS))] = ref
+            else:
+                rest.append(ref)
+        return jobs, rest
+
+    def points(self, job: Job) -> NDArray[np.float32]:
+        """Read a sweep: (P, 6)."""
+        message = self._file(job.place.file).read(job.place)
+        return points_of(self._reader(job.topic).cloud(message), f"topic '{job.topic}', message {job.place}")
+
+    def read(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Buffer]]:
+        """Yield each member with its job, in the order of the recording."""
+        todo: dict[Locator, list[Job | tuple[_Group, int]]] = {}
+        for job in jobs:
+            if job.kind != "video":
+                todo.setdefault(job.place, []).append(job)
+        for group in self._groups([job for job in jobs if job.kind == "video"]):
+            for number in range(group.first, group.last + 1):
+                todo.setdefault(group.places[number], []).append((group, number))
+        decoders: dict[int, StreamDecoder] = {}
+        rank = {name: at for at, name in enumerate(name for files in self._logs().values() for name in files)}
+        for place in sorted(todo, key=lambda place: (rank[place.file], place.chunk, place.at)):
+            for one in todo[place]:
+                if isinstance(one, Job):
+                    yield one, self._member(one)
+                else:
+                    yield from self._decoded(*one, decoders)
+
+    def _member(self, job: Job) -> Buffer:
+        if job.kind == "points":
+            return encode_points(self.points(job))
+        message = self._file(job.place.file).read(job.place)
+        picture = self._reader(job.topic).picture(message)
+        if job.kind == "raw":
+            return raw_jpeg(message.data, picture, f"topic '{job.topic}', message {job.place}")
+        return memoryview(message.data)[picture.offset : picture.offset + picture.length]
+
+    def _decoded(self, group: _Group, number: int, decoders: dict[int, StreamDecoder]) -> Iterator[tuple[Job, Buffer]]:
+        where = f"topic '{group.topic}'"
+        message = self._file(group.places[number].file).read(group.places[number])
+        reader = self._reader(group.topic)
+        decoder = decoders.get(id(group))
+        if decoder is None:
+            decoder = decoders[id(group)] = StreamDecoder(reader.video_format(message), self._quality, where)
+        picture = reader.picture(message)
+        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        left = set(group.wanted)
+        made = list(decoder.push(number, data, left))
+        if number == group.last:
+            made += decoder.flush(left)
+            self.num_decoded += decoder.num_decoded
+            del decoders[id(group)]
+        for at, jpeg in made:
+            yield group.wanted.pop(at), jpeg
+        if number == group.last and group.wanted:
+            raise SourceError(f"{where}: message {group.places[min(group.wanted)]} cannot be decoded")
+
+    def _groups(self, jobs: Sequence[Job]) -> list[_Group]:
+        """Runs of messages from a keyframe to the last one that is wanted; runs that touch are one."""
+        by_topic: dict[tuple[str, str], list[Job]] = {}
+        for job in jobs:
+            by_topic.setdefault((job.log, job.topic), []).append(job)
+        found: list[_Group] = []
+        for (log, topic), own in by_topic.items():
+            places = self._all_places(log, topic)
+            number_of = {place: number for number, place in enumerate(places)}
+            rows = sorted((number_of[job.key or job.place], number_of[job.place], job) for job in own)
+            last = -2
+            for key, number, job in rows:
+                if key > last + 1:
+                    found.append(_Group(topic, places, key, number, {}))
+                last = number
+                found[-1].wanted[number] = job
+                found[-1] = found[-1]._replace(last=number)
+        return found
+
+    def _all_places(self, log: str, topic: str) -> list[Locator]:
+        found = self._places.get((log, topic))
+        if found is None:
+            found = [place for name in self._logs()[log] for place in self._file(name).places(topic)]
+            self._places[log, topic] = found
+        return found
+
+    def _reader(self, topic: str) -> Reader:
+        found = self._readers.get(topic)
+        if found is None:
+            found = self._readers[topic] = Reader(self._topics()[topic])
+        return found

@@ -1,0 +1,1 @@
+"""Messages of ROS 2 and foxglove in neutral terms."""

@@ -1,0 +1,88 @@
+"""foxglove's messages as protobuf (https://docs.foxglove.dev/docs/sdk/schemas)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Final
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Picture, PointField
+from fuelrail.sharding.sources.logs.messages.wire import Names, Proto, descriptor
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.logs.files.log_file import Topic
+
+_KINDS: Final = dict(enumerate(("u1", "i1", "u2", "i2", "u4", "i4", "f4", "f8"), 1))
+
+
+class Foxglove:
+    """Reads the messages of one topic."""
+
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return descriptor(self._topic.schema)
+
+    def _read(self, data: Buffer) -> Proto:
+        return Proto(data, self._names, self._topic.type)
+
+    def picture(self, data: Buffer) -> Picture:
+        """The head of a picture."""
+        one = self._read(data)
+        return Picture(one.stamp_ns, one.text("frame_id"), *one.span("data"))
+
+    def video_format(self, data: Buffer) -> str:
+        """The codec."""
+        return self._read(data).text("format")
+
+    def calibration(self, data: Buffer) -> Calibration:
+        """A CameraCalibration."""
+        one = self._read(data)
+        d, k, r, p = (tuple(one.doubles(name)) for name in "DKRP")
+        width, height, model = one.number("width"), one.number("height"), one.text("distortion_model")
+        return Calibration(one.stamp_ns, one.text("frame_id"), width, height, model, d, k, r, p)
+
+    def transforms(self, data: Buffer) -> list[Edge]:
+        """A FrameTransform or FrameTransforms."""
+        one = self._read(data)
+        return [
+            Edge(
+                edge.text("parent_frame_id"), edge.text("child_frame_id"), edge.stamp_ns,
+                _quaternion(edge.message("rotation")), _vector(edge.message("translation")),
+            )
+            for edge in (one.messages("transforms") if self._topic.type.endswith("FrameTransforms") else [one])
+        ]  # fmt: skip
+
+    def pose(self, data: Buffer) -> Edge:  # noqa: ARG002 - of ROS's types alone
+        """None of foxglove's types is one."""
+        raise SourceError(f"topic '{self._topic.name}' has the type {self._topic.type}, which has no ego pose")
+
+    def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:
+        """Stamp, frame and number of points, by the length of the message."""
+        one = self._read(data)
+        return one.stamp_ns, one.text("frame_id"), max(length // max(one.number("point_stride"), 1), 1)
+
+    def cloud(self, data: Buffer) -> Cloud:
+        """A PointCloud."""
+        one = self._read(data)
+        pose, frame_id, step = one.message("pose"), one.text("frame_id"), one.number("point_stride")
+        columns = tuple(
+            PointField(field.text("name"), field.number("offset"), _KINDS[field.number("type")])
+            for field in one.messages("fields")
+        )
+        start, length = one.span("data")
+        points, width = memoryview(data)[start : start + length], length // max(step, 1)
+        turn, moved = _quaternion(pose.message("orientation")), _vector(pose.message("position"))
+        edge = Edge(frame_id, frame_id, one.stamp_ns, turn, moved) if any(turn) else None
+        return Cloud(one.stamp_ns, frame_id, 1, width, columns, False, step, width * step, points, edge)
+
+
+def _quaternion(q: Proto) -> tuple[float, float, float, float]:
+    return (q.double("w"), q.double("x"), q.double("y"), q.double("z"))
+
+
+def _vector(v: Proto) -> tuple[float, float, float]:
+    return (v.double("x"), v.double("y"), v.double("z"))

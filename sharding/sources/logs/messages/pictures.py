@@ -1,0 +1,83 @@
+"""Pictures of messages: which format they have, and raw ones as JPEG."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from fuelrail.pipeline.errors import ImageError, SourceError
+from fuelrail.pipeline.sample.image_header import probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.logs.messages.records import Picture
+
+RAW_QUALITY: Final = 95
+_PLAIN: Final = {
+    "rgb8": ("RGB", 3),
+    "bgr8": ("BGR", 3),
+    "rgba8": ("RGBA", 4),
+    "bgra8": ("BGRA", 4),
+    "mono8": ("GRAY", 1),
+}
+# OpenCV names a Bayer pattern by the second row's second and third pixel, ROS by the first row's first two.
+_CONVERTED: Final = {
+    "bayer_rggb8": (cv2.COLOR_BayerBG2RGB, 1),
+    "bayer_bggr8": (cv2.COLOR_BayerRG2RGB, 1),
+    "bayer_gbrg8": (cv2.COLOR_BayerGR2RGB, 1),
+    "bayer_grbg8": (cv2.COLOR_BayerGB2RGB, 1),
+    "yuv422": (cv2.COLOR_YUV2RGB_UYVY, 2),
+    "uyvy": (cv2.COLOR_YUV2RGB_UYVY, 2),
+    "yuv422_yuy2": (cv2.COLOR_YUV2RGB_YUY2, 2),
+    "yuyv": (cv2.COLOR_YUV2RGB_YUY2, 2),
+}
+ENCODINGS: Final = (*_PLAIN, *_CONVERTED)
+
+
+def encoded_size(read: Callable[[int], Buffer], length: int, where: str) -> tuple[str, int, int]:
+    """Extension, width and height [px] of an encoded picture by its head; ``read`` gives its first bytes.
+
+    Raises SourceError, naming ``where``, for another format than JPEG or PNG.
+    """
+    text = ""
+    for most in (896, 4 << 10, 64 << 10, 1 << 20):
+        head = read(min(most, length))
+        try:
+            info = probe(head)
+        except ImageError as error:
+            text = error.message
+            if most >= length:
+                break
+        else:
+            return "png" if bytes(head[1:4]) == b"PNG" else "jpg", info.width, info.height
+    raise SourceError(f"{where} is no JPEG or PNG that can be read: {text}")
+
+
+def check_encoding(encoding: str, where: str) -> None:
+    """Raise SourceError, naming ``where``, for a raw encoding that has no JPEG of 8 bits."""
+    if encoding not in ENCODINGS:
+        raise SourceError(f"{where} has the encoding '{encoding}'; raw pictures are read of {', '.join(ENCODINGS)}")
+
+
+def raw_jpeg(data: Buffer, picture: Picture, where: str) -> bytes:
+    """Encode a raw picture as JPEG of quality 95 without subsampled chroma; raises SourceError."""
+    height, width, step = picture.height, picture.width, picture.step
+    colour, channels = _PLAIN.get(picture.encoding, ("RGB", 0))
+    code, in_channels = _CONVERTED.get(picture.encoding, (0, channels))
+    pixels = memoryview(data)[picture.offset : picture.offset + picture.length]
+    if step < width * in_channels or len(pixels) < step * height:
+        raise SourceError(
+            f"{where}: {width}x{height} pixels of {picture.encoding} in rows of {step} bytes do not fit into "
+            f"{len(pixels)} bytes"
+        )
+    rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, : width * in_channels]
+    image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
+    if not channels:
+        image = np.asarray(cv2.cvtColor(image, code), np.uint8)
+    made: bytes = simplejpeg.encode_jpeg(image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray")
+    return made

@@ -1,0 +1,68 @@
+"""Reads the messages of a topic, of ROS 2 or of foxglove."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, TypeVar
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.logs.messages.foxglove import Foxglove
+from fuelrail.sharding.sources.logs.messages.ros import Ros
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
+    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Picture
+
+T = TypeVar("T")
+
+
+class Reader:
+    """Reads the messages of one topic. Errors are SourceError naming the topic."""
+
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+        self.is_proto = topic.encoding == "protobuf"
+        if topic.encoding not in ("cdr", "protobuf"):
+            raise SourceError(
+                f"topic '{topic.name}' has the encoding '{topic.encoding}'; cdr (ROS 2) and protobuf are read"
+            )
+        self._form: Foxglove | Ros = Foxglove(topic) if self.is_proto else Ros(topic)
+
+    def picture(self, message: Message) -> Picture:
+        """The head of a picture, of which the first bytes of the message are enough."""
+        return self._guard(self._form.picture, message.data)
+
+    def video_format(self, message: Message) -> str:
+        """The codec that a whole CompressedVideo states."""
+        return self._guard(self._form.video_format, message.data)
+
+    def calibration(self, message: Message) -> Calibration:
+        """A whole CameraInfo or CameraCalibration."""
+        return self._guard(self._form.calibration, message.data)
+
+    def transforms(self, message: Message) -> list[Edge]:
+        """Whole transforms."""
+        return self._guard(self._form.transforms, message.data)
+
+    def pose(self, message: Message) -> Edge:
+        """A whole Odometry or PoseStamped; the child frame of a PoseStamped is ""."""
+        return self._guard(self._form.pose, message.data)
+
+    def cloud(self, message: Message) -> Cloud:
+        """A whole point cloud."""
+        return self._guard(self._form.cloud, message.data)
+
+    def cloud_head(self, message: Message) -> tuple[int, str, int]:
+        """Stamp, frame and number of points; protobuf has no number: that of the message's 16-byte points."""
+        return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
+
+    def _guard(self, read: Callable[[Buffer], T], data: Buffer) -> T:
+        from rosbags.serde import SerdeError
+
+        try:
+            return read(data)
+        except (struct.error, IndexError, KeyError, ValueError, AssertionError, SerdeError) as error:
+            raise SourceError(f"topic '{self._topic.name}': a message is no {self._topic.type}: {error}") from error

@@ -1,0 +1,153 @@
+"""ROS 2 messages: CDR (OMG DDS-XTypes 7.4), read by rosbags; of pictures and clouds the head is read here."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+from fuelrail.sharding.sources.logs.messages.records import RAWS, Calibration, Cloud, Edge, Picture, PointField
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.logs.files.log_file import Topic
+
+_KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
+
+
+class Ros:
+    """Reads the messages of one topic."""
+
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+        self._type = topic.type.replace("/", "/msg/")
+
+    def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
+        return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
+
+    def picture(self, data: Buffer) -> Picture:
+        """The head of a picture."""
+        cdr = _Cdr(data)
+        stamp_ns, frame_id = cdr.stamp(), cdr.text()
+        if self._topic.type in RAWS:
+            height, width, encoding = cdr.u32(), cdr.u32(), cdr.text()
+            cdr.at += 1  # is_bigendian
+            step, length = cdr.u32(), cdr.u32()
+            return Picture(stamp_ns, frame_id, cdr.at, length, encoding, width, height, step)
+        if self._topic.type == "sensor_msgs/CompressedImage":
+            cdr.text()  # the format: free text that is often wrong
+        length = cdr.u32()
+        return Picture(stamp_ns, frame_id, cdr.at, length)
+
+    def video_format(self, data: Buffer) -> str:
+        """The codec."""
+        return str(self._read(data).format)
+
+    def calibration(self, data: Buffer) -> Calibration:
+        """A CameraInfo, or foxglove's CameraCalibration."""
+        info = self._read(data)
+        size = info.width, info.height, info.distortion_model
+        is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
+        names = "DKRP" if is_foxglove else "dkrp"
+        d, k, r, p = (tuple(map(float, getattr(info, name))) for name in names)
+        if is_foxglove:
+            return Calibration(_time_ns(info.timestamp), info.frame_id, *size, d, k, r, p)
+        binning, roi = (max(info.binning_x, 1), max(info.binning_y, 1)), info.roi
+        part = (roi.x_offset, roi.y_offset, roi.width, roi.height)
+        return Calibration(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
+
+    def transforms(self, data: Buffer) -> list[Edge]:
+        """A TFMessage, or foxglove's FrameTransform and FrameTransforms."""
+        one = self._read(data)
+        if self._topic.type == "tf2_msgs/TFMessage":
+            return [
+                Edge(
+                    edge.header.frame_id, edge.child_frame_id, _time_ns(edge.header.stamp),
+                    _wxyz(edge.transform.rotation), _xyz(edge.transform.translation),
+                )
+                for edge in one.transforms
+            ]  # fmt: skip
+        return [
+            Edge(
+                edge.parent_frame_id, edge.child_frame_id, _time_ns(edge.timestamp), _wxyz(edge.rotation),
+                _xyz(edge.translation),
+            )
+            for edge in getattr(one, "transforms", [one])
+        ]  # fmt: skip
+
+    def pose(self, data: Buffer) -> Edge:
+        """An Odometry, a PoseStamped, or one with covariance."""
+        one = self._read(data)
+        pose = one.pose if self._topic.type == "geometry_msgs/PoseStamped" else one.pose.pose
+        child = getattr(one, "child_frame_id", "")
+        stamp_ns = _time_ns(one.header.stamp)
+        return Edge(one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position))
+
+    def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
+        """Stamp, frame and number of points."""
+        cdr = _Cdr(data)
+        return cdr.stamp(), cdr.text(), max(cdr.u32() * cdr.u32(), 1)
+
+    def cloud(self, data: Buffer) -> Cloud:
+        """A PointCloud2."""
+        one = self._read(data)
+        columns = tuple(PointField(field.name, field.offset, _KINDS[field.datatype]) for field in one.fields)
+        return Cloud(
+            _time_ns(one.header.stamp), one.header.frame_id, one.height, one.width, columns, bool(one.is_bigendian),
+            one.point_step, one.row_step, one.data,
+        )  # fmt: skip
+
+
+@functools.cache
+def _standard() -> Any:  # noqa: ANN401 - rosbags
+    """ROS 2's own types; making them takes tens of milliseconds."""
+    from rosbags.typesys import Stores, get_typestore
+
+    return get_typestore(Stores.ROS2_HUMBLE)
+
+
+@functools.cache
+def _store(name: str, schema: bytes) -> Any:  # noqa: ANN401 - rosbags
+    """Types that have this one: ROS 2's own, else by the log's text."""
+    from rosbags.typesys import Stores, get_types_from_msg, get_typestore
+
+    if name in _standard().types:
+        return _standard()
+    found = get_typestore(Stores.ROS2_HUMBLE)
+    found.register(get_types_from_msg(schema.decode(), name))
+    return found
+
+
+class _Cdr:
+    """Reads the head of a CDR message; numbers are aligned to their size from byte 4 on."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data, self.at = memoryview(data), 4
+        self._u32 = struct.Struct("<I" if self._data[1] & 1 else ">I")
+
+    def u32(self) -> int:
+        self.at += -self.at % 4
+        (value,) = self._u32.unpack_from(self._data, self.at)
+        self.at += 4
+        return int(value)
+
+    def text(self) -> str:
+        length = self.u32()
+        found = bytes(self._data[self.at : self.at + length])
+        self.at += length
+        return found.rstrip(b"\0").decode("utf-8", "replace")
+
+    def stamp(self) -> int:
+        return self.u32() * 1_000_000_000 + self.u32()
+
+
+def _time_ns(time: Any) -> int:  # noqa: ANN401 - rosbags
+    return int(time.sec) * 1_000_000_000 + int(time.nanosec)
+
+
+def _wxyz(q: Any) -> tuple[float, float, float, float]:  # noqa: ANN401 - rosbags
+    return (q.w, q.x, q.y, q.z)
+
+
+def _xyz(v: Any) -> tuple[float, float, float]:  # noqa: ANN401 - rosbags
+    return (v.x, v.y, v.z)

@@ -1,0 +1,58 @@
+"""The options of logs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fuelrail.sharding.sources.frames.source import FrameSettings
+from fuelrail.sharding.sources.logs.video import QUALITY
+
+
+class LogSettings(FrameSettings, frozen=True, kw_only=True):
+    """Options of logs."""
+
+    missing_camera: Annotated[
+        Literal["error", "mask", "drop"],
+        Meta(
+            description="a frame without the image of a camera: drop (leave the frame out); mask (leave the member "
+            "out, mark it invalid); error"
+        ),
+    ] = "drop"
+    cameras: Annotated[
+        dict[str, str], Meta(description="channel to topic: {cam_front: /front/image}; empty: all topics of pictures")
+    ] = msgspec.field(default_factory=dict)
+    lidars: Annotated[dict[str, str], Meta(description="channel to topic; empty: all topics of point clouds")] = (
+        msgspec.field(default_factory=dict)
+    )
+    camera_infos: Annotated[
+        dict[str, str], Meta(description="channel to topic of its calibration; else camera_info beside the pictures")
+    ] = msgspec.field(default_factory=dict)
+    reference: Annotated[
+        str, Meta(description="channel that makes the frames; empty: the first lidar, else camera")
+    ] = ""
+    rate: Annotated[float, Meta(ge=0, description="frames a second at most; 0: each message of the reference")] = 0.0
+    offsets_ms: Annotated[
+        dict[str, float],
+        Meta(description="channel to its delay after the reference [ms]; others are estimated and reported"),
+    ] = msgspec.field(default_factory=dict)
+    tolerance_ms: Annotated[float, Meta(gt=0, description="how far from its delay a message may be [ms]")] = 25.0
+    ego_frame: Annotated[str, Meta(description="frame of the vehicle")] = "base_link"
+    global_frame: Annotated[str, Meta(description="frame of the world; empty: map, else odom, else the uppermost")] = ""
+    poses: Annotated[str, Meta(description="tf; a topic of Odometry or PoseStamped; or none")] = "tf"
+    clock: Annotated[Literal["header", "log_time"], Meta(description="times of the messages, or of the recording")] = (
+        "header"
+    )
+    clip_seconds: Annotated[float, Meta(ge=0, description="length of clips [s]; 0: whole logs")] = 20.0
+    max_gap_s: Annotated[float, Meta(gt=0, description="gap that ends a clip, and that poses do not reach across")] = (
+        0.5
+    )
+    damaged: Annotated[
+        Literal["error", "skip"], Meta(description="a chunk with a wrong checksum: error; skip (left out, counted)")
+    ] = "error"
+    checksums: Annotated[bool, Meta(description="check uncompressed chunks also, which reads whole files")] = False
+    video_quality: Annotated[int, Meta(ge=1, le=100, description="JPEG quality of frames of video")] = QUALITY
+    libraries: str = ""
+    """Versions that decide the bytes of frames of video; filled in, and other ones are refused."""

@@ -1,0 +1,208 @@
+"""The kinds ``mcap`` and ``rosbag2``: cameras, lidars and poses of a robot's logs, synchronised."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
+from fuelrail.sharding.sources.frames.poses import Trajectory
+from fuelrail.sharding.sources.frames.source import FrameSource
+from fuelrail.sharding.sources.logs import sync
+from fuelrail.sharding.sources.logs.files.recordings import Recordings
+from fuelrail.sharding.sources.logs.frames import FrameMaker
+from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
+from fuelrail.sharding.sources.logs.index import LogIndex
+from fuelrail.sharding.sources.logs.members import Job, Members
+from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
+from fuelrail.sharding.sources.logs.messages.records import CLOUDS, PICTURES, POSES, VIDEOS
+from fuelrail.sharding.sources.logs.settings import LogSettings
+from fuelrail.sharding.sources.logs.video import libraries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.source import Reads
+
+
+class LogSource(FrameSource[LogSettings]):
+    """MCAP logs of ROS 2 and foxglove: one file, or a folder of files and of rosbag2 folders."""
+
+    kind = "mcap"
+    settings = LogSettings
+    requires: ClassVar = {"mcap": "fuelrail[ros]", "rosbags": "fuelrail[ros]", "lz4": "fuelrail[ros]"}
+    suffixes: ClassVar[tuple[str, ...]] = (".mcap",)
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        """Take the options and the root; reads nothing."""
+        super().__init__(location, options)
+        self.has_poses = self.given.poses != "none"
+        if self.given.libraries and self.given.libraries != _libraries():
+            raise ConfigError(
+                f"the dataset's video was decoded with {self.given.libraries}, here is {_libraries()}: install those "
+                "versions, or make the dataset again"
+            )
+        self.recordings = Recordings(
+            self.files, self.file, self.suffixes, skip_damaged=self.given.damaged == "skip",
+            check_all=self.given.checksums,
+        )  # fmt: skip
+        self._index: LogIndex | None = None
+        self._cuts: dict[str, tuple[str, NDArray[np.int64]]] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; the versions of libraries where there is video."""
+        return {**super().options, "libraries": _libraries() if _has_video(self) else ""}
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
+        """By clip where chunks are compressed, or where there is video."""
+        found = self.recordings
+        in_order = any(found.log_file(name).reads_in_order for _, files in found.logs for name in files)
+        return "clip" if in_order or _has_video(self) else "random"
+
+    def sensors(self) -> Sensors:
+        """Cameras and lidars by their channels; a lidar has the columns x, y, z, intensity, ring, time."""
+        return Sensors.of(self.camera_topics, dict.fromkeys(self.lidar_topics, COLUMNS))
+
+    def clips(self) -> Iterator[Clip]:
+        """The parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
+        given = self.given
+        self._check_channels()
+        reference = self._reference
+        for name, files in self.recordings.logs:
+            index = self._indexed(name)
+            topic = {**self.camera_topics, **self.lidar_topics}[reference]
+            stamps = sync.thinned(index.series[topic].stamps, given.rate)
+            parts = sync.cuts(
+                stamps, max(given.max_gap_s, 1.5 / given.rate if given.rate else 0) * 1e9, given.clip_seconds * 1e9
+            )
+            for number, part in enumerate(parts):
+                clip = name if len(parts) == 1 else f"{name}-{number:04d}"
+                self._cuts[clip] = name, part
+                yield Clip(name=clip, log_id=name, files=tuple(files))
+            for what, count in index.noted.items():
+                self.noted[what] = self.noted.get(what, 0) + count
+
+    def poses(self, clip: Clip) -> Trajectory | None:
+        """Of the log's transforms, or of the Odometry topic."""
+        given, index = self.given, self._indexed(clip.log_id)
+        if not self.has_poses:
+            return None
+        if given.poses == "tf":
+            return index.tree.trajectory(given.ego_frame, given.global_frame, given.max_gap_s)
+        child = next((edge.child for edge in index.poses), "").lstrip("/")
+        edges = index.poses
+        moved = edges_trajectory(edges, f"log '{clip.log_id}': {given.poses}", given.max_gap_s)
+        if child in ("", given.ego_frame):
+            return moved
+        times = np.unique(np.array([edge.stamp_ns for edge in edges], np.int64))
+        ego2child = index.tree.sensor2ego(given.ego_frame, child)
+        return Trajectory(times, moved.at(times) @ ego2child, clip.name, max_gap_s=given.max_gap_s)
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """One for each message of the reference that is left."""
+        log, times = self._cuts[clip.name]
+        maker = FrameMaker(
+            self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
+            self._reference, self.noted,
+        )  # fmt: skip
+        return maker.frames(times)
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read a sweep."""
+        return self._members.points(Job.of(ref))
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Read pictures out of chunks, encode raw ones, and decode video."""
+        jobs = {Job.of(ref): ref for ref in refs}
+        for job, data in self._members.read(list(jobs)):
+            yield jobs[job], data
+
+    def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Yield members in the order of the recording, so that a chunk is decompressed once."""
+        jobs, rest = Members.split(refs)
+        for job, data in self._members.read(list(jobs)):
+            yield jobs[job], data
+        for ref in rest:
+            yield ref, self.open(ref)
+
+    # What the logs have.
+
+    @cached_property
+    def camera_topics(self) -> dict[str, str]:
+        """Channel to topic, in the order of the rig."""
+        return self.recordings.chosen("cameras", self.given.cameras, PICTURES)
+
+    @cached_property
+    def lidar_topics(self) -> dict[str, str]:
+        """Channel to topic."""
+        return self.recordings.chosen("lidars", self.given.lidars, CLOUDS)
+
+    @property
+    def _reference(self) -> str:
+        return self.given.reference or next(iter(self.lidar_topics), "") or next(iter(self.camera_topics))
+
+    def _check_channels(self) -> None:
+        if not self.camera_topics:
+            listed = (
+                ", ".join(sorted(f"{topic.name} ({topic.type})" for topic in self.recordings.topics.values())) or "none"
+            )
+            raise SourceError(f"the {self.kind} source '{self.files.shown}' has no image topic; topics: {listed}")
+        known = [*self.camera_topics, *self.lidar_topics]
+        for option in ("offsets_ms", "camera_infos"):
+            for channel in getattr(self.given, option):
+                if channel not in known:
+                    raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
+        if self._reference not in known:
+            raise ConfigError(f"reference: there is no channel '{self._reference}'; channels: {', '.join(known)}")
+        if self.given.poses not in ("tf", "none"):
+            topic = self.recordings.topics.get(self.given.poses)
+            if topic is None or topic.type not in POSES:
+                names = sorted(name for name, one in self.recordings.topics.items() if one.type in POSES)
+                raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
+        needs_video = [topic for topic in self.camera_topics.values() if self.recordings.topics[topic].type in VIDEOS]
+        if needs_video and importlib.util.find_spec("av") is None:
+            raise ConfigError(f"topic '{needs_video[0]}' is video, which needs: pip install 'fuelrail[video]'")
+
+    def _indexed(self, log: str) -> LogIndex:
+        """What is known of a log; that of the last one is kept."""
+        if self._index is None or self._index.name != log:
+            files = next(files for name, files in self.recordings.logs if name == log)
+            self._index = LogIndex(
+                log, [self.recordings.log_file(name) for name in files],
+                cameras=list(self.camera_topics.values()), lidars=list(self.lidar_topics.values()),
+                poses=self.given.poses, clock=self.given.clock, max_gap_s=self.given.max_gap_s,
+            )  # fmt: skip
+        return self._index
+
+    @cached_property
+    def _members(self) -> Members:
+        return Members(
+            self.recordings.log_file,
+            lambda: self.recordings.topics,
+            lambda: dict(self.recordings.logs),
+            self.given.video_quality,
+        )
+
+
+class Rosbag2Source(LogSource):
+    """rosbag2 folders with SQLite or MCAP files: one folder, or a folder of them."""
+
+    kind = "rosbag2"
+    suffixes: ClassVar[tuple[str, ...]] = (".db3", ".mcap")
+
+
+def _libraries() -> str:
+    return libraries() if importlib.util.find_spec("av") is not None else "no PyAV"
+
+
+def _has_video(source: LogSource) -> bool:
+    return any(source.recordings.topics[topic].type in VIDEOS for topic in source.camera_topics.values())

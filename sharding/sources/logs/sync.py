@@ -1,0 +1,89 @@
+"""Which message of a sensor belongs to which frame, and where a log is cut into clips."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    I64 = NDArray[np.int64]
+
+_STEADY = 0.7
+"""Length of the mean direction of offsets [0, 1] from which on a sensor counts as triggered with the reference."""
+
+
+def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
+    """How long after the reference a sensor exposes [ns], as near to 0 as its period allows; 0 where it runs free.
+
+    Offsets are angles of the sensor's period, so that one near half a period does not jump between its two signs: their
+    direction is the circular mean (Mardia and Jupp 2000, 2.2), refined by the median of what is left.
+    """
+    if len(stamps_ns) < 2 or not len(reference_ns):
+        return 0
+    period = float(np.median(np.diff(stamps_ns)))
+    inside = reference_ns[(reference_ns >= stamps_ns[0] - period) & (reference_ns <= stamps_ns[-1] + period)]
+    if not len(inside) or period <= 0:
+        return 0
+    differences = (stamps_ns[nearest(stamps_ns, inside)] - inside).astype(np.float64)
+    mean = np.exp(2j * np.pi * differences / period).mean()
+    if abs(mean) < _STEADY:
+        return 0
+    offset = float(np.angle(mean)) / (2 * np.pi) * period
+    rest = differences - offset
+    return round(offset + float(np.median(rest - np.round(rest / period) * period)))
+
+
+def nearest(stamps_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
+    """Rows of the ascending ``stamps_ns`` (N,), N > 0, that are nearest to each of ``wanted_ns``."""
+    after = np.clip(np.searchsorted(stamps_ns, wanted_ns), 1, max(len(stamps_ns) - 1, 1))
+    after = np.minimum(after, len(stamps_ns) - 1)
+    before = np.maximum(after - 1, 0)
+    return np.where(wanted_ns - stamps_ns[before] <= stamps_ns[after] - wanted_ns, before, after)
+
+
+def matched(reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int) -> NDArray[np.intp]:
+    """For each reference time the row of the message nearest to it plus the offset; -1 beyond the tolerance.
+
+    A message belongs to one frame, the nearer one.
+    """
+    found = np.full(len(reference_ns), -1, np.intp)
+    if not len(stamps_ns):
+        return found
+    rows = nearest(stamps_ns, reference_ns + offset_ns)
+    away = np.abs(stamps_ns[rows] - reference_ns - offset_ns)
+    best: dict[int, int] = {}
+    for at in np.flatnonzero(away <= tolerance_ns).tolist():
+        row = int(rows[at])
+        other = best.get(row)
+        if other is None or away[at] < away[other]:
+            best[row] = at
+    for row, at in best.items():
+        found[at] = row
+    return found
+
+
+def thinned(reference_ns: I64, rate: float) -> I64:
+    """At most ``rate`` times a second [Hz]: the first, then each that is a period later, less a tenth for jitter."""
+    if not rate:
+        return reference_ns
+    period, kept = 1e9 / rate, []
+    due = -np.inf
+    for time in reference_ns.tolist():
+        if time >= due - period / 10:
+            kept.append(time)
+            due = time + period if time - due > period else due + period
+    return np.array(kept, np.int64)
+
+
+def cuts(reference_ns: I64, max_gap_ns: float, most_ns: float) -> list[I64]:
+    """The reference times of each clip: cut at gaps, and after ``most_ns`` (0: never)."""
+    clips: list[list[int]] = []
+    for time in reference_ns.tolist():
+        new = not clips or time - clips[-1][-1] > max_gap_ns or (most_ns and time - clips[-1][0] >= most_ns)
+        if new:
+            clips.append([])
+        clips[-1].append(time)
+    return [np.array(clip, np.int64) for clip in clips]

@@ -1,0 +1,357 @@
+"""Video to JPEG: each frame is decoded once, in order, and encoded from the decoder's planes.
+
+Frame n is the n-th in the order of presentation, whatever the order in the file. JPEG (JFIF) wants the matrix of BT.601
+and the full range: planes of another matrix, range or depth are converted, and not by way of RGB. Video
+without a matrix is BT.709 from 720 lines on, else BT.601, as players have it.
+
+PyAV (the extra ``video``) brings FFmpeg.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from fuelrail.pipeline.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+
+QUALITY: Final = 90
+CODECS: Final = ("h264", "hevc", "av1")
+_NAMES: Final = {"h265": "hevc", "avc": "h264", "avc1": "h264", "hvc1": "hevc", "hev1": "hevc"}
+_BOXES: Final = {"h264": "h264", "hevc": "hevc", "av1": "obu"}
+_HD_LINES: Final = 720
+_UNKNOWN_MATRIX, _BT709, _BT601 = 2, 1, 5
+_MATRICES: Final = {
+    1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087), 9: (0.2627, 0.0593),
+}  # fmt: skip
+"""Matrix coefficients of ITU-T H.273 table 4: KR and KB by the code."""
+_FULL: Final = 2
+_FINE: Final = 2.5
+"""What chroma adds to luma is kept in steps of 1 / 2.5."""
+
+
+class VideoFacts(NamedTuple):
+    """Size [px], codec, and the number of frames; -1 where the file does not state it."""
+
+    width: int
+    height: int
+    codec: str
+    num_frames: int
+
+
+class _Packet(NamedTuple):
+    pts: int
+    is_keyframe: bool
+
+
+def libraries() -> str:
+    """What decides the bytes of a JPEG made from video: versions of PyAV, FFmpeg's decoders and scaler, simplejpeg."""
+    from importlib.metadata import version
+
+    import av
+
+    parts = [f"{name} {'.'.join(map(str, av.library_versions[name]))}" for name in ("libavcodec", "libswscale")]
+    return ", ".join([f"PyAV {av.__version__}", *parts, f"simplejpeg {version('simplejpeg')}"])
+
+
+def video_frames(path: str, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
+    """Yield these frames of a video file with their numbers, as JPEG, in the order of presentation.
+
+    A frame is decoded once; what is between two groups of pictures that are wanted is skipped. Raises SourceError for
+    a file that is cut, a frame that is not there or cannot be decoded, a rotation flag, and another codec.
+    """
+    yield from VideoFile(path).jpegs(numbers, quality)
+
+
+class VideoFile:
+    """A video file: mp4, or a raw stream. ``num_decoded`` counts the frames that the decoder gave."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._where = path, f"video '{path}'"
+        self.num_decoded = 0
+
+    def facts(self) -> VideoFacts:
+        """Size, codec and number of frames; packets are counted, and none is decoded."""
+        with self._opened() as container:
+            stream = container.streams.video[0]
+            packets = _packets(container)
+            context = stream.codec_context
+            number = -1 if packets is None else len(packets)
+            return VideoFacts(context.width, context.height, _codec(context.name, self._where), number)
+
+    def jpegs(self, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
+        """As :func:`video_frames`."""
+        wanted = sorted(set(numbers))
+        if not wanted:
+            return
+        with self._opened() as container:
+            packets = _packets(container)
+        if packets is None:
+            yield from self._from_the_start(wanted, quality)
+            return
+        if wanted[-1] >= len(packets) or wanted[0] < 0:
+            bad = wanted[0] if wanted[0] < 0 else wanted[-1]
+            raise SourceError(f"{self._where} has {len(packets)} frames, and no frame {bad}")
+        order = sorted(packets)
+        keys = [at for at, packet in enumerate(order) if packet.is_keyframe]
+        runs: list[tuple[int, list[int]]] = []
+        group = -2
+        for number in wanted:
+            own = int(np.searchsorted(keys, number, "right")) - 1
+            if own < 0:
+                raise SourceError(f"{self._where}: frame {number} comes before the first keyframe, frame {keys[:1]}")
+            if own > group + 1:
+                runs.append((keys[own], []))
+            group = own
+            runs[-1][1].append(number)
+        for key, run in runs:
+            yield from self._run(order, key, run, quality)
+
+    def _run(self, order: Sequence[_Packet], key: int, run: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
+        """Decode from a keyframe on; frames are known by their times."""
+        number_of = {packet.pts: at for at, packet in enumerate(order)}
+        wanted = set(run)
+        with self._opened() as container:
+            stream = container.streams.video[0]
+            if key:
+                container.seek(order[key].pts, stream=stream)
+            encoder = _Encoder(quality, self._where)
+            for frame in self._decoded(container):
+                number = number_of.get(frame.pts, -1)
+                if number in wanted:
+                    wanted.remove(number)
+                    yield number, encoder.jpeg(frame, number)
+                if not wanted:
+                    return
+        raise SourceError(f"{self._where}: frame {min(wanted)} cannot be decoded: is the file cut, or damaged?")
+
+    def _from_the_start(self, wanted: list[int], quality: int) -> Iterator[tuple[int, bytes]]:
+        """A raw stream has no times: frames are counted."""
+        chosen, number = set(wanted), -1
+        with self._opened() as container:
+            encoder = _Encoder(quality, self._where)
+            for number, frame in enumerate(self._decoded(container)):
+                if number in chosen:
+                    yield number, encoder.jpeg(frame, number)
+                if number >= wanted[-1]:
+                    return
+        raise SourceError(f"{self._where} has {number + 1} frames, and no frame {wanted[-1]}")
+
+    def _decoded(self, container: Any) -> Iterator[Any]:  # noqa: ANN401 - PyAV
+        import av
+
+        try:
+            for frame in container.decode(video=0):
+                self.num_decoded += 1
+                yield frame
+        except av.error.FFmpegError as error:
+            raise SourceError(f"{self._where} cannot be decoded after {self.num_decoded} frames: {error}") from error
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Any]:
+        import av
+
+        try:
+            container = av.open(self._path)
+        except (av.error.FFmpegError, OSError) as error:
+            text = f"{self._where} cannot be opened ({error}): is it cut off, or no video?"
+            raise SourceError(text) from error
+        with container:
+            if not container.streams.video:
+                raise SourceError(f"{self._where} has no video stream")
+            _codec(container.streams.video[0].codec_context.name, self._where)
+            yield container
+
+
+class StreamDecoder:
+    """Decodes packets that come one by one, as messages of a log do: Annex B, or OBUs of AV1, from a keyframe on."""
+
+    def __init__(self, codec: str, quality: int, where: str) -> None:
+        import av
+
+        self._context: Any = av.CodecContext.create(_codec(codec, where), "r")
+        self._where, self._encoder = where, _Encoder(quality, where)
+        self.num_decoded = 0
+
+    def push(self, number: int, data: Buffer, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
+        """Decode the packet of frame ``number``; yield what is ready of the wanted frames, with their numbers."""
+        import av
+
+        packet = av.Packet(bytes(data))
+        packet.pts = packet.dts = number
+        yield from self._decode(packet, wanted)
+
+    def flush(self, wanted: set[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield the wanted ones of the frames that the decoder still has."""
+        yield from self._decode(None, wanted)
+
+    def _decode(self, packet: Any, wanted: set[int]) -> Iterator[tuple[int, bytes]]:  # noqa: ANN401 - PyAV
+        import av
+
+        try:
+            frames = self._context.decode(packet)
+        except av.error.FFmpegError as error:
+            at = "the end" if packet is None else f"message {packet.pts}"
+            raise SourceError(f"{self._where}: the video cannot be decoded at {at}: {error}") from error
+        self.num_decoded += len(frames)
+        for frame in frames:
+            if frame.pts in wanted:
+                yield frame.pts, self._encoder.jpeg(frame, frame.pts)
+
+
+def stream_size(data: Buffer, codec: str, where: str) -> tuple[int, int]:
+    """Width and height [px] of a stream by its first keyframe's parameter sets."""
+    import av
+
+    try:
+        with av.open(io.BytesIO(bytes(data)), format=_BOXES[_codec(codec, where)]) as container:
+            context = container.streams.video[0].codec_context
+            size = context.width, context.height
+    except (av.error.FFmpegError, IndexError) as error:
+        raise SourceError(f"{where}: the keyframe has no parameter sets that FFmpeg understands: {error}") from error
+    if not all(size):
+        raise SourceError(f"{where}: the keyframe does not state its size")
+    return size
+
+
+def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
+    """Whether a packet, of which the first bytes will do, begins a group of pictures.
+
+    By NAL units of H.264 (ITU-T H.264 table 7-1) and HEVC (H.265 table 7-1), and OBUs of AV1 (AV1 6.2.2).
+    """
+    head, name = bytes(memoryview(data)[:512]), _codec(codec, where)
+    if name == "av1":
+        return any(kind == 1 for kind in _obu_types(head))
+    at, has_parameters = head.find(b"\0\0\1"), False
+    while at >= 0 and at + 3 < len(head):
+        kind = head[at + 3] & 0x1F if name == "h264" else head[at + 3] >> 1 & 0x3F
+        if kind <= 5 if name == "h264" else kind < 32:  # a picture
+            return kind == 5 if name == "h264" else 16 <= kind < 24
+        has_parameters |= kind == (7 if name == "h264" else 33)
+        at = head.find(b"\0\0\1", at + 3)
+    return has_parameters  # notes of an encoder may fill the head; only a keyframe's parameter sets stand before them
+
+
+def _obu_types(head: bytes) -> Iterator[int]:
+    at = 0
+    while at < len(head):
+        kind, extended, sized = head[at] >> 3 & 15, head[at] >> 2 & 1, head[at] >> 1 & 1
+        yield kind
+        at += 1 + extended
+        if not sized:
+            return
+        length = shift = 0
+        while at < len(head):
+            byte = head[at]
+            length |= (byte & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 0x80:
+                break
+        at += length
+
+
+def _packets(container: Any) -> list[_Packet] | None:  # noqa: ANN401 - PyAV
+    """Times of the frames that are shown; None for a stream without times."""
+    found = [
+        (packet.pts, packet.is_keyframe) for packet in container.demux(video=0) if packet.size and not packet.is_discard
+    ]
+    if any(pts is None for pts, _ in found) or len({pts for pts, _ in found}) < len(found):
+        return None
+    return [_Packet(pts, is_key) for pts, is_key in found]
+
+
+def _codec(name: str, where: str) -> str:
+    """FFmpeg's name of the codec."""
+    plain = name.lower().strip()
+    plain = "av1" if plain == "libdav1d" else _NAMES.get(plain, plain)
+    if plain not in CODECS:
+        raise SourceError(f"{where} has the codec '{name}'; {', '.join(CODECS)} are decoded: convert it with ffmpeg")
+    return plain
+
+
+class _Encoder:
+    """Encodes frames of one video as JPEG."""
+
+    def __init__(self, quality: int, where: str) -> None:
+        self._quality, self._where = quality, where
+        from av.video.reformatter import VideoReformatter
+
+        self._reformatter = VideoReformatter()
+
+    def jpeg(self, frame: Any, number: int) -> bytes:  # noqa: ANN401 - PyAV
+        """The frame as JPEG; raises SourceError for one that is damaged or is to be turned."""
+        if frame.is_corrupt:
+            raise SourceError(f"{self._where}: frame {number} is damaged, or what it builds on is missing")
+        if frame.rotation:
+            raise SourceError(
+                f"{self._where} has a rotation flag of {frame.rotation} degrees, and its calibration may be of either "
+                "orientation: rotate it or clear the flag with ffmpeg"
+            )
+        planes = self._planes(frame)
+        data: bytes = simplejpeg.encode_jpeg_yuv_planes(*map(np.ascontiguousarray, planes), quality=self._quality)
+        return data
+
+    def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:  # noqa: ANN401 - PyAV
+        """Planes of 8 bits, full range, BT.601, with the chroma of the video."""
+        name = frame.format.name
+        is_full = name.startswith("yuvj") or frame.color_range == _FULL
+        matrix = frame.colorspace
+        if matrix == _UNKNOWN_MATRIX:
+            matrix = _BT709 if frame.height >= _HD_LINES else _BT601
+        if matrix not in _MATRICES:
+            raise SourceError(f"{self._where} has the colour matrix {matrix} of ITU-T H.273; known: {list(_MATRICES)}")
+        chroma = next((chroma for chroma in ("444", "422", "420") if chroma in name), "420")
+        if name not in (f"yuvj{chroma}p", f"yuv{chroma}p"):  # more bits, or other planes: matrix and range stay
+            space, levels = frame.colorspace, 2 if is_full else 1
+            frame = self._reformatter.reformat(
+                frame, format=f"yuvj{chroma}p" if is_full else f"yuv{chroma}p", src_colorspace=space,
+                dst_colorspace=space, src_color_range=levels, dst_color_range=levels,
+            )  # fmt: skip
+        planes = [
+            np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
+            for plane in frame.planes
+        ]
+        return planes if is_full and _MATRICES[matrix] == _MATRICES[_BT601] else _converted(planes, matrix, is_full)
+
+
+def _converted(planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool) -> list[NDArray[np.uint8]]:
+    """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
+
+    Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the chromas alone, at their
+    own size. So no plane goes through RGB.
+    """
+    luma, blue, red = planes
+    step = _ycc2rgb(_BT601)
+    change = np.linalg.inv(step) @ _ycc2rgb(matrix)
+    y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
+    black = 0 if is_full else 16
+
+    def mixed(of_blue: float, of_red: float) -> NDArray[np.uint8]:
+        return np.asarray(cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)), np.uint8)
+
+    chromas = [mixed(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
+    if np.allclose(change, np.eye(3)):
+        return [np.asarray(cv2.addWeighted(luma, y_scale, luma, 0, -black * y_scale), np.uint8), *chromas]
+    added = mixed(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
+    spread = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
+    shift = -black * y_scale - 128 / _FINE
+    return [np.asarray(cv2.addWeighted(luma, y_scale, spread, 1 / _FINE, shift), np.uint8), *chromas]
+
+
+def _ycc2rgb(matrix: int) -> NDArray[np.float64]:
+    """(3, 3): full-range Y, Cb, Cr to R, G, B."""
+    kr, kb = _MATRICES[matrix]
+    kg = 1 - kr - kb
+    red, blue = 2 * (1 - kr), 2 * (1 - kb)
+    return np.array([[1, 0, red], [1, -kb * blue / kg, -kr * red / kg], [1, blue, 0]])

@@ -1,0 +1,1 @@
+"""Opt-in channels of nuScenes."""

@@ -1,0 +1,155 @@
+"""2-D boxes of nuScenes: the bounds of what of each 3-D box is in an image, and the tables' tokens of each box."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.nuscenes.extras.batch import inline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+    from fuelrail.sharding.sources.scan_table import Reference
+
+_NEAR_M: Final = 0.1
+_FACES: Final = np.array(((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5)))
+"""Corners of each side of a box, in the order of `Boxes.corners`."""
+
+TOKENS: Final = Channel(
+    name="box_tokens",
+    kind="text",
+    field="box_tokens.txt",
+    law=Law("fixed"),
+    optional=True,
+    description='JSON: lists "annotation", "instance" and "visibility" of the tables\' tokens, in the order of boxes',
+)
+
+
+def boxes_channel(camera: str) -> Channel:
+    """The entry of the table for one camera."""
+    return Channel(
+        name=f"boxes2d_{camera}",
+        kind="ragged",
+        field=f"boxes2d_{camera}.safetensors",
+        law=Law("image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}),
+        arrays=(
+            ArraySpec("box", "float32", (4,), "px"),
+            ArraySpec("row", "int32"),
+            ArraySpec("label", "int16"),
+            ArraySpec("instance_id", "int64"),
+            ArraySpec("visible", "uint8"),
+        ),
+        frame=f"image:{camera}",
+        optional=True,
+        description="bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes",
+    )
+
+
+class ImageBoxes:
+    """2-D boxes of every camera of the rig."""
+
+    def __init__(self, cameras: Sequence[str], *, has_boxes: bool) -> None:
+        """``has_boxes``: whether the tables have annotations at all."""
+        self.channels = tuple(boxes_channel(name.lower()) for name in cameras) if has_boxes else ()
+
+    def members(self, batch: Batch, at: int) -> list[Reference]:
+        """References of one sample's members, of the cameras that have an image; raises SourceError."""
+        boxes, geometry = batch.frames[at].boxes, batch.geometry
+        found: list[Reference] = []
+        if boxes is None:
+            return found
+        corners = boxes.corners().astype(np.float64)
+        for camera, channel in enumerate(self.channels):
+            if not geometry.cam_valid[at, camera]:
+                continue
+            if np.isfinite(geometry.dist[at, camera, 0]):
+                raise SourceError(
+                    f"sample '{batch.frames[at].token}': the image of '{channel.law.camera}' is not rectified, so that "
+                    "its 2-D boxes are not known; leave out 'boxes2d' in the option channels"
+                )
+            cam2global = geometry.cam_ego2global[at, camera] @ geometry.cam2ego[at, camera]
+            ego2cam = invert_rigid(cam2global) @ geometry.ego2global[at]
+            in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
+            width, height = geometry.img_wh[at, camera].tolist()
+            bounds, rows = image_bounds(in_camera, geometry.intrinsics[at, camera], (width, height))
+            value = {
+                "box": bounds.astype(np.float32),
+                "row": rows.astype(np.int32),
+                "label": boxes.label[rows],
+                "instance_id": boxes.instance_id[rows],
+                "visible": np.ones(len(rows), np.uint8),
+            }
+            found.append(inline(channel, KINDS[channel.kind].encode(value, channel)))
+        return found
+
+
+class BoxTokens:
+    """The tables' own tokens of each box, for tools that join with them."""
+
+    def __init__(self, *, has_boxes: bool) -> None:
+        self.channels = (TOKENS,) if has_boxes else ()
+
+    def members(self, batch: Batch, at: int) -> list[Reference]:
+        """The reference of one sample's member."""
+        if batch.frames[at].boxes is None:
+            return []
+        tokens = batch.keyframes.annotations.tokens_of(int(batch.samples[at]))
+        return [inline(TOKENS, msgspec.json.encode(tokens))]
+
+
+def image_bounds(
+    corners: NDArray[np.float64], intrinsics: NDArray[np.float64], size_wh: tuple[int, int]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K boxes.
+
+    ``corners`` (M, 8, 3) are in camera axes, in the order of `Boxes.corners`. The image reaches from -0.5 to
+    side - 0.5: the centre of the first pixel is 0. A box is cut off 0.1 m before the camera and at the image's
+    borders, side by side, so that the bounds are those of what is left, not those of its corners.
+    """
+    width, height = size_wh
+    u, v, z = intrinsics
+    planes = np.stack((z, u + 0.5 * z, (width - 0.5) * z - u, v + 0.5 * z, (height - 0.5) * z - v))
+    shifts = np.array((_NEAR_M, 0.0, 0.0, 0.0, 0.0))
+    distance = corners @ planes.T - shifts
+    is_outside = (distance < 0).all(1).any(1)
+    is_inside = (distance >= 0).all((1, 2))
+    found = np.full((len(corners), 4), np.nan)
+    whole = corners[is_inside] @ intrinsics.T
+    pixels = whole[..., :2] / whole[..., 2:]
+    found[is_inside] = np.concatenate((pixels.min(1), pixels.max(1)), 1)
+    for row in np.flatnonzero(~is_inside & ~is_outside).tolist():
+        kept = [_clipped(corners[row, face], planes, shifts) for face in _FACES]
+        image = np.concatenate(kept) @ intrinsics.T
+        if len(image):
+            pixels = image[:, :2] / image[:, 2:]
+            found[row] = (*pixels.min(0), *pixels.max(0))
+    rows = np.flatnonzero((found[:, 2:] > found[:, :2]).all(1))
+    limits = (width - 0.5, height - 0.5, width - 0.5, height - 0.5)
+    return np.clip(found[rows], -0.5, limits), rows
+
+
+def _clipped(
+    polygon: NDArray[np.float64], planes: NDArray[np.float64], shifts: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland and Hodgman, 1974."""
+    for plane, shift in zip(planes, shifts, strict=True):
+        distance = polygon @ plane - shift
+        following = np.roll(distance, -1)
+        crosses = (distance >= 0) != (following >= 0)
+        share = np.divide(distance, distance - following, out=np.zeros_like(distance), where=crosses)
+        crossing = polygon + share[:, None] * (np.roll(polygon, -1, 0) - polygon)
+        both = np.stack((polygon, crossing), 1).reshape(-1, 3)
+        polygon = both[np.stack((distance >= 0, crosses), 1).reshape(-1)]
+        if not len(polygon):
+            break
+    return polygon

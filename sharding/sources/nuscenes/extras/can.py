@@ -1,0 +1,168 @@
+"""nuScenes' CAN bus as channels: the messages between a keyframe and the one before it, as they were measured.
+
+Fields, units and frames are those of the README of the CAN bus expansion:
+https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/can_bus/README.md
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.scan_table import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+
+FOLDER: Final = "can_bus"
+MESSAGES: Final[dict[str, dict[str, tuple[int, str]]]] = {
+    "ms_imu": {"linear_accel": (3, "m/s^2"), "q": (4, ""), "rotation_rate": (3, "rad/s")},
+    "pose": {
+        "accel": (3, "m/s^2"), "orientation": (4, ""), "pos": (3, "m"), "rotation_rate": (3, "rad/s"),
+        "vel": (3, "m/s"),
+    },
+    "steeranglefeedback": {"value": (1, "rad")},
+    "vehicle_monitor": {
+        "available_distance": (1, "km"), "battery_level": (1, "%"), "brake": (1, "bar"), "brake_switch": (1, ""),
+        "gear_position": (1, ""), "left_signal": (1, ""), "rear_left_rpm": (1, "1/min"),
+        "rear_right_rpm": (1, "1/min"), "right_signal": (1, ""), "steering": (1, "deg"), "steering_speed": (1, "deg/s"),
+        "throttle": (1, ""), "vehicle_speed": (1, "km/h"), "yaw_rate": (1, "deg/s"),
+    },
+    "zoesensors": {"brake_sensor": (1, ""), "steering_sensor": (1, ""), "throttle_sensor": (1, "")},
+    "zoe_veh_info": {
+        "FL_wheel_speed": (1, "1/min"), "FR_wheel_speed": (1, "1/min"), "RL_wheel_speed": (1, "1/min"),
+        "RR_wheel_speed": (1, "1/min"), "left_solar": (1, ""), "longitudinal_accel": (1, "m/s^2"),
+        "meanEffTorque": (1, "N m"), "odom": (1, "cm"), "odom_speed": (1, "km/h"), "pedal_cc": (1, ""),
+        "regen": (1, ""), "requestedTorqueAfterProc": (1, "N m"), "right_solar": (1, ""), "steer_corrected": (1, "deg"),
+        "steer_offset_can": (1, "deg"), "steer_raw": (1, "deg"), "transversal_accel": (1, "g"),
+    },
+}  # fmt: skip
+"""Message to fields in the order of the columns: number of values and unit."""
+_FIRST_S: Final = 0.5
+_AXES: Final = {3: "xyz", 4: "wxyz"}
+_NAMES: Final = (
+    "time of a message is dt_s before the sample; rows ascend in time, the last is the latest at or before it"
+)
+
+
+def can_channel(message: str) -> Channel:
+    """The entry of the table for one kind of message."""
+    columns, units = ["dt_s"], ["s"]
+    for field, (length, unit) in MESSAGES[message].items():
+        names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
+        columns += names
+        units += [unit] * length
+    name = f"can_{message}"
+    return Channel(
+        name=name,
+        kind="points",
+        field=f"{name}.npy",
+        law=Law("fixed"),
+        dtype="float64",
+        axes=("message", "column"),
+        shape=(None, len(columns)),
+        columns=tuple(columns),
+        units=tuple(units),
+        optional=True,
+        source_name=message,
+        description=f"CAN bus as measured, not moved by augmentation; {_NAMES}",
+    )
+
+
+class CanMessages(msgspec.Struct, frozen=True, tag="can"):
+    """What a worker needs to build the member: messages of ``after_us < utime <= until_us``, relative to the latter."""
+
+    message: str
+    file: str
+    after_us: int
+    until_us: int
+
+    def member(self, read: Callable[[str], bytes]) -> bytes:
+        """The member's bytes; raises SourceError."""
+        times, values = _parsed(read, self.message, self.file)
+        kept = (times > self.after_us) & (times <= self.until_us)
+        rows = np.concatenate([(self.until_us - times[kept, None]) * 1e-6, values[kept]], 1)
+        channel = can_channel(self.message)
+        return KINDS[channel.kind].encode(rows, channel)
+
+
+class CanBus:
+    """The messages of all scenes; scenes and messages without a file are left out, as nuScenes has several of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """Entries of the messages that any sample so far has."""
+        return tuple(can_channel(message) for message in MESSAGES if message in self._found)
+
+    def members(self, batch: Batch, at: int) -> list[Reference]:
+        """References of one sample's members."""
+        scene = batch.scene(at).name
+        until_us = batch.frames[at].timestamp_us
+        before_us = batch.time_before_us(at)
+        after_us = until_us - round(_FIRST_S * 1e6) if before_us is None else before_us
+        found = []
+        for message in MESSAGES:
+            file = f"{FOLDER}/{scene}_{message}.json"
+            size = batch.file_bytes(file, at)
+            if size is None:
+                continue
+            self._found[message] = None
+            ref = msgspec.json.encode(CanMessages(message, file, after_us, until_us)).decode()
+            found.append(Reference(can_channel(message).field, ref, size, is_estimate=True))
+        return found
+
+
+@lru_cache(maxsize=8)
+def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that follow."""
+    return parse_can(read(file), message, file)
+
+
+def parse_can(data: bytes, message: str, file: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raises SourceError."""
+    if data.startswith(LFS_MAGIC):
+        raise SourceError(f"CAN file '{file}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    fields = MESSAGES[message]
+    try:
+        records = _DECODERS[message].decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"CAN file '{file}' is not a list of messages '{message}': {error}") from error
+    times = np.array([record.utime for record in records], np.int64)
+    if (np.diff(times) < 0).any():
+        at = int(np.argmax(np.diff(times) < 0)) + 1
+        raise SourceError(f"CAN file '{file}': message {at} of {times[at]} us is earlier than the one before it")
+    columns = [
+        np.array([getattr(record, field) for record in records], np.float64).reshape(len(records), length)
+        for field, (length, _) in fields.items()
+    ]
+    return times, np.concatenate(columns, 1)
+
+
+_TYPES: Final[dict[int, Any]] = {1: float, 3: tuple[float, float, float], 4: tuple[float, float, float, float]}
+
+
+def _list_of(message: str) -> Any:  # noqa: ANN401 - a type made of the table above
+    fields = [(field, _TYPES[length]) for field, (length, _) in MESSAGES[message].items()]
+    time: Any = ("utime", Annotated[int, Meta(ge=0, lt=2**62)])
+    record: Any = msgspec.defstruct(message, [time, *fields], frozen=True)
+    return list[record]
+
+
+_DECODERS: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    message: msgspec.json.Decoder(_list_of(message)) for message in MESSAGES
+}

@@ -1,0 +1,214 @@
+"""Vectors of the nuScenes map expansion in a window about the ego vehicle, in ego at the sample's time.
+
+Layout of the files: https://www.nuscenes.org/nuscenes#map-expansion and ``NuScenesMap`` of nuscenes-devkit.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.scan_table import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+
+FOLDER: Final = "maps/expansion"
+HALF_M: Final = 51.2
+LAYERS: Final = (
+    "drivable_area", "road_segment", "road_block", "lane", "ped_crossing", "walkway", "stop_line", "carpark_area",
+    "road_divider", "lane_divider",
+)  # fmt: skip
+MAP: Final = Channel(
+    name="map",
+    kind="ragged",
+    field="map.safetensors",
+    law=Law("ego_points", roles={"positions": (("point",),)}),
+    arrays=(ArraySpec("point", "float32", (2,), "m"), ArraySpec("line", "int32"), ArraySpec("layer", "uint8")),
+    frame="ego",
+    optional=True,
+    description=f"vertices of lines and outlines, cut at x, y = +-{HALF_M} m; line counts lines; layer is of: "
+    + ", ".join(LAYERS),
+)
+
+
+class _Node(msgspec.Struct, frozen=True, gc=False):
+    token: str
+    x: float
+    y: float
+
+
+class _Line(msgspec.Struct, frozen=True, gc=False):
+    token: str
+    node_tokens: list[str]
+
+
+class _Hole(msgspec.Struct, frozen=True, gc=False):
+    node_tokens: list[str]
+
+
+class _Polygon(msgspec.Struct, frozen=True, gc=False):
+    token: str
+    exterior_node_tokens: list[str]
+    holes: list[_Hole] = []
+
+
+class _Element(msgspec.Struct, frozen=True, gc=False):
+    """A row of a layer: what it consists of."""
+
+    polygon_token: str = ""
+    polygon_tokens: list[str] = []
+    line_token: str = ""
+
+
+class _File(msgspec.Struct, frozen=True):
+    node: list[_Node]
+    line: list[_Line]
+    polygon: list[_Polygon]
+    drivable_area: list[_Element] = []
+    road_segment: list[_Element] = []
+    road_block: list[_Element] = []
+    lane: list[_Element] = []
+    ped_crossing: list[_Element] = []
+    walkway: list[_Element] = []
+    stop_line: list[_Element] = []
+    carpark_area: list[_Element] = []
+    road_divider: list[_Element] = []
+    lane_divider: list[_Element] = []
+
+
+class VectorMap(NamedTuple):
+    """Lines of a map: points (N, 2) in global, number of the layer, bounds (L, 4) of each."""
+
+    lines: list[NDArray[np.float64]]
+    layers: list[int]
+    bounds: NDArray[np.float64]
+
+
+class MapWindow(msgspec.Struct, frozen=True, tag="map"):
+    """What a worker needs to build the member: the map's file, and ego to global (3 x 4)."""
+
+    file: str
+    ego2global: list[float]
+
+    def member(self, read: Callable[[str], bytes]) -> bytes:
+        """The member's bytes; raises SourceError."""
+        return KINDS[MAP.kind].encode(window(_parsed(read, self.file), np.array(self.ego2global).reshape(3, 4)), MAP)
+
+
+class Maps:
+    """The maps of the scenes' locations; scenes of a place without a file have none."""
+
+    def __init__(self) -> None:
+        self._found = False
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """The entry of the table, where any sample so far has a map."""
+        return (MAP,) if self._found else ()
+
+    def members(self, batch: Batch, at: int) -> list[Reference]:
+        """The reference of one sample's member."""
+        keyframes = batch.keyframes
+        log = keyframes.log[int(keyframes.scene_log[int(keyframes.sample_scene[batch.samples[at]])])]
+        file = f"{FOLDER}/{log.location}.json"
+        if batch.file_bytes(file, at) is None:
+            return []
+        self._found = True
+        made = MapWindow(file, batch.geometry.ego2global[at, :3].reshape(-1).tolist())
+        # A window has tens of kilobytes; its file has tens of megabytes.
+        return [Reference(MAP.field, msgspec.json.encode(made).decode(), 1 << 15, is_estimate=True)]
+
+
+@lru_cache(maxsize=2)
+def _parsed(read: Callable[[str], bytes], file: str) -> VectorMap:
+    """A whole map; kept for the samples that follow."""
+    return parse_map(read(file), file)
+
+
+def parse_map(data: bytes, file: str) -> VectorMap:
+    """The lines of a file of the map expansion, and the outlines of its areas; raises SourceError."""
+    if data.startswith(LFS_MAGIC):
+        raise SourceError(f"map file '{file}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    try:
+        found = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"map file '{file}' is not a map of nuScenes' expansion: {error}") from error
+    nodes = {node.token: (node.x, node.y) for node in found.node}
+    of_line = {line.token: [line.node_tokens] for line in found.line}
+    of_polygon = {
+        polygon.token: [
+            [*tokens, *tokens[:1]]
+            for tokens in (polygon.exterior_node_tokens, *(hole.node_tokens for hole in polygon.holes))
+        ]
+        for polygon in found.polygon
+    }
+    lines, layers = [], []
+    for number, layer in enumerate(LAYERS):
+        elements: list[_Element] = getattr(found, layer)
+        for element in elements:
+            named = [(of_polygon, token) for token in (element.polygon_token, *element.polygon_tokens) if token]
+            named += [(of_line, element.line_token)] if element.line_token else []
+            for table, token in named:
+                try:
+                    chains = [np.array([nodes[node] for node in chain]).reshape(-1, 2) for chain in table[token]]
+                except KeyError as error:
+                    raise SourceError(
+                        f"map file '{file}': layer '{layer}' names the token {error!s:.80}, which is not in the file"
+                    ) from error
+                kept = [chain for chain in chains if len(chain) > 1]
+                lines += kept
+                layers += [number] * len(kept)
+    bounds = np.array([(*line.min(0), *line.max(0)) for line in lines]).reshape(-1, 4)
+    return VectorMap(lines, layers, bounds)
+
+
+def window(whole: VectorMap, ego2global: NDArray[np.float64]) -> dict[str, NDArray[np.generic]]:
+    """The part of a map about an ego pose (3, 4), as the channel `MAP` has it. The map lies in the ego's own height."""
+    place, reach = ego2global[:2, 3], HALF_M * 2**0.5 * 1.1
+    near = (whole.bounds[:, :2] <= place + reach).all(1) & (whole.bounds[:, 2:] >= place - reach).all(1)
+    points, layers = [], []
+    for row in np.flatnonzero(near).tolist():
+        in_ego = (whole.lines[row] - place) @ ego2global[:2, :2]
+        for piece in cut(in_ego):
+            points.append(piece)
+            layers.append(whole.layers[row])
+    counts = [len(piece) for piece in points]
+    return {
+        "point": np.concatenate([np.empty((0, 2)), *points]).astype(np.float32),
+        "line": np.repeat(np.arange(len(points)), counts).astype(np.int32),
+        "layer": np.repeat(np.array(layers, np.uint8), counts),
+    }
+
+
+def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky, 1984."""
+    start, step = line[:-1], np.diff(line, axis=0)
+    first, last = np.zeros(len(start)), np.ones(len(start))
+    for axis in (0, 1):
+        for sign in (1.0, -1.0):
+            speed, room = sign * step[:, axis], HALF_M - sign * start[:, axis]
+            share = np.divide(room, speed, out=np.zeros_like(room), where=speed != 0)
+            last = np.where(speed > 0, np.minimum(last, share), last)
+            first = np.where(speed < 0, np.maximum(first, share), first)
+            last = np.where((speed == 0) & (room < 0), -1.0, last)
+    piece: list[NDArray[np.float64]] = []
+    for at in np.flatnonzero(first < last).tolist():
+        begin, end = (start[at] + share * step[at] for share in (first[at], last[at]))
+        if piece and (first[at] > 0 or last[at - 1] < 1 or first[at - 1] >= last[at - 1]):
+            yield np.stack(piece)
+            piece = []
+        piece += [end] if piece else [begin, end]
+    if piece:
+        yield np.stack(piece)

@@ -1,0 +1,189 @@
+"""nuScenes' radars as channels: all points with the 18 fields of the files, in ego at the sample's time.
+
+Earlier sweeps are ego-motion compensated as ``RadarPointCloud.from_file_multisweep`` of nuscenes-devkit does it; unlike
+there, no point is filtered out and velocities turn with the points. Layout of the files:
+https://github.com/nutonomy/nuscenes-devkit/blob/master/python-sdk/nuscenes/utils/data_classes.py
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.nuscenes.geometry import check_name
+from fuelrail.sharding.sources.nuscenes.sweeps import LinkedRow, SensorSweeps
+from fuelrail.sharding.sources.scan_table import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.storage.spill import Spill
+    from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
+    from fuelrail.sharding.sources.nuscenes.geometry import Keyframes
+
+FIELDS: Final = {
+    "x": "m", "y": "m", "z": "m", "dyn_prop": "", "id": "", "rcs": "dBsm", "vx": "m/s", "vy": "m/s", "vx_comp": "m/s",
+    "vy_comp": "m/s", "is_quality_valid": "", "ambig_state": "", "x_rms": "", "y_rms": "", "invalid_state": "",
+    "pdh0": "", "vx_rms": "", "vy_rms": "",
+}  # fmt: skip
+"""The fields of a file in its order, with their units."""
+_DT: Final = "dt_s"
+_VELOCITIES: Final = (("vx", "vy"), ("vx_comp", "vy_comp"))
+_HEADER_BYTES: Final = 4096
+_MAX_POINTS: Final = 1 << 20
+_TYPES: Final = {"F4": "<f4", "F8": "<f8", "F2": "<f2", "I1": "i1", "I2": "<i2", "I4": "<i4", "U1": "u1", "U2": "<u2"}
+
+
+def radar_channel(source_name: str) -> Channel:
+    """The entry of the table for one radar."""
+    name = source_name.lower()
+    return Channel(
+        name=name,
+        kind="points",
+        field=f"{name}.npy",
+        law=Law("ego_points", roles={"positions": (("x", "y", "z"),), "vectors": _VELOCITIES}),
+        dtype="float32",
+        axes=("point", "column"),
+        shape=(None, len(FIELDS) + 1),
+        columns=(*FIELDS, _DT),
+        units=(*FIELDS.values(), "s"),
+        frame="ego",
+        sensor="radar",
+        optional=True,
+        source_name=source_name,
+        description="unfiltered, in ego at the sample's time; vx_comp and vy_comp are over ground; dt_s since measured",
+    )
+
+
+class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
+    """What a worker needs to build the member: age [s] and sensor to ego (3 x 4) of each file, the latest first."""
+
+    channel: str
+    files: list[str]
+    dt_s: list[float]
+    sensor2ego: list[list[float]]
+
+    def member(self, read: Callable[[str], bytes]) -> bytes:
+        """The member's bytes."""
+        parts = []
+        for file, dt_s, flat in zip(self.files, self.dt_s, self.sensor2ego, strict=True):
+            points, matrix = parse_pcd(read(file), file), np.array(flat).reshape(3, 4)
+            if not np.isfinite(points).all():
+                raise SourceError(f"radar file '{file}' has points that are not finite")
+            columns = list(FIELDS)
+            points[:, :3] = points[:, :3] @ matrix[:, :3].T + matrix[:, 3]
+            for pair in _VELOCITIES:
+                at = [columns.index(name) for name in pair]
+                points[:, at] = points[:, at] @ matrix[:2, :2].T
+            parts.append(np.concatenate([points, np.full((len(points), 1), dt_s)], 1))
+        channel = radar_channel(self.channel)
+        return KINDS[channel.kind].encode(np.concatenate(parts).astype(np.float32), channel)
+
+
+class Radars:
+    """All radars that have keyframes, by name."""
+
+    def __init__(self, folder: Path, spill: Spill, keyframes: Keyframes, num_sweeps: int) -> None:
+        """``num_sweeps``: how many earlier sweeps of each radar come with a keyframe's own."""
+        self._num_sweeps = num_sweeps
+        rows: dict[str, NDArray[np.int64]] = {}
+        num_samples = len(keyframes.sample_tokens)
+
+        def on_keyframes(numbers: list[int], records: list[LinkedRow], channels: list[str]) -> None:
+            wanted, own = [record.sample_token for record in records], [record.token for record in records]
+            of: dict[str, Any] = {"table": "sample_data", "column": "sample_token", "owners": own}
+            samples = keyframes.sample_tokens.need(wanted, **of).tolist()
+            for number, sample, channel, token in zip(numbers, samples, channels, own, strict=True):
+                if channel not in rows:
+                    check_name(channel)
+                    rows[channel] = spill.filled(-1, num_samples, np.int64)
+                if rows[channel][sample] >= 0:
+                    raise SourceError(
+                        f"table 'sample_data': row '{token}' is a second keyframe of {channel} for sample "
+                        f"'{keyframes.sample_tokens[sample]}'"
+                    )
+                rows[channel][sample] = number
+
+        self._sweeps = SensorSweeps(folder, spill, "radar", on_keyframes)
+        self._rows = dict(sorted(rows.items()))
+        self.channels = tuple(map(radar_channel, self._rows))
+
+    def members(self, batch: Batch, at: int) -> list[Reference]:
+        """References of one sample's members; radars without a valid row are left out. Raises SourceError."""
+        found = []
+        global2ego = invert_rigid(batch.geometry.ego2global[at])
+        for channel, rows in zip(self.channels, self._rows.values(), strict=True):
+            own = int(rows[batch.samples[at]])
+            if own < 0 or not self._sweeps.is_valid(own):
+                continue
+            chain = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
+            files = self._sweeps.files(chain)
+            sizes = [batch.file_bytes(file, at) for file in files]
+            if None in sizes:
+                hint = "radar_sweeps=0 leaves earlier sweeps out" if sizes[0] is not None else "leave out 'radar'"
+                raise SourceError(
+                    f"radar file '{files[sizes.index(None)]}' of table 'sample_data' is not there; {hint} in the "
+                    "options of the source"
+                )
+            dt_s = (batch.timestamp_ns(at) - self._sweeps.timestamp_ns(chain)) * 1e-9
+            sensor2ego = global2ego @ self._sweeps.sensor2global(chain)
+            made = RadarFiles(channel.source_name, files, dt_s.tolist(), sensor2ego[:, :3].reshape(-1, 12).tolist())
+            ref = msgspec.json.encode(made).decode()
+            found.append(Reference(channel.field, ref, sum(size or 0 for size in sizes), is_estimate=True))
+        return found
+
+
+def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
+    """The points (P, 18) of a radar file of nuScenes, in the order of `FIELDS`; raises SourceError.
+
+    A point in the file whose first row has NaN stands for no point at all, as nuscenes-devkit has it.
+    """
+    if data.startswith(LFS_MAGIC):
+        raise SourceError(f"radar file '{name}' is a git-LFS pointer; run `git lfs pull` in the source first")
+    end = re.search(rb"^DATA[^\n]*\n", data[:_HEADER_BYTES], re.MULTILINE)
+    if end is None:
+        raise SourceError(
+            f"radar file '{name}' has no line DATA in its first {_HEADER_BYTES} bytes; it must be PCD 0.7"
+        )
+    lines = [line.split() for line in data[: end.end()].decode("latin-1").splitlines()]
+    header = {line[0]: line[1:] for line in lines if line and not line[0].startswith("#")}
+    fields, counts = header.get("FIELDS", []), header.get("COUNT", [])
+    if fields != list(FIELDS) or set(counts) != {"1"} or header.get("DATA") != ["binary"]:
+        raise SourceError(
+            f"radar file '{name}' has the fields {' '.join(fields):.200}, COUNT {' '.join(counts):.80} and DATA "
+            f"{' '.join(header.get('DATA', [])):.80}; wanted are nuScenes' 18 fields, "
+            f"{' '.join(FIELDS)}, each once, binary"
+        )
+    kinds = [a + b for a, b in zip(header.get("TYPE", []), header.get("SIZE", []), strict=False)]
+    unknown = [kind for kind in kinds if kind not in _TYPES]
+    if len(kinds) != len(FIELDS) or unknown:
+        raise SourceError(
+            f"radar file '{name}' has TYPE and SIZE {' '.join(kinds):.200}; wanted are "
+            f"{len(FIELDS)} of {', '.join(_TYPES)}"
+        )
+    number = " ".join(header.get("POINTS", []))
+    if not number.isdecimal() or len(number) > 9 or int(number) > _MAX_POINTS:
+        raise SourceError(f"radar file '{name}' has POINTS {number!r:.80}; wanted is a number up to {_MAX_POINTS}")
+    dtype, body = (
+        np.dtype([(field, _TYPES[kind]) for field, kind in zip(FIELDS, kinds, strict=True)]),
+        data[end.end() :],
+    )
+    if len(body) < int(number) * dtype.itemsize:
+        raise SourceError(
+            f"radar file '{name}' has {len(body)} bytes after its header; {number} points have "
+            f"{int(number) * dtype.itemsize}: the file is cut off"
+        )
+    rows = np.frombuffer(body, dtype, int(number))
+    points = np.stack([rows[field].astype(np.float64) for field in FIELDS], 1)
+    return points[:0] if len(points) and np.isnan(points[0]).any() else points

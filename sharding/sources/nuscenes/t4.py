@@ -1,0 +1,273 @@
+"""The adapter for T4 datasets (TIER IV, Autoware): nuScenes' tables in ``annotation/``, one scene a dataset.
+
+What T4 has beyond nuScenes is used: lens coefficients (``camera_distortion``), data marked as not valid, visibility by
+words, stored velocities, merged lidars (``LIDAR_CONCAT``), PCD files. Layout:
+https://github.com/tier4/tier4_perception_dataset/blob/main/docs/t4_format_3d_detailed.md
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import LFS_MAGIC
+from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.poses import pose
+from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
+from fuelrail.sharding.sources.listed.points import parse_points
+from fuelrail.sharding.sources.nuscenes.boxes import VISIBILITY
+from fuelrail.sharding.sources.nuscenes.geometry import LENS_OF_LENGTH, NS_PER_US, RIG
+from fuelrail.sharding.sources.nuscenes.tables import (
+    Annotation,
+    CalibratedSensor,
+    EgoPose,
+    Instance,
+    Log,
+    Named,
+    Record,
+    SampleData,
+    SampleRecord,
+    Scene,
+    Sensor,
+    Vector3,
+    Visibility,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+R = TypeVar("R", bound=Record)
+
+_FOLDER: Final = "annotation"
+_COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
+
+
+class _Annotation(Annotation, frozen=True, gc=False):
+    """``velocity`` [m/s] in global; null: not stated."""
+
+    velocity: Vector3 | None = None
+
+
+class T4Settings(FrameSettings, frozen=True, kw_only=True):
+    """Options of the adapter."""
+
+    missing_camera: Annotated[
+        Literal["error", "mask", "drop"],
+        Meta(
+            description="a sample without the image of a camera, or with one that is marked as not valid: error; mask "
+            "(leave the member out, mark it invalid); drop (leave the sample out)"
+        ),
+    ] = "mask"
+
+
+class T4(FrameSource[T4Settings]):
+    """T4 datasets (TIER IV): one dataset, or a folder of many, each with the folder annotation."""
+
+    kind = "t4"
+    settings = T4Settings
+    ego_origin = "rear_axle_ground"
+
+    def __init__(self, location: str, options: dict[str, Any]) -> None:
+        super().__init__(location, options)
+        self._table = lru_cache(maxsize=16)(self._read_table)
+
+    def _datasets(self) -> list[str]:
+        """Folders of datasets below the root, with a slash at the end; of several versions of one the last."""
+        found = []
+        names = self.files.listed()
+        if _FOLDER in names:
+            return [""]
+        for name in names:
+            inside = self._inside(name)
+            if _FOLDER in inside:
+                found.append(f"{name}/")
+                continue
+            versions = [one for one in inside if one.isdigit() and _FOLDER in self._inside(f"{name}/{one}")]
+            if versions:
+                found.append(f"{name}/{max(versions, key=int)}/")
+        if not found:
+            raise SourceError(f"the t4 source '{self.files.shown}' has no dataset: no folder with the folder {_FOLDER}")
+        return found
+
+    def _inside(self, folder: str) -> list[str]:
+        try:
+            return self.files.listed(folder)
+        except SourceError:
+            return []  # a file
+
+    def _read_table(self, dataset: str, table: str, of: type[R]) -> list[R]:
+        name = f"{dataset}{_FOLDER}/{table}.json"
+        data = self.files.read(name)
+        if data.startswith(LFS_MAGIC):
+            raise SourceError(
+                f"table '{self.files.shown}/{name}' is a git-LFS pointer; run `git lfs pull` in the source first"
+            )
+        try:
+            return msgspec.json.decode(data, type=list[of])  # type: ignore[valid-type]
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise SourceError(f"table '{self.files.shown}/{name}': {error}") from error
+
+    def _by_token(self, dataset: str, table: str, of: type[R]) -> dict[str, R]:
+        return {record.token: record for record in self._table(dataset, table, of)}
+
+    def _found(self, dataset: str, table: str, records: dict[str, R], token: str, owner: str) -> R:
+        record = records.get(token)
+        if record is None:
+            where = f"{self.files.shown}/{dataset}{_FOLDER}"
+            raise SourceError(f"'{where}': row '{owner}' refers to '{token}', not found in table '{table}'")
+        return record
+
+    def sensors(self) -> Sensors:
+        """Return the cameras and lidars of all datasets."""
+        cameras: dict[str, None] = {}
+        lidars: dict[str, None] = {}
+        attributes: dict[str, None] = {}
+        for dataset in self._datasets():
+            for sensor in self._table(dataset, "sensor", Sensor):
+                if not re.fullmatch(r"[A-Za-z0-9_]{1,64}", sensor.channel):
+                    raise SourceError(f"table 'sensor' of '{dataset}': the channel '{sensor.channel}' is no word")
+                {"camera": cameras, "lidar": lidars}.get(sensor.modality, {})[sensor.channel] = None
+            attributes.update((record.name, None) for record in self._table(dataset, "attribute", Named))
+        self.box_attributes = list(attributes)
+        ranked = sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
+        return Sensors.of(ranked, dict.fromkeys(sorted(lidars), _COLUMNS))
+
+    def clips(self) -> Iterator[Clip]:
+        """Yield the scene of each dataset."""
+        for dataset in self._datasets():
+            scenes = self._table(dataset, "scene", Scene)
+            if len(scenes) != 1:
+                raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, wanted is one")
+            (scene,) = scenes
+            log = self._found(dataset, "log", self._by_token(dataset, "log", Log), scene.log_token, scene.token)
+            yield Clip(
+                name=dataset.partition("/")[0] or scene.name, token=dataset or scene.token, log_id=log.logfile,
+                vehicle=log.vehicle, tags={"description": scene.description, "location": log.location},
+            )  # fmt: skip
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """Yield the samples of a dataset by time."""
+        dataset = clip.token if clip.token.endswith("/") else ""
+        rows: dict[str, list[SampleData]] = {}
+        for record in self._table(dataset, "sample_data", SampleData):
+            if record.is_key_frame:
+                rows.setdefault(record.sample_token, []).append(record)
+        calibrated = self._calibrations(dataset)
+        poses = self._poses(dataset)
+        boxes = self._boxes(dataset)
+        samples = sorted(self._table(dataset, "sample", SampleRecord), key=lambda record: record.timestamp)
+        for sample in samples:
+            images: dict[str, Image | Absent] = {}
+            sweeps: dict[str, Sweep] = {}
+            reference: tuple[bool, int] | None = None
+            ego2global = None
+            for row in rows.get(sample.token, ()):
+                sensor, record, sensor2ego = self._found_in(calibrated, row.calibrated_sensor_token, row.token)
+                own = self._found_in(poses, row.ego_pose_token, row.token)
+                rank = (sensor.modality != "lidar", abs(row.timestamp - sample.timestamp))
+                if reference is None or rank < reference:
+                    reference, ego2global = rank, own
+                channel, time_ns = sensor.channel.lower(), row.timestamp * NS_PER_US
+                if channel in images or channel in sweeps:
+                    raise SourceError(f"row '{row.token}' is a second keyframe of {sensor.channel} in its sample")
+                if sensor.modality == "camera" and not row.is_valid:
+                    images[channel] = Absent("marked as not valid")
+                elif sensor.modality == "camera":
+                    images[channel] = self._image(dataset, row, record, sensor2ego, own)
+                elif sensor.modality == "lidar" and row.is_valid:
+                    ref = f"{dataset}{row.filename}"
+                    sweeps[channel] = Sweep(ref=ref, timestamp_ns=time_ns, lidar2ego=sensor2ego, ego2global=own)
+            yield Frame(
+                timestamp_ns=sample.timestamp * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
+                boxes=self._box_rows(boxes.get(sample.token, [])), token=sample.token,
+            )  # fmt: skip
+
+    def _found_in(self, records: dict[str, Any], token: str, owner: str) -> Any:  # noqa: ANN401 - of any table
+        if token not in records:
+            raise SourceError(f"table 'sample_data': row '{owner}' refers to '{token}', which is not there")
+        return records[token]
+
+    def _calibrations(self, dataset: str) -> dict[str, tuple[Sensor, CalibratedSensor, NDArray[np.float64]]]:
+        sensors = self._by_token(dataset, "sensor", Sensor)
+        return {
+            one.token: (
+                self._found(dataset, "sensor", sensors, one.sensor_token, one.token),
+                one,
+                pose(one.rotation, one.translation, f"table 'calibrated_sensor' of '{dataset}': row '{one.token}'"),
+            )
+            for one in self._table(dataset, "calibrated_sensor", CalibratedSensor)
+        }
+
+    def _poses(self, dataset: str) -> dict[str, NDArray[np.float64]]:
+        records = self._table(dataset, "ego_pose", EgoPose)
+        if not records:
+            return {}
+        made = pose([one.rotation for one in records], [one.translation for one in records], "table 'ego_pose'")
+        return dict(zip((one.token for one in records), made, strict=True))
+
+    def _image(
+        self, dataset: str, row: SampleData, record: CalibratedSensor, cam2ego: NDArray[np.float64],
+        ego2global: NDArray[np.float64],
+    ) -> Image:  # fmt: skip
+        dist = tuple(record.camera_distortion or ())
+        if any(dist) and len(dist) not in LENS_OF_LENGTH:
+            raise SourceError(
+                f"table 'calibrated_sensor': row '{record.token}' has {len(dist)} lens coefficients, allowed are 4, 5, "
+                "8, 12 and 14"
+            )
+        return Image(
+            ref=f"{dataset}{row.filename}", timestamp_ns=row.timestamp * NS_PER_US,
+            intrinsics=np.array(record.camera_intrinsic, np.float64).reshape(-1, 3), cam2ego=cam2ego,
+            ego2global=ego2global, width=row.width or 0, height=row.height or 0, token=row.token,
+            dist=dist if any(dist) else (), dist_model=LENS_OF_LENGTH[len(dist)] if any(dist) else "none",
+        )  # fmt: skip
+
+    def _boxes(self, dataset: str) -> dict[str, list[tuple[_Annotation, str, int, int]]]:
+        """By sample: annotations with category, visibility and attribute."""
+        instances = self._by_token(dataset, "instance", Instance)
+        categories = self._by_token(dataset, "category", Named)
+        levels = {one.token: VISIBILITY.get(one.level, -1) for one in self._table(dataset, "visibility", Visibility)}
+        names = {one.token: one.name for one in self._table(dataset, "attribute", Named)}
+        found: dict[str, list[tuple[_Annotation, str, int, int]]] = {}
+        for one in self._table(dataset, "sample_annotation", _Annotation):
+            instance = self._found(dataset, "instance", instances, one.instance_token, one.token)
+            category = self._found(dataset, "category", categories, instance.category_token, instance.token)
+            attribute = names.get(next(iter(one.attribute_tokens), ""))
+            number = -1 if attribute is None else list(self.box_attributes).index(attribute)
+            row = (one, category.name, levels.get(one.visibility_token, -1), number)
+            found.setdefault(one.sample_token, []).append(row)
+        return found
+
+    @staticmethod
+    def _box_rows(rows: list[tuple[_Annotation, str, int, int]]) -> BoxRows:
+        records = [row[0] for row in rows]
+        nothing = (np.nan,) * 3
+        velocity = None
+        if any(one.velocity is not None for one in records):
+            velocity = [one.velocity or nothing for one in records]
+        size_wlh = np.array([one.size for one in records], np.float64).reshape(-1, 3)
+        return BoxRows(
+            centre=[one.translation for one in records], size_lwh=size_wlh[:, [1, 0, 2]],
+            rotation_wxyz=[one.rotation for one in records], category=[row[1] for row in rows],
+            track=[one.instance_token for one in records], velocity=velocity,
+            num_lidar_pts=[_number(one.num_lidar_pts) for one in records],
+            num_radar_pts=[_number(one.num_radar_pts) for one in records],
+            visibility=[row[2] for row in rows], attribute=[row[3] for row in rows], in_global=True,
+        )  # fmt: skip
+
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """Read a sweep: rows of five float32, or PCD with these columns."""
+        return parse_points(self.files.read(ref), _COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
+
+
+def _number(stated: int | None) -> int:
+    """A number of points, -1 unknown."""
+    return -1 if stated is None or stated < 0 else stated

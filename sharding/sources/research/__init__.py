@@ -1,0 +1,1 @@
+"""Adapters for published research datasets."""

@@ -1,0 +1,1 @@
+"""KITTI: raw drives, and the frames of the object benchmark."""

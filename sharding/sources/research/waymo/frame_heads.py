@@ -1,0 +1,249 @@
+"""What the scan needs of a ``Frame`` message, of which pictures and range images are skipped.
+
+Numbers of fields are those of ``dataset.proto`` and ``label.proto`` (github.com/waymo-research/waymo-open-dataset).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.research.waymo.records import (
+    BYTES,
+    FIXED64,
+    VARINT,
+    doubles,
+    field_places,
+    fields,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.sources.research.waymo.records import FieldPlace, Record, Window
+
+CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
+LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
+SHUTTERS: Final = ("none", "top_to_bottom", "left_to_right", "bottom_to_top", "right_to_left", "none")
+OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
+"""From a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
+
+_FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
+_IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
+_BOX: Final = struct.Struct("<" + "xd" * 7)
+_BOX_KEYS: Final = bytes(number << 3 | FIXED64 for number in range(1, 8))
+_POSE: Final = struct.Struct("<" + "xd" * 16)
+_POSE_KEYS: Final = bytes([1 << 3 | FIXED64]) * 16
+_DOUBLE: Final = struct.Struct("<d")
+_CONTEXT_BEGIN: Final = 44
+_AFTER_JPEG: Final = 320
+_LABELS_AHEAD: Final = 1024
+
+
+class CameraCalibration(NamedTuple):
+    """``intrinsics`` are those of pixels whose centres are integers; Waymo's have the left edge of the first at 0."""
+
+    intrinsics: NDArray[np.float64]
+    cam2ego: NDArray[np.float64]
+    dist: tuple[float, ...]
+    width: int
+    height: int
+    shutter: str
+
+
+class ImageHead(NamedTuple):
+    """A picture: where its JPEG is in the file, the pose of the vehicle (16 numbers), and times [s]."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    pose: tuple[float, ...]
+    pose_timestamp: float
+    shutter: float
+    trigger: float
+    done: float
+
+
+class FrameHead(NamedTuple):
+    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images."""
+
+    timestamp_us: int
+    pose: tuple[float, ...]
+    context: bytes
+    images: list[ImageHead]
+    labels: list[bytes]
+    laser_bytes: int
+
+
+def read_frame(window: Window, record: Record, context: bytes | None) -> FrameHead:
+    """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
+
+    Raises SourceError for what is no frame.
+    """
+    place = f"{window.where}: record {record.number}"
+    try:
+        head = _read(window, record, context)
+    except (ValueError, struct.error) as error:
+        raise SourceError(
+            f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the motion dataset (Scenario) and of "
+            "tf.Example have other messages"
+        ) from error
+    names = [image.name for image in head.images]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise SourceError(f"{place} has two images of {min(twice)}")
+    return head
+
+
+def _read(window: Window, record: Record, context: bytes | None) -> FrameHead:
+    time, pose, images, labels, laser_bytes = -1, None, [], [], 0
+    for field in field_places(window, record.start, record.end):
+        if field.number == _FRAME_CONTEXT:
+            _expect(field, BYTES, "context")
+            length = field.end - field.start
+            begin = window.at(field.start, min(_CONTEXT_BEGIN, length))  # the name of the segment is in it
+            if context is None or length != len(context) or not context.startswith(begin):
+                context = window.at(field.start, length, 256)
+        elif field.number == _FRAME_TIME:
+            _expect(field, VARINT, "timestamp_micros")
+            time = field.value
+        elif field.number == _FRAME_POSE:
+            _expect(field, BYTES, "pose")
+            pose = transform(window.at(field.start, field.end - field.start))
+        elif field.number == _FRAME_IMAGES:
+            _expect(field, BYTES, "images")
+            image = _image(window, field)
+            images += [] if image is None else [image]
+        elif field.number == _FRAME_LASERS:
+            _expect(field, BYTES, "lasers")
+            laser_bytes += field.end - field.start
+        elif field.number == _FRAME_LABELS:
+            _expect(field, BYTES, "laser_labels")
+            labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
+    if context is None or time <= 0 or pose is None:
+        missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
+        raise ValueError(f"it has no {missing}")
+    return FrameHead(time, pose, context, images, labels, laser_bytes)
+
+
+def _expect(field: FieldPlace, wire: int, name: str) -> None:
+    if field.wire != wire:
+        raise ValueError(f"field {field.number} is not {name}")
+
+
+def _image(window: Window, place: FieldPlace) -> ImageHead | None:
+    """None for a camera that is not known, and for one without a picture."""
+    name, offset, num_bytes, pose = 0, 0, 0, None
+    times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
+    for field in field_places(window, place.start, place.end, _AFTER_JPEG if offset else 0):
+        if field.number == _IMAGE_NAME:
+            name = field.value
+        elif field.number == _IMAGE_JPEG:
+            offset, num_bytes = field.start, field.end - field.start
+            window.at(field.end, min(_AFTER_JPEG, place.end - field.end))
+        elif field.number == _IMAGE_POSE:
+            pose = transform(window.at(field.start, field.end - field.start))
+        elif field.number in times and field.wire == FIXED64:
+            times[field.number] = _DOUBLE.unpack(window.at(field.start, 8))[0]
+    if name not in CAMERAS or not num_bytes:
+        return None
+    if pose is None:
+        raise ValueError(f"the image of {CAMERAS[name]} has no pose")
+    if not times[_IMAGE_TIME] > 0:
+        raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
+    return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+
+
+def transform(data: bytes) -> tuple[float, ...]:
+    """The 16 numbers of a ``Transform``, row by row; raises ValueError for another number of them."""
+    if len(data) == _POSE.size and data[::9] == _POSE_KEYS:
+        return _POSE.unpack(data)
+    found = tuple(doubles(data, 1))
+    if len(found) != 16:
+        raise ValueError(f"a transform of {len(found)} numbers")
+    return found
+
+
+def read_context(data: bytes) -> tuple[str, dict[str, CameraCalibration], dict[str, str]]:
+    """Name of the segment, calibrations of the cameras, and ``time_of_day``, ``location``, ``weather``."""
+    name, cameras, stats = "", {}, {}
+    for number, wire, value in fields(data):
+        if wire != BYTES or isinstance(value, int):
+            continue
+        if number == 1:
+            name = value.decode()
+        elif number == 2:
+            camera, found = _calibration(value)
+            if camera in cameras:
+                raise ValueError(f"two calibrations of {camera}")
+            cameras[camera] = found
+        elif number == 4:
+            texts = {2: "time_of_day", 3: "location", 4: "weather"}
+            stats = {texts[n]: v.decode() for n, _, v in fields(value) if n in texts and isinstance(v, bytes)}
+    return name, cameras, stats
+
+
+def _calibration(data: bytes) -> tuple[str, CameraCalibration]:
+    plain: dict[int, Any] = {number: value for number, _, value in fields(data)}
+    lens = doubles(data, 2)
+    name = CAMERAS.get(plain.get(1, 0), f"camera {plain.get(1, 0)}")
+    if len(lens) != 9 or 3 not in plain:
+        raise ValueError(f"the calibration of {name} has {len(lens)} intrinsics, wanted are 9, and an extrinsic")
+    mount = np.array(transform(plain[3])).reshape(4, 4)
+    shutter = plain.get(6, 0)
+    return name, calibration(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
+
+
+def calibration(
+    lens: Sequence[float], extrinsic: NDArray[np.float64], size: tuple[int, int], shutter: int
+) -> CameraCalibration:
+    """The calibration of f_u, f_v, c_u, c_v, k1, k2, p1, p2, k3, and of the camera (x forward) to the vehicle."""
+    fu, fv, cu, cv = lens[:4]
+    k = np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]])
+    direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
+    return CameraCalibration(k, extrinsic @ OPTICAL, tuple(lens[4:9]), *size, direction)
+
+
+class LabelColumns(NamedTuple):
+    """The boxes of one frame, in the vehicle's frame at its pose."""
+
+    boxes: NDArray[np.float64]
+    """(M, 7): centre x, y, z [m], width, length, height [m], heading [rad]."""
+    category: list[str]
+    track: list[str]
+    num_points: list[int]
+
+
+def read_labels(labels: Sequence[bytes], *, camera_synced: bool) -> LabelColumns:
+    """Boxes of ``laser_labels``; with ``camera_synced`` those that a camera sees, when it sees them.
+
+    Raises ValueError for what is no label.
+    """
+    boxes, category, track, num_points = [], [], [], []
+    number_of_box = 12 if camera_synced else 1
+    for label in labels:
+        found: dict[int, Any] = {number: value for number, _, value in fields(label)}
+        box = found.get(number_of_box)
+        if box is None:
+            if camera_synced:
+                continue
+            raise ValueError("a label without a box")
+        boxes.append(_box(box))
+        kind = found.get(3, 0)
+        category.append(LABEL_TYPES[kind] if kind < len(LABEL_TYPES) else f"type {kind}")
+        track.append(found[4].decode() if 4 in found else "")
+        num_points.append(found.get(7, -1))
+    return LabelColumns(np.array(boxes, np.float64).reshape(-1, 7), category, track, num_points)
+
+
+def _box(data: bytes) -> tuple[float, ...]:
+    if len(data) == _BOX.size and data[::9] == _BOX_KEYS:
+        return _BOX.unpack(data)
+    values: Mapping[int, Any] = {number: value for number, wire, value in fields(data) if wire == FIXED64}
+    if missing := [number for number in range(1, 8) if number not in values]:
+        raise ValueError(f"a box without field {missing[0]}")
+    return tuple(_DOUBLE.unpack(values[number])[0] for number in range(1, 8))

@@ -1,0 +1,301 @@
+"""Waymo Open Dataset, perception, version 2: a Parquet file for each component of each segment.
+
+A row of a file is slow to reach, since row groups are large, so the run stages pictures in the order of clips. Columns
+are taken by name and cast: files of one release differ in types. Conventions are those of version 1
+(:mod:`fuelrail.sharding.sources.research.waymo.source`).
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.frames.source import FrameSource
+from fuelrail.sharding.sources.research.tables import check_unique, columns, names_in, stacked
+from fuelrail.sharding.sources.research.waymo.frame_heads import CAMERAS, LABEL_TYPES, LabelColumns, calibration
+from fuelrail.sharding.sources.research.waymo.source import (
+    SPLITS,
+    WaymoSettings,
+    box_rows,
+    channel,
+    microseconds,
+    rig,
+    shutter_times,
+    weather_columns,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.files import SourceFiles
+    from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration
+
+_F64: Final = pa.float64()
+_TRANSFORM: Final = pa.list_(_F64, 16)
+_TIME, _NAME, _TRACK = "key.frame_timestamp_micros", "key.camera_name", "key.laser_object_id"
+_IMAGE: Final = "[CameraImageComponent]."
+_LENS: Final = "[CameraCalibrationComponent]."
+_POSE: Final = "[VehiclePoseComponent].world_from_vehicle.transform"
+_LIDAR_BOX, _SYNCED_BOX = "[LiDARBoxComponent].", "[LiDARCameraSyncedBoxComponent]."
+_SHUTTER: Final = tuple(
+    f"{_IMAGE}rolling_shutter_params.{name}" for name in ("shutter", "camera_trigger_time", "camera_readout_done_time")
+)
+_INTRINSIC: Final = tuple(
+    f"{_LENS}intrinsic.{name}" for name in ("f_u", "f_v", "c_u", "c_v", "k1", "k2", "p1", "p2", "k3")
+)
+_BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
+"""In the order of version 1: width before length."""
+_ROWS_AT_ONCE: Final = 16
+
+
+class WaymoParquet(FrameSource[WaymoSettings]):
+    """Waymo Open Dataset, perception, version 2: Parquet files with five cameras at 10 Hz."""
+
+    kind = "waymo_v2"
+    settings = WaymoSettings
+    reads = "clip"
+    ego_origin = "rear_axle_ground"
+    columns = {"location": str, "time_of_day": str, "weather": str, "night": bool, "rain": bool}  # noqa: RUF012
+    license = "Waymo Dataset License Agreement for Non-Commercial Use"
+
+    def sensors(self) -> Sensors:
+        """The five cameras in the order of their numbers."""
+        return rig()
+
+    def category_names(self) -> tuple[str, ...]:
+        """Types of labels, without the unknown one."""
+        return LABEL_TYPES[1:]
+
+    def clips(self) -> Iterator[Clip]:
+        """A segment each: those that have a file of poses, in the folders of splits, or in the root."""
+        names = self.files.listed()
+        for folder, split in [(one, SPLITS[one]) for one in SPLITS if one in names] + [("", "")]:
+            prefix = f"{folder}/" if folder else ""
+            for name in names_in(self.files, folder, "vehicle_pose"):
+                if name.endswith(".parquet"):
+                    needed = ("camera_image", "camera_calibration", "vehicle_pose")
+                    more = [one for one in ("lidar_box", "lidar_camera_synced_box", "stats") if name in
+                            names_in(self.files, folder, one)]  # fmt: skip
+                    files = tuple(f"{prefix}{part}/{name}" for part in (*needed, *more))
+                    yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
+
+    def frames(self, clip: Clip) -> Iterator[Frame]:
+        """A frame for each row of poses."""
+        files = {name.rpartition("/")[0].rpartition("/")[2]: name for name in clip.files}
+        poses = self._read(files["vehicle_pose"], {_TIME: pa.int64(), _POSE: _TRANSFORM})
+        order = np.argsort(poses[_TIME], kind="stable")
+        images = self._images(files["camera_image"], self._cameras(files["camera_calibration"]))
+        boxes = self._boxes(files)
+        stats = self._stats(files.get("stats"))
+        if unknown := images.keys() - set(poses[_TIME].tolist()):
+            raise SourceError(
+                f"table '{self.files.shown}/{files['vehicle_pose']}' has no pose at {min(unknown)} us, where there are "
+                "images"
+            )
+        for row in order.tolist():
+            time = int(poses[_TIME][row])
+            yield Frame(
+                timestamp_ns=time * 1000,
+                ego2global=poses[_POSE][row].reshape(4, 4),
+                images=images.get(time, {}),
+                boxes=None if boxes is None else box_rows(boxes.get(time, _NO_LABELS)),
+                attributes=stats,
+            )
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Read each file once, from its first row to its last; a reference is ``NAME@ROW``."""
+        wanted: dict[str, set[int]] = {}
+        for ref in refs:
+            name, _, row = ref.rpartition("@")
+            wanted.setdefault(name, set()).add(int(row))
+        for name, rows in wanted.items():
+            at = 0
+            with _opened(self.files, name, whole=True) as file:
+                for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False):
+                    column = batch.column(0)
+                    for number in range(at, at + len(column)):
+                        if number in rows:
+                            yield f"{name}@{number}", column[number - at].as_buffer()
+                    at += len(column)
+
+    def _read(self, name: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
+        where = f"table '{self.files.shown}/{name}'"
+        with _opened(self.files, name) as file:
+            try:
+                known = [column for column in types if column in file.schema_arrow.names]
+                table = file.read(known, use_threads=False)
+            except (pa.ArrowException, OSError) as error:
+                raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+            names = file.schema_arrow.names
+        if missing := [column for column in types if column not in names]:
+            raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(names)}")
+        return columns(table, where, types)
+
+    def _cameras(self, name: str) -> dict[int, CameraCalibration]:
+        """By number of the camera."""
+        whole = dict.fromkeys((f"{_LENS}width", f"{_LENS}height", f"{_LENS}rolling_shutter_direction"), pa.int64())
+        types = {_NAME: pa.int64(), **dict.fromkeys(_INTRINSIC, _F64), f"{_LENS}extrinsic.transform": _TRANSFORM}
+        rows = self._read(name, {**types, **whole})
+        check_unique(rows[_NAME].tolist(), f"table '{self.files.shown}/{name}'", "the camera")
+        lenses, mounts = stacked(rows, _INTRINSIC), rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
+        width, height, shutter = (rows[one].tolist() for one in whole)
+        return {
+            number: calibration(lenses[row].tolist(), mounts[row], (width[row], height[row]), shutter[row])
+            for row, number in enumerate(rows[_NAME].tolist())
+        }
+
+    def _images(self, name: str, cameras: Mapping[int, CameraCalibration]) -> dict[int, dict[str, Image]]:
+        """By time of the frame [us], then by channel."""
+        times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
+        rows = self._read(name, {_TIME: pa.int64(), _NAME: pa.int64(), f"{_IMAGE}pose.transform": _TRANSFORM, **times})
+        pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
+        check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and camera")
+        poses = rows[f"{_IMAGE}pose.transform"].reshape(-1, 4, 4)
+        stamps = rows[f"{_IMAGE}pose_timestamp"].tolist()
+        shutters = stacked(rows, _SHUTTER).tolist()
+        num_bytes = self._image_bytes(name)
+        found: dict[int, dict[str, Image]] = {}
+        for row, (time, camera) in enumerate(pairs):
+            if camera not in CAMERAS:
+                continue
+            lens = cameras.get(camera)
+            if lens is None:
+                raise SourceError(
+                    f"table '{self.files.shown}/{name}' has images of camera {camera} ({CAMERAS[camera]}), which has "
+                    "no calibration"
+                )
+            if not stamps[row] > 0:
+                raise SourceError(f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp {stamps[row]}")
+            exposure_ns, readout_ns = shutter_times(*shutters[row])
+            found.setdefault(time, {})[channel(CAMERAS[camera])] = Image(
+                ref=f"{name}@{row}",
+                timestamp_ns=microseconds(stamps[row]) * 1000,
+                intrinsics=lens.intrinsics,
+                cam2ego=lens.cam2ego,
+                ego2global=poses[row],
+                width=lens.width,
+                height=lens.height,
+                num_bytes=num_bytes,
+                made=True,
+                extension="jpg",
+                dist=lens.dist,
+                dist_model="opencv_radtan",
+                rolling_shutter=lens.shutter,
+                exposure_ns=exposure_ns,
+                readout_ns=readout_ns,
+            )
+        return found
+
+    def _image_bytes(self, name: str) -> int:
+        """The mean size of a picture, by the file's metadata: no picture is read."""
+        with _opened(self.files, name) as file:
+            about = file.metadata
+            sizes = [
+                about.row_group(group).column(column).total_uncompressed_size
+                for group in range(about.num_row_groups)
+                for column in range(about.num_columns)
+                if about.row_group(group).column(column).path_in_schema == f"{_IMAGE}image"
+            ]
+            return int(max(sum(sizes) // max(about.num_rows, 1), 1))
+
+    def _boxes(self, files: Mapping[str, str]) -> dict[int, LabelColumns] | None:
+        """By time of the frame [us]; None where the segment is not labelled."""
+        if "lidar_box" not in files:
+            return None
+        own = [f"{_LIDAR_BOX}box.{name}" for name in _BOX]
+        kind, points = f"{_LIDAR_BOX}type", f"{_LIDAR_BOX}num_lidar_points_in_box"
+        keys = {_TIME: pa.int64(), _TRACK: pa.string()}
+        rows = self._read(
+            files["lidar_box"], {**keys, kind: pa.int64(), points: pa.int64(), **dict.fromkeys(own, _F64)}
+        )
+        pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
+        check_unique(pairs, f"table '{self.files.shown}/{files['lidar_box']}'", "time and object")
+        about = {
+            pair: (LABEL_TYPES[one] if 0 <= one < len(LABEL_TYPES) else f"type {one}", number)
+            for pair, one, number in zip(pairs, rows[kind].tolist(), rows[points].tolist(), strict=True)
+        }
+        boxes = stacked(rows, own)
+        if self.given.boxes == "camera_synced":
+            if "lidar_camera_synced_box" not in files:
+                raise SourceError("the component lidar_camera_synced_box is not there, boxes=camera_synced needs it")
+            synced = [f"{_SYNCED_BOX}camera_synced_box.{name}" for name in _BOX]
+            rows = self._read(files["lidar_camera_synced_box"], {**keys, **dict.fromkeys(synced, _F64)})
+            pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
+            boxes = stacked(rows, synced)
+            if alone := [pair for pair in pairs if pair not in about]:
+                where = f"table '{self.files.shown}/{files['lidar_camera_synced_box']}'"
+                raise SourceError(f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not")
+        by_time: dict[int, list[int]] = {}
+        for row, (time, _) in enumerate(pairs):
+            by_time.setdefault(time, []).append(row)
+        return {
+            time: LabelColumns(
+                boxes[chosen],
+                [about[pairs[row]][0] for row in chosen],
+                [pairs[row][1] for row in chosen],
+                [about[pairs[row]][1] for row in chosen],
+            )
+            for time, chosen in by_time.items()
+        }
+
+    def _stats(self, name: str | None) -> dict[str, str | bool | None]:
+        if name is None:
+            return {}
+        parts = ("time_of_day", "location", "weather")
+        rows = self._read(name, {f"[StatsComponent].{part}": pa.string() for part in parts})
+        values = (rows[f"[StatsComponent].{part}"] for part in parts)
+        return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})
+
+
+_NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
+
+
+class _Ranges(io.RawIOBase):
+    """A file of a source, read by ranges."""
+
+    def __init__(self, files: SourceFiles, name: str, num_bytes: int) -> None:
+        self._files, self._name, self._num_bytes, self._at = files, name, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        length = self._num_bytes - self._at if size < 0 else size
+        data = self._files.read(self._name, self._at, length) if length > 0 else b""
+        self._at += len(data)
+        return data
+
+
+def _opened(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
+    """The file; at a URL by ranges, or ``whole``. Raises SourceError where it is not there, or is no Parquet."""
+    where = f"table '{files.shown}/{name}'"
+    path = files.path(name)
+    try:
+        if path is None and whole:
+            return pq.ParquetFile(pa.BufferReader(files.read(name)))
+        facts = files.facts_of([name])[0]
+        if facts is None:
+            raise SourceError(f"{where} is not there")
+        return pq.ParquetFile(pa.PythonFile(_Ranges(files, name, facts.num_bytes), "r") if path is None else path)
+    except (pa.ArrowException, OSError) as error:
+        text = " ".join(str(error).split())
+        raise SourceError(f"{where} cannot be read as Parquet: {text}") from error

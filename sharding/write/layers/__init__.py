@@ -1,0 +1,1 @@
+"""Layers: rows written by any process in any order, cut into shards by arithmetic."""

@@ -1,0 +1,269 @@
+"""From the rows of a layer to its files: shards by arithmetic, tables, attributes, the manifest last."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuelrail import __version__
+from fuelrail.pipeline.channels.table import Channel  # noqa: TC001 - msgspec resolves it
+from fuelrail.pipeline.errors import DatasetError
+from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL, suffix
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE, IndexWriter
+from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
+from fuelrail.pipeline.format.index.tables import file_entry, write_tables
+from fuelrail.pipeline.format.layers import (
+    LAYER_FORMAT,
+    LAYER_SPLIT,
+    LAYERS,
+    NO_ROW,
+    ROWS_DTYPE,
+    ROWS_FILE,
+    BaseEntry,
+    LayerManifest,
+    LayerView,
+)
+from fuelrail.pipeline.format.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    FileEntry,
+    Lineage,
+    SplitEntry,
+    decode_manifest,
+    encode_manifest,
+)
+from fuelrail.pipeline.format.tar import END_OF_ARCHIVE, StoredMember
+from fuelrail.pipeline.settings import Settings
+from fuelrail.sharding.write.finish import ROWS_PER_GROUP
+from fuelrail.sharding.write.layers.segments import SegmentRow, Segments
+from fuelrail.sharding.write.packer import IndexText
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.sharding.output.folder import FolderOutput
+
+SHARD_BYTES: Final = 256 << 20
+"""A shard ends before the row that would make it larger."""
+
+_SHOWN_KEYS: Final = 3
+
+
+class LayerRun(Settings, frozen=True):
+    """What all writers of a layer must agree on."""
+
+    name: str
+    base: BaseEntry
+    channels: tuple[Channel, ...]
+    view: LayerView
+    zstd: str
+
+
+_ARROW: Final = {"b": pa.bool_(), "i": pa.int64(), "u": pa.int64(), "f": pa.float64()}
+
+
+def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
+    """Names and Arrow types of the channels that are attributes too: single numbers of at most 63 bits, and truths."""
+    return {
+        one.name: _ARROW[one.numpy_dtype.kind]
+        for one in channels
+        if one.kind == "array" and not one.shape and one.dtype != "uint64"
+    }
+
+
+def finish_layer(out: FolderOutput, base: Dataset, run: LayerRun, *, partial: bool) -> LayerManifest:
+    """Cut all published rows into shards, unless that was done; returns the manifest.
+
+    Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and what
+    `Segments.rows` raises.
+    """
+    data = out.read(MANIFEST_FILE)
+    if data is None:
+        segments = Segments(out.root)
+        _check_whole(segments, base, out, partial=partial)
+        out.temporary.mkdir(parents=True, exist_ok=True)
+        data = _write(out, base, run, segments)
+    manifest = decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", LAYERS)
+    out.remove_work()
+    assert isinstance(manifest, LayerManifest)
+    return manifest
+
+
+def _check_whole(segments: Segments, base: Dataset, out: FolderOutput, *, partial: bool) -> None:
+    present = np.zeros(len(base), bool)
+    for positions in segments.positions:
+        present[positions] = True
+    lacking = np.flatnonzero(~present)
+    if len(lacking) == len(base) or (lacking.size and not partial):
+        keys = ", ".join(base.index.row(int(at)).key for at in lacking[:_SHOWN_KEYS])
+        raise DatasetError(
+            f"{lacking.size} of {len(base)} samples have no row in '{out.shown}', such as {keys}: write them, or "
+            "finish with partial=True (at least one row is needed)"
+        )
+
+
+def _write(out: FolderOutput, base: Dataset, run: LayerRun, segments: Segments) -> bytes:
+    shards = _Shards(out)
+    rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
+    attributes = _AttributesWriter(out.temporary / ATTRIBUTES_FILE, run.channels)
+    index, count = out.temporary / INDEX_FILE, 0
+    fields = [channel.field for channel in run.channels]
+    with IndexWriter(index, fields, sorted({channel.codec for channel in run.channels})) as table:
+        for position, found in segments.rows():
+            row = shards.add(found)
+            table.append(row)
+            attributes.add(row, found.attributes)
+            rows[position] = count
+            count += 1
+    entries = shards.close()
+    attributes.close()
+    files = [*write_tables(out.temporary, entries), file_entry(out.temporary / ATTRIBUTES_FILE)]
+    files += rows_file(out.temporary, rows)
+    for entry in files:
+        out.publish_file(entry.name, out.temporary / entry.name)
+    num_clips = len(np.unique(base.index.clip_numbers()[np.flatnonzero(rows != NO_ROW)]))
+    encoded = encode_manifest(_manifest(base, run, entries, files, num_clips))
+    with out.publish(MANIFEST_FILE) as file:
+        file.write(encoded)
+    return encoded
+
+
+def rows_file(folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
+    """Write ``rows.npy`` into the folder and return its entry; nothing where row i belongs to position i."""
+    if np.array_equal(rows, np.arange(len(rows))):
+        return []
+    np.save(folder / ROWS_FILE, rows.astype(ROWS_DTYPE), allow_pickle=False)
+    return [file_entry(folder / ROWS_FILE)]
+
+
+class _Shards:
+    """Writes spans one after the other; a shard is published when it is full."""
+
+    def __init__(self, out: FolderOutput) -> None:
+        self._out, self._entries = out, list[ShardEntry]()
+        self._num_rows = self._offset = 0
+        self._rows: list[IndexRow] = []
+        self._context: Any = None
+        self._file: Any = None
+
+    def add(self, found: SegmentRow) -> IndexRow:
+        """Write the next row; returns its place."""
+        if self._rows and self._offset + len(found.span) + len(END_OF_ARCHIVE) > SHARD_BYTES:
+            self._end()
+        if not self._rows:
+            self._context = self._out.publish(shard_name(LAYER_SPLIT, len(self._entries)))
+            self._file, self._digest, self._offset = self._context.__enter__(), hashlib.sha256(), 0
+        row = found.row._replace(shard=len(self._entries), offset=self._offset)
+        self._put(found.span)
+        self._rows.append(row)
+        return row
+
+    def close(self) -> list[ShardEntry]:
+        """Publish the last shard; returns the entries of all."""
+        self._end()
+        return self._entries
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._offset += len(data)
+
+    def _end(self) -> None:
+        self._put(END_OF_ARCHIVE)
+        self._context.__exit__(None, None, None)
+        number = len(self._entries)
+        listing = _listing(self._rows)
+        entry = ShardEntry(
+            name=shard_name(LAYER_SPLIT, number), split=LAYER_SPLIT, first_sample=self._num_rows,
+            num_samples=len(self._rows), bytes=self._offset, sha256=self._digest.hexdigest(),
+            idx_bytes=len(listing), idx_sha256=hashlib.sha256(listing).hexdigest(),
+        )  # fmt: skip
+        with self._out.publish(entry.idx_name) as file:
+            file.write(listing)
+        self._entries.append(entry)
+        self._num_rows += len(self._rows)
+        self._rows = []
+
+
+def _listing(rows: Sequence[IndexRow]) -> bytes:
+    text = IndexText()
+    for row in rows:
+        stored = [StoredMember(one.name + suffix(one.codec), bytes(one.stored_bytes)) for one in row.members]
+        text.add(row.key, row.offset, stored, [one.offset for one in row.members])
+    return text.encode()
+
+
+class _AttributesWriter:
+    """Writes ``attributes.parquet``: what the index has too, and the single numbers among the channels."""
+
+    def __init__(self, path: Path, channels: Sequence[Channel]) -> None:
+        fields = [
+            pa.field("key", pa.string(), nullable=False), pa.field("clip_id", pa.string()),
+            pa.field("split", pa.string()), pa.field("frame", pa.int32(), nullable=False),
+            pa.field("timestamp_ns", pa.int64(), nullable=False),
+        ]  # fmt: skip
+        self._schema = pa.schema([*fields, *(pa.field(*one) for one in scalar_channels(channels).items())])
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._rows: list[tuple[Any, ...]] = []
+
+    def add(self, row: IndexRow, values: Sequence[Any]) -> None:
+        """Take the next row."""
+        self._rows.append((row.key, row.clip_id, LAYER_SPLIT, row.frame, row.timestamp_ns, *values))
+        if len(self._rows) == ROWS_PER_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and the file's footer."""
+        if self._rows:
+            self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        columns = zip(*self._rows, strict=True)
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+        self._rows.clear()
+
+
+def _manifest(
+    base: Dataset, run: LayerRun, shards: Sequence[ShardEntry], files: Sequence[FileEntry], num_clips: int
+) -> LayerManifest:
+    num_samples = sum(shard.num_samples for shard in shards)
+    return LayerManifest(
+        format=LAYER_FORMAT,
+        version=FORMAT_VERSION,
+        name=run.name,
+        fingerprint="",
+        num_samples=num_samples,
+        num_clips=num_clips,
+        num_bytes=sum(shard.bytes for shard in shards),
+        seed=0,
+        order_unit="frame",
+        channels=run.channels,
+        classes=base.manifest.classes,
+        attributes=(),
+        time_base=base.manifest.time_base,
+        ego_origin=base.manifest.ego_origin,
+        license=base.manifest.license,
+        compression={
+            "layout": "member",
+            "level": DEFAULT_ZSTD_LEVEL,
+            "codecs": {channel.field: channel.codec for channel in run.channels},
+        },
+        splits={LAYER_SPLIT: SplitEntry(0, num_samples, 0, len(shards), num_clips)},
+        files=tuple(files),
+        lineage=Lineage(),
+        provenance={"recipe": {"source": "layer", "tool": f"fuelrail {__version__}", "zstd": run.zstd}},
+        base=run.base,
+        view=run.view,
+    )

@@ -1,0 +1,106 @@
+"""Bind a layer to another version of its base: keys say which row belongs to which position; shards stay."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fuelrail.pipeline.cli import counted
+from fuelrail.pipeline.errors import ConfigError, DatasetError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import NO_ROW, ROWS_FILE, BaseEntry, LayerManifest, open_layer_data
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, decode_manifest, encode_manifest
+from fuelrail.pipeline.text import escaped
+from fuelrail.sharding.output.folder import FolderOutput, check_out, link_file
+from fuelrail.sharding.write.layers.finish import rows_file
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.format.dataset import Dataset
+
+_LISTED_KEYS = 1000
+
+
+class RebaseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer bound to another version of its base, and what does not fit.
+
+    ``num_without_value`` samples of the base have no row, and ``num_unused`` rows of the layer no sample;
+    ``without_value`` are the first keys of the former, 1,000 at most.
+    """
+
+    layer: str
+    fingerprint: str
+    num_rows: int
+    num_without_value: int
+    num_unused: int
+    without_value: list[str]
+
+    def as_text(self) -> str:
+        """Return the report for people."""
+        first = f"{escaped(self.layer)}: {counted(self.num_rows, 'row')}, fingerprint {self.fingerprint}"
+        second = (
+            f"{counted(self.num_without_value, 'sample')} of the base without a value, "
+            f"{counted(self.num_unused, 'row')} of the layer without a sample"
+        )
+        return "\n".join([first, second, *(f"  no value: {key}" for key in self.without_value)]) + "\n"
+
+
+def rebase_layer(
+    layer: str | os.PathLike[str], base: str | os.PathLike[str], out: str | os.PathLike[str]
+) -> RebaseReport:
+    """Make a layer of ``base`` from a layer of another version of it, such as the one before ``--append``.
+
+    Rows are found by key. Shards and tables are hard links, or copies where the file system has none; only ``rows.npy``
+    and the manifest are new. Raises ConfigError for a layer at a URL, DatasetError where no key of the layer is in the
+    base, DatasetExistsError where OUT is not empty.
+    """
+    old = open_layer_data(layer)
+    if old.url is not None:
+        raise ConfigError(f"layer '{old.location}' is at a URL: copy it to a folder first, its files are linked")
+    new_base, manifest = open_dataset(base), old.manifest
+    assert isinstance(manifest, LayerManifest)
+    target = FolderOutput(os.fspath(out))
+    check_out(target)
+    if target.names():
+        raise ConfigError(f"output folder '{target.shown}' is not empty: choose another one")
+    rows = _rows_by_key(old, new_base)
+    lacking = np.flatnonzero(rows == NO_ROW)
+    if len(lacking) == len(rows):
+        raise DatasetError(
+            f"no sample of '{new_base.location}' has a key of layer '{old.location}': it is no version of its base, "
+            f"'{manifest.base.name}'"
+        )
+    with target.writing():
+        target.temporary.mkdir(parents=True)
+        own = [file for file in manifest.files if file.name != ROWS_FILE]
+        shards = [shard for entry in old.shards for shard in (entry.name, entry.idx_name if entry.idx_bytes else "")]
+        for name in filter(None, [*shards, *(file.name for file in own)]):
+            if not link_file(old.root / name, target, name):
+                with target.publish(name) as copy, (old.root / name).open("rb") as file:
+                    while data := file.read(8 << 20):
+                        copy.write(data)
+        made = rows_file(target.temporary, rows)
+        for entry in made:
+            target.publish_file(entry.name, target.temporary / entry.name)
+        bound = msgspec.structs.replace(manifest, base=BaseEntry.of(new_base), files=(*own, *made), digest="")
+        encoded = encode_manifest(bound)
+        with target.publish(MANIFEST_FILE) as manifest_file:
+            manifest_file.write(encoded)
+        target.remove_work()
+    checked = decode_manifest(encoded, str(target.root / MANIFEST_FILE), {manifest.format: LayerManifest})
+    return RebaseReport(
+        layer=target.shown, fingerprint=checked.fingerprint, num_rows=len(rows) - len(lacking),
+        num_without_value=len(lacking), num_unused=len(old) - (len(rows) - len(lacking)),
+        without_value=[new_base.index.row(int(at)).key for at in lacking[:_LISTED_KEYS]],
+    )  # fmt: skip
+
+
+def _rows_by_key(layer: Dataset, base: Dataset) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The row of the layer for each position of the base, int64 (num_samples,), `NO_ROW` where it has none."""
+    keys: pa.ChunkedArray = layer.index.texts("key")
+    found = pc.index_in(base.index.texts("key"), value_set=keys.combine_chunks())
+    return np.asarray(pc.fill_null(found, NO_ROW).to_numpy(), np.int64)

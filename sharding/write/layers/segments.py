@@ -1,0 +1,132 @@
+"""Segments: rows of a layer that a writer has finished, in files that many processes write and one reads.
+
+A segment holds up to `ROWS_PER_SEGMENT` rows. It gets its name, which is a digest of its content, when it is whole: a
+writer that is killed leaves no part of one, and rows that are written again with the same bytes change nothing. What
+the segments of a layer hold does not depend on who wrote them, and neither does what is made of them.
+
+A file is: number of rows (int64), their positions in the base (int64 each, ascending), the end of each row's blob from
+the end of this head (int64 each), the blobs (msgpack of `SegmentRow`). Little-endian.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from fuelrail.pipeline.errors import DatasetError
+from fuelrail.pipeline.format.index.row import IndexRow  # noqa: TC001 - msgspec reads the annotation
+from fuelrail.pipeline.format.manifest import WORK_FOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from fuelrail.sharding.output.folder import FolderOutput
+
+SEGMENTS: Final = f"{WORK_FOLDER}/segments"
+ROWS_PER_SEGMENT: Final = 1024
+BYTES_PER_SEGMENT: Final = 64 << 20
+"""A writer that holds more publishes a shorter segment."""
+
+_SUFFIX: Final = ".rows"
+_WORD: Final = np.dtype("<i8")
+_FILES_OPEN: Final = 256
+
+
+class SegmentRow(msgspec.Struct, frozen=True, array_like=True):
+    """One row: its place in the index (shard and offset are not known yet), its attributes, its span of a shard."""
+
+    row: IndexRow
+    attributes: tuple[bool | int | float | None, ...]
+    span: bytes
+
+
+class Blob(NamedTuple):
+    """An encoded row and its position in the base."""
+
+    position: int
+    data: bytes
+
+
+def publish_segment(out: FolderOutput, blobs: Sequence[Blob]) -> None:
+    """Write rows of different positions as one segment."""
+    ordered = sorted(blobs)
+    head = np.empty(1 + 2 * len(ordered), _WORD)
+    head[0] = len(ordered)
+    head[1 : 1 + len(ordered)] = [blob.position for blob in ordered]
+    head[1 + len(ordered) :] = np.cumsum([len(blob.data) for blob in ordered])
+    content = b"".join([head.tobytes(), *(blob.data for blob in ordered)])
+    name = f"{ordered[0].position:012d}-{xxhash.xxh3_128_hexdigest(content)}{_SUFFIX}"
+    with out.publish(f"{SEGMENTS}/{name}") as file:
+        file.write(content)
+
+
+class Segments:
+    """All segments that are published at this moment; ``update`` looks for more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / SEGMENTS
+        self._names: list[str] = []
+        self._known: set[str] = set()
+        self._positions: list[NDArray[np.int64]] = []
+        self._opened = functools.lru_cache(maxsize=_FILES_OPEN)(self._map)
+        self.update()
+
+    @property
+    def positions(self) -> list[NDArray[np.int64]]:
+        """The positions of each segment's rows, ascending."""
+        return self._positions
+
+    def update(self) -> None:
+        """Look for segments that were published since."""
+        found = sorted(path.name for path in self._folder.glob(f"*{_SUFFIX}") if path.name not in self._known)
+        for name in found:
+            try:
+                with (self._folder / name).open("rb") as file:
+                    count = int(np.fromfile(file, _WORD, 1)[0])
+                    self._positions.append(np.fromfile(file, _WORD, count).astype(np.int64))
+            except FileNotFoundError:  # another process has finished the layer meanwhile
+                continue
+            self._names.append(name)
+            self._known.add(name)
+
+    def rows(self) -> Iterator[tuple[int, SegmentRow]]:
+        """Yield all rows with their positions, which ascend.
+
+        Raises DatasetError where a sample was written twice with different values.
+        """
+        counts = [len(positions) for positions in self._positions]
+        positions = np.concatenate([np.empty(0, np.int64), *self._positions])
+        owner = np.repeat(np.arange(len(counts)), counts)
+        at = np.concatenate([np.empty(0, np.int64), *(np.arange(count) for count in counts)])
+        last: tuple[int, SegmentRow, int] | None = None
+        for number in np.argsort(positions, kind="stable").tolist():
+            position, segment = int(positions[number]), int(owner[number])
+            row = msgspec.msgpack.decode(self._blob(segment, int(at[number])), type=SegmentRow)
+            if last is not None and last[0] == position:
+                if last[1].span != row.span:
+                    raise DatasetError(
+                        f"sample '{row.row.key}' (position {position}) was written twice, with different values, in "
+                        f"'{self._folder}': segments {self._names[last[2]]} and {self._names[segment]}; a model must "
+                        "give the same values each time, and each sample one writer; remove one of the two files"
+                    )
+                continue
+            last = position, row, segment
+            yield position, row
+
+    def _blob(self, segment: int, at: int) -> memoryview:
+        count = len(self._positions[segment])
+        mapped = self._opened(segment)
+        ends = mapped[8 * (1 + count) : 8 * (1 + 2 * count)].view(_WORD)
+        start, end = (int(ends[at - 1]) if at else 0), int(ends[at])
+        head = 8 * (1 + 2 * count)
+        return mapped[head + start : head + end].data
+
+    def _map(self, segment: int) -> NDArray[np.uint8]:
+        return np.memmap(self._folder / self._names[segment], np.uint8, mode="r")

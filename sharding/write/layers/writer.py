@@ -1,0 +1,250 @@
+"""Write a layer: any process writes any rows of the base, in any order; one of them finishes it.
+
+The bytes of the finished layer depend on base, table and values alone: not on who wrote what, nor on how often writing
+was interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+import numpy as np
+import zstandard
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import Channel
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, MemberError, SchemaError
+from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.layers import BaseEntry, LayerView, check_layer_table, open_layer_data
+from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
+from fuelrail.pipeline.settings import convert
+from fuelrail.sharding.output.folder import FolderOutput, check_out
+from fuelrail.sharding.planning.recipe import channel_codec
+from fuelrail.sharding.write.blocks import ReadBuffer
+from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
+from fuelrail.sharding.write.layers.segments import (
+    BYTES_PER_SEGMENT,
+    ROWS_PER_SEGMENT,
+    Blob,
+    SegmentRow,
+    Segments,
+    publish_segment,
+)
+from fuelrail.sharding.write.packer import RawMember, ShardPacker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.format.layers import LayerManifest
+
+_RUN_FILE: Final = f"{WORK_FOLDER}/layer.json"
+
+
+class LayerWriter:
+    """Writes rows of a layer; use it as a context manager, in as many processes as you like.
+
+    ::
+
+        with fr.LayerWriter("DATASET", "LAYERS/teacher", channels=[...]) as writer:
+            writer.write(position, {"logits": logits})       # int: position in the base; str: key
+        writer.finish()                                       # once, after all writers
+
+    Rows are published 1,024 at a time, and what is left at the end of the ``with`` block; rows of a process that is
+    killed before are lost, and are written again by the next process. ``written`` says which rows are there.
+
+    Args:
+        base: folder or URL of the base, or the open base.
+        out: folder of the layer: new or empty, of a partial layer, or of a finished one, which is left as it is.
+        channels: the table: entries, or dicts of their fields. Only ``name``, ``kind``, ``field``, ``law`` and what the
+            kind needs must be given (FORMAT.md, section 2.1).
+        name: name of the layer in its manifest; None: the last part of ``out``.
+        view: what the values were computed from; by default the samples without augmentation.
+
+    Raises ConfigError for a table that is broken, ConfigError with both sides where other writers of this folder had
+    other arguments, DatasetExistsError where the folder holds something else.
+
+    """
+
+    def __init__(
+        self,
+        base: Dataset | str | os.PathLike[str],
+        out: str | os.PathLike[str],
+        *,
+        channels: Sequence[Channel | Mapping[str, Any]],
+        name: str | None = None,
+        view: LayerView | None = None,
+    ) -> None:
+        self._base = base if isinstance(base, Dataset) else open_dataset(base)
+        self._out = FolderOutput(os.fspath(out).removeprefix("file://"))
+        table = tuple(_entry(one) for one in channels)
+        if not table:
+            raise ConfigError("channels is empty: a layer has at least one channel")
+        entry = BaseEntry.of(self._base)
+        check_layer_table(table, entry, "channels", ConfigError, known_only=False)
+        table = tuple(msgspec.structs.replace(one, codec=channel_codec(one)) for one in table)
+        self._run = LayerRun(
+            name=name or self._out.root.name, base=entry, channels=table, view=view or LayerView(), zstd=_versions()
+        )
+        self._scalars = scalar_channels(table)
+        self._buffer, self._blobs, self._held = ReadBuffer(), dict[int, Blob](), 0
+        check_out(self._out)
+        self.is_finished = self._out.size(MANIFEST_FILE) is not None
+        self._check_run()
+        self._segments = Segments(self._out.root)
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """The table."""
+        return self._run.channels
+
+    def written(self) -> NDArray[np.bool_]:
+        """Which positions of the base have a published row, of any writer: bool (num_samples,)."""
+        self._segments.update()
+        # Looked at afterwards: whoever finishes removes the segments.
+        self.is_finished = self._out.size(MANIFEST_FILE) is not None
+        done = np.full(len(self._base), self.is_finished)
+        for positions in self._segments.positions:
+            done[positions] = True
+        return done
+
+    def write(self, which: int | str, values: Mapping[str, Any]) -> None:
+        """Take the values of one sample, by its position in the base or its key; optional ones may be left out.
+
+        Values are as their kind has them (FORMAT.md, section 2.1). Raises SchemaError, with key and channel, for a
+        value that is not as the table says; IndexError or KeyError for a sample that the base does not have.
+        """
+        if self.is_finished:
+            raise DatasetError(f"layer '{self._out.shown}' is finished: a layer is written once; choose another folder")
+        position = self._base.position(which)
+        row = self._base.index.row(position)
+        encoded = self._encoded(row.key, values)
+        file = io.BytesIO()
+        packer = ShardPacker(file, 0, DEFAULT_ZSTD_LEVEL, None, self._buffer)
+        length = packer.add(row.key, row.clip_id, row.frame, row.timestamp_ns, encoded)
+        own = packer.close().rows[0]
+        attributes = tuple(None if (value := values.get(name)) is None else _plain(value) for name in self._scalars)
+        data = msgspec.msgpack.encode(SegmentRow(own, attributes, file.getvalue()[:length]))
+        self._blobs[position] = Blob(position, data)
+        self._held += len(data)
+        if len(self._blobs) >= ROWS_PER_SEGMENT or self._held >= BYTES_PER_SEGMENT:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish the rows that were taken since the last time."""
+        if self._blobs:
+            with self._out.writing():
+                publish_segment(self._out, list(self._blobs.values()))
+        self._blobs.clear()
+        self._held = 0
+
+    def finish(self, *, partial: bool = False) -> LayerManifest:
+        """Cut the published rows of all writers into shards; the layer can be opened afterwards.
+
+        Done again, or by two processes at once, it does nothing more. Raises DatasetError where a sample has no row,
+        unless ``partial`` allows it, and where one was written twice with different values.
+        """
+        self.flush()
+        with self._out.writing(), self._locked():
+            manifest = finish_layer(self._out, self._base, self._run, partial=partial)
+        self.is_finished = True
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.flush()
+
+    def _encoded(self, key: str, values: Mapping[str, Any]) -> list[RawMember]:
+        known = {channel.name: channel for channel in self._run.channels}
+        if unknown := [name for name in values if name not in known]:
+            raise SchemaError(f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(known)}", key=key)
+        members = []
+        for name, channel in known.items():
+            value = values.get(name)
+            try:
+                if value is None:
+                    if not channel.optional:
+                        raise SchemaError(f"channel '{name}' is missing, and the table does not say optional")
+                    continue
+                data = KINDS[channel.kind].encode(value, channel)
+                KINDS[channel.kind].check(data, channel)
+                self._check_size(value, channel)
+            except MemberError as error:
+                raise type(error)(error.message, key=key, member=channel.field) from error
+            members.append(RawMember(channel.field, channel.codec, data))
+        return members
+
+    def _check_size(self, value: Any, channel: Channel) -> None:  # noqa: ANN401
+        """Raise SchemaError for a raster of law ``image`` that fits none of its camera's stored images."""
+        if channel.law.name != "image":
+            return
+        part = channel.law.fraction or 1
+        sizes = next(one.sizes for one in self._run.base.sensors if one.name == channel.law.camera)
+        allowed = [(-(-height // part), -(-width // part)) for width, height in sizes]
+        if sizes and tuple(np.shape(value)[:2]) not in allowed:
+            raise SchemaError(
+                f"channel '{channel.name}' has {list(np.shape(value)[:2])} pixels (height, width); the stored images "
+                f"of '{channel.law.camera}' need {' or '.join(map(str, map(list, allowed)))}"
+            )
+
+    def _check_run(self) -> None:
+        """Agree with the other writers of the folder on what is written."""
+        if self.is_finished:
+            manifest: Any = open_layer_data(self._out.root).manifest
+            zstd = manifest.provenance.get("recipe", {}).get("zstd", "")
+            found = LayerRun(
+                name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view, zstd=zstd
+            )
+        else:
+            with self._out.writing(), self._locked():
+                data = self._out.read(_RUN_FILE)
+                if data is None:
+                    with self._out.publish(_RUN_FILE) as file:
+                        file.write(msgspec.json.encode(self._run))
+                    return
+            found = msgspec.json.decode(data, type=LayerRun)
+        own = self._run
+        if differing := [name for name in own.__struct_fields__ if getattr(found, name) != getattr(own, name)]:
+            sides = "; ".join(f"{name}: {_shown(found, name)} there, {_shown(own, name)} here" for name in differing)
+            raise DatasetExistsError(f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, which ends with the process."""
+        folder = self._out.root / WORK_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def _entry(given: Channel | Mapping[str, Any]) -> Channel:
+    return given if isinstance(given, Channel) else convert(dict(given), Channel, "channels")
+
+
+def _plain(value: Any) -> bool | int | float:  # noqa: ANN401
+    plain: bool | int | float = np.asarray(value).item()
+    return plain
+
+
+def _versions() -> str:
+    """The version of zstd, which the stored bytes depend on."""
+    return ".".join(map(str, zstandard.ZSTD_VERSION))
+
+
+def _shown(run: LayerRun, name: str) -> str:
+    value = getattr(run, name)
+    return value.fingerprint if isinstance(value, BaseEntry) else msgspec.json.encode(value).decode()

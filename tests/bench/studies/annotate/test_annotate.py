@@ -1,0 +1,138 @@
+"""`fuelrail annotate`: the same bytes from any number of ranks, resumed at will; outputs become a table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.loaders import DataLoader
+from fuelrail.pipeline.errors import ConfigError, SchemaError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import open_layer_data
+from support.datasets import build_dataset
+from support.layers import digests
+
+NUM_SAMPLES = 11
+SMALL = {"image": {"height": 32, "width": 64}}
+TRAIN = {"image": {"height": 32, "width": 64, "train": True, "flip_prob": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    root = tmp_path_factory.mktemp("base") / "base"
+    build_dataset(root, {"train": (3, 4), "val": (4,)})
+    return root
+
+
+def teacher(batch):
+    img = batch["img"].float()
+    grid = torch.nn.functional.adaptive_avg_pool2d(img.flatten(0, 1), (2, 2)).unflatten(0, img.shape[:2])
+    return {"mean": img.flatten(1).mean(1), "grid": grid, "name": [f"seen {key}" for key in batch["sample_key"]]}
+
+
+class Stopping(torch.nn.Module):
+    """The teacher, ended after some batches as a kill would end it."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def forward(self, batch):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return teacher(batch)
+
+
+def run(base, out, model=teacher, **options):
+    return annotate(base, out, model, batch_size=2, transforms=SMALL, workers=1, **options)
+
+
+def test_ranks_and_interruptions_do_not_show(base, tmp_path, monkeypatch) -> None:
+    before = digests(base)
+    report = run(base, tmp_path / "a" / "teacher")
+    assert (report.num_written, report.num_kept) == (NUM_SAMPLES, 0)
+    expected = digests(tmp_path / "a" / "teacher")
+    for world in (2, 4):
+        out = tmp_path / str(world) / "teacher"
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        reports = []
+        for rank in range(world):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            reports.append(run(base, out))
+        assert [one.fingerprint is not None for one in reports] == [False] * (world - 1) + [True]
+        assert sum(one.num_written for one in reports) == NUM_SAMPLES
+        assert digests(out) == expected
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+    out = tmp_path / "stopped" / "teacher"
+    for left in (2, 4):  # the first batch is also what the table is made from
+        with pytest.raises(KeyboardInterrupt):
+            run(base, out, Stopping(left))
+    assert run(base, out, Stopping(100)).fingerprint == report.fingerprint
+    assert digests(out) == expected
+    assert run(base, out).num_kept == NUM_SAMPLES
+    assert digests(base) == before
+
+
+def test_the_loader_gets_what_the_model_said(base, tmp_path) -> None:
+    for store, dtype in (("as_is", torch.float32), ("float16", torch.float16), ("int8", torch.int8)):
+        run(base, tmp_path / store, store=store)
+        with DataLoader(base, 7, shuffle=False, transforms=SMALL, layers={"t": tmp_path / store}) as loader:
+            batch = next(iter(loader))
+        wanted = teacher(batch)
+        torch.testing.assert_close(batch["t.mean"], wanted["mean"])
+        assert batch["t.name"] == wanted["name"]
+        assert batch["t.grid"].dtype == dtype
+        grid = batch["t.grid"].float()
+        if store == "int8":
+            grid = grid * batch["t.grid_scale"][:, None, None, None, None]
+        torch.testing.assert_close(grid, wanted["grid"], rtol=0, atol=1.0)
+
+
+def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
+    annotate(base, tmp_path / "seen", teacher, transforms=TRAIN, view="per_view", seed=5, epoch=3, workers=1)
+    with DataLoader(base, 7, seed=5, transforms=TRAIN, layers={"t": tmp_path / "seen"}) as loader:
+        loader.set_epoch(3)
+        batch = next(iter(loader))
+        torch.testing.assert_close(batch["t.mean"], teacher(batch)["mean"])
+    manifest = open_layer_data(tmp_path / "seen").manifest
+    assert manifest.view.epoch == 3  # type: ignore[attr-defined]
+
+
+def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
+    table = tmp_path / "table.yaml"
+    table.write_text(
+        "- {name: peaks, kind: points, field: peaks.npy, dtype: float32, axes: [point, column], shape: [null, 2],\n"
+        "   columns: [u, v], law: {name: image_points, camera: cam_front, roles: {points: [[u, v]]}}}\n"
+    )
+
+    def peaks(batch):
+        return {"peaks": [torch.full((row % 3, 2), row) for row in batch["global_index"].tolist()]}
+
+    with pytest.raises(ConfigError, match="describe it in a table"):
+        run(base, tmp_path / "layer", peaks)
+    with pytest.raises(SchemaError, match="int64"):
+        run(base, tmp_path / "layer", peaks, channels=table)
+    run(base, tmp_path / "layer", lambda b: {"peaks": [one.float() for one in peaks(b)["peaks"]]}, channels=table)
+    layer = open_layer_data(tmp_path / "layer")
+    assert len(layer) == len(open_dataset(base))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nothing", "must be MODULE:FUNCTION"),
+        ("no_such_module:f", "cannot be imported"),
+        ("math:pi", "not a function"),
+        (lambda _: None, "must return a dict"),
+        (lambda _: {"x": torch.zeros(3, 2)}, "with a row for each of the batch's 2 samples"),
+        (lambda _: {"x": torch.full((2, 1), np.nan)}, "NaN"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) -> None:
+    with pytest.raises((ConfigError, SchemaError), match=message):
+        run(base, tmp_path / "layer", model)

@@ -1,0 +1,460 @@
+"""Selected channels in batches: shapes by kind, frames, missing values, the user's functions, mixes, resuming."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
+from fuelrail.loaders.batch import assemble, temporal
+from fuelrail.loaders.batch.channels import OWN_NAMES, choose_channels
+from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, ManifestError, SchemaError, StateMismatchError
+from fuelrail.pipeline.format.dataset import open_dataset
+from support.datasets import LIDAR, build_dataset
+from support.edits import reseal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from fuelrail.loaders.storage import StorageStats
+
+WORDS = Vocabulary("words", 1000)
+POINTS = {"axes": ("point", "column"), "shape": (None, 3), "columns": ("x", "y", "z"), "dtype": "float32"}
+MOVED = Law("ego_points", roles={"positions": (("x", "y", "z"),)})
+CHANNELS = (
+    Channel(name="radar", kind="points", field="radar.npy", law=MOVED, frame="ego", optional=True, **POINTS),
+    Channel(name="returns", kind="points", field="returns.npy", law=MOVED, frame=f"sensor:{LIDAR}", **POINTS),
+    Channel(
+        name="mask", kind="image", field="mask.png", law=Law("image", camera="cam_front"), dtype="uint16",
+        axes=("height", "width"), shape=(None, None), frame="image:cam_front", optional=True,
+    ),
+    Channel(
+        name="occupancy", kind="array", field="occupancy.npy", dtype="uint8", axes=("x", "y"), shape=(8, 6),
+        frame="ego", law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 6.0)),
+    ),
+    Channel(name="score", kind="array", field="score.npy", dtype="float16", law=Law("fixed"), optional=True),
+    Channel(
+        name="agents", kind="ragged", field="agents.safetensors", law=Law("fixed"), optional=True,
+        arrays=(ArraySpec("speed", "float32"), ArraySpec("kind", "int8", (2,))),
+    ),
+    Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed"), optional=True),
+    Channel(name="blob", kind="bytes", field="blob.bin", law=Law("fixed"), optional=True),
+    Channel(
+        name="topics", kind="tokens", field="topics.npy", dtype="int32", axes=("token",), shape=(3,),
+        law=Law("fixed"), vocabulary=WORDS,
+    ),
+    Channel(
+        name="words", kind="tokens", field="words.npy", dtype="int64", axes=("token",), shape=(None,),
+        law=Law("fixed"), vocabulary=WORDS, optional=True,
+    ),
+)  # fmt: skip
+NAMES = [channel.name for channel in CHANNELS]
+LACKING = 2
+"""Rows with this remainder by 5 lack the optional channels."""
+
+
+def stored(name: str, row: int) -> Any:
+    """The value that the tiny dataset stores for a row; None where it lacks the channel."""
+    optional = next(channel.optional for channel in CHANNELS if channel.name == name)
+    if optional and row % 5 == LACKING:
+        return None
+    rng = np.random.default_rng((NAMES.index(name), row))
+    return {
+        "radar": lambda: rng.uniform(-20, 20, (row + 1, 3)).astype(np.float32),
+        "returns": lambda: rng.uniform(-20, 20, (5, 3)).astype(np.float32),
+        "mask": lambda: rng.integers(1, 60000, (64, 96)).astype(np.uint16),
+        "occupancy": lambda: rng.integers(0, 255, (8, 6)).astype(np.uint8),
+        "score": lambda: np.float16(row),
+        "agents": lambda: {
+            "speed": np.arange(row, dtype=np.float32), "kind": rng.integers(0, 9, (row, 2)).astype(np.int8)
+        },
+        "caption": lambda: f"frame {row}",
+        "blob": lambda: bytes([row, row]),
+        "topics": lambda: rng.integers(0, 1000, 3).astype(np.int32),
+        "words": lambda: np.arange(row % 4, dtype=np.int64),
+    }[name]()  # fmt: skip
+
+
+def build(root: Path, channels: tuple[Channel, ...] = CHANNELS, **options: Any) -> Path:
+    def maker(name: str) -> Callable[[int], Any]:
+        return lambda row: stored(name, row)
+
+    extra = [(channel, maker(channel.name)) for channel in channels]
+    build_dataset(root, {"train": (8, 4)}, extra=extra, **options)
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("channels") / "d")
+
+
+PLAIN = Transforms(image=ImageAugment(height=64, width=96), decoder="pillow")
+AUGMENTED = Transforms(
+    image=ImageAugment(height=32, width=48, train=True, resize_range=(0.4, 0.7), flip_prob=0.5, rotate_deg=(-5, 5)),
+    ego=BevAugment(train=True, rotate_deg=(-90, 90), scale=(0.9, 1.1), flip_x_prob=0.5),
+    decoder="pillow",
+)
+
+
+def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
+    options = {"channels": NAMES, "transforms": PLAIN, "shuffle": False, "num_workers": 2, **options}
+    return DataLoader(root, size, world=World(), **options)
+
+
+def batches(made: DataLoader) -> list[dict[str, Any]]:
+    with made:
+        return list(made)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and one.numpy().tobytes() == other.numpy().tobytes()
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_each_kind_is_collated_as_documented(root) -> None:
+    (batch, *_) = batches(loader(root))
+    lacking = [row == LACKING for row in range(4)]
+    for channel in CHANNELS:
+        assert batch[f"{channel.name}_valid"].tolist() == [not (channel.optional and gone) for gone in lacking]
+    assert batch["mask"].dtype == torch.uint16
+    assert batch["mask"].shape == (4, 64, 96)
+    assert batch["occupancy"].shape == (4, 8, 6)
+    assert batch["score"].tolist() == [0.0, 1.0, 0.0, 3.0]
+    assert batch["score"].dtype == torch.float16
+    assert batch["topics"].shape == (4, 3)
+    assert batch["caption"] == ["frame 0", "frame 1", None, "frame 3"]
+    assert batch["blob"] == [b"\0\0", b"\1\1", None, b"\3\3"]
+    assert batch["words"].offsets.tolist() == [0, 0, 1, 1, 4]
+    assert batch["words"].values.tolist() == [0, 0, 1, 2]
+    for row in range(4):
+        np.testing.assert_array_equal(batch["occupancy"][row], stored("occupancy", row))
+        np.testing.assert_array_equal(batch["returns"][row], stored("returns", row))
+        np.testing.assert_array_equal(batch["topics"][row], stored("topics", row))
+        if row == LACKING:
+            assert not batch["mask"][row].any()
+            assert batch["radar"][row] is batch["agents"]["speed"][row] is batch["agents"]["kind"][row] is None
+            continue
+        np.testing.assert_array_equal(batch["mask"][row], stored("mask", row))
+        np.testing.assert_array_equal(batch["radar"][row], stored("radar", row))
+        for name, array in stored("agents", row).items():
+            np.testing.assert_array_equal(batch["agents"][name][row], array)
+            assert batch["agents"][name][row].shape == array.shape
+
+
+def test_windows_put_an_axis_of_frames_behind_the_samples(root) -> None:
+    window = FrameWindow(frames=(-1, 0), pad="mask")
+    (batch, *_) = batches(loader(root, window=window, transforms=AUGMENTED))
+    singles = {}
+    for made in batches(loader(root, transforms=PLAIN)):
+        singles |= {row: (made, at) for at, row in enumerate(made["global_index"].tolist())}
+    assert batch["frame_valid"].tolist() == [[False, True], [True, True], [True, True], [True, True]]
+    assert batch["topics"].shape == (4, 2, 3)
+    assert batch["mask"].shape == (4, 2, 32, 48)
+    assert batch["words"].offsets.tolist() == [0, 0, 0, 0, 1, 2, 2, 2, 5]
+    for at, rows in enumerate(batch["frame_global_index"].tolist()):
+        for frame, row in enumerate(rows):
+            shown = bool(batch["frame_valid"][at, frame])
+            for channel in CHANNELS:
+                there = shown and stored(channel.name, row) is not None
+                assert batch[f"{channel.name}_valid"][at, frame] == there
+            wanted = stored("caption", row) if shown else None
+            assert batch["caption"][at][frame] == wanted
+            speed = batch["agents"]["speed"][at][frame]
+            assert (speed is None) == (wanted is None)
+            assert speed is None or speed.tolist() == list(range(row))
+            if not shown:
+                assert batch["radar"][at][frame] is batch["returns"][at][frame] is None
+                assert not batch["topics"][at, frame].any()
+            elif wanted is not None:
+                bda = batch["bda_mat"][at].numpy().astype(np.float64)
+                moved = stored("radar", row) @ bda[:3, :3].T + bda[:3, 3]
+                np.testing.assert_allclose(batch["radar"][at][frame], moved, atol=1e-4)
+
+
+def test_points_of_a_lidar_move_as_the_lidars_own(root) -> None:
+    (batch, *_) = batches(loader(root, transforms=AUGMENTED, points=True))
+    bda, lidar2ego = batch["bda_mat"].double(), batch["lidar2ego"].double()
+    for at, row in enumerate(batch["global_index"].tolist()):
+        matrix = (torch.linalg.inv(lidar2ego[at]) @ bda[at] @ lidar2ego[at]).numpy()
+        afresh = stored("returns", row) @ matrix[:3, :3].T + matrix[:3, 3]
+        np.testing.assert_allclose(batch["returns"][at], afresh, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, FrameWindow(frames=(-1, 0))])
+def test_samples_for_a_transform_have_them_too_and_join_to_the_same_batch(root, window) -> None:
+    seen = []
+
+    def note(sample: dict[str, Any]) -> dict[str, Any]:
+        seen.append(sample)
+        return {name: value for name, value in sample.items() if name != "seed"}
+
+    options = {"transforms": AUGMENTED, "window": window, "size": 4}
+    plain, joined = batches(loader(root, **options)), batches(loader(root, transform=note, num_workers=1, **options))
+    for one, other in zip(plain, joined, strict=True):
+        assert one.keys() == other.keys()
+        assert not [name for name in one if not same(one[name], other[name])]
+    sample = next(one for one in seen if one["sample_key"].endswith("0003"))
+    assert sample["mask"].shape == ((32, 48) if window is None else (2, 32, 48))
+    row = 3
+    if window is None:
+        assert sample["agents"]["speed"].tolist() == [0.0, 1.0, 2.0]
+        assert sample["words"].tolist() == [0, 1, 2]
+        assert sample["caption"] == f"frame {row}"
+        assert seen[0].keys() - {*NAMES, *(f"{name}_valid" for name in NAMES)} <= OWN_NAMES
+
+
+def test_a_transform_may_leave_other_things_in_their_place(root) -> None:
+    def other(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"agents": sample["caption"], "words": len(sample["words"]), "caption": sample["caption"] or ""}
+
+    (batch, *_) = batches(loader(root, transform=other))
+    assert batch["agents"] == ["frame 0", "frame 1", None, "frame 3"]
+    assert batch["words"] == [0, 1, 0, 3]
+
+
+def test_a_batch_without_any_value_keeps_its_shapes(root, tmp_path) -> None:
+    (tmp_path / "keys.txt").write_text("clip-0000-000002\nclip-0001-000003\n")
+    order = OrderSpec(kind="sequential", subset=str(tmp_path / "keys.txt"))
+    (batch,) = batches(loader(root, 2, order=order, transforms=AUGMENTED))
+    assert batch["mask"].shape == (2, 32, 48)
+    assert batch["mask"].dtype == torch.uint16
+    assert batch["score"].shape == (2,)
+    assert batch["words"].offsets.tolist() == [0, 0, 0]
+    assert batch["words"].values.dtype == torch.int64
+    assert not batch["mask_valid"].any()
+    assert batch["topics_valid"].all()
+
+
+def test_only_what_is_selected_is_in_the_batch_and_decoded(root, tmp_path) -> None:
+    (nothing, *_), (some, *_) = batches(loader(root, channels=None)), batches(loader(root, channels=("words", "score")))
+    assert some.keys() - nothing.keys() == {"words", "words_valid", "score", "score_valid"}
+    assert [name for name in some if name in NAMES] == ["score", "words"]  # in the table's order
+    assert same({name: some[name] for name in nothing}, nothing)
+    build(tmp_path / "d")
+    spoil(tmp_path / "d", "occupancy", shape=(8, 7))
+    assert len(batches(loader(tmp_path / "d", channels=["radar"]))) == 3
+    with pytest.raises(SchemaError, match=re.escape("channel 'occupancy' is uint8[8, 6]; the table has uint8[8, 7]")):
+        batches(loader(tmp_path / "d", channels=["occupancy"]))
+
+
+def read(root: Path, names: list[str] | None, **options: Any) -> StorageStats:
+    """Read each sample once, as a loader that selects these channels does; returns what that took."""
+    dataset = open_dataset(root)
+    reader = SampleReader(dataset, storage=open_storage(dataset, **options), channels=choose_channels(dataset, names))
+    for number in range(len(dataset)):
+        assert len(reader.sample(number).images) == 2
+    return reader.storage.stats()
+
+
+@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+def test_what_is_behind_the_last_selected_member_is_not_fetched(root, tmp_path, storage) -> None:
+    index = open_dataset(root).index
+    rows = [index.row(number) for number in range(len(index))]
+
+    def up_to(last: str) -> int:
+        ends = [max(m.offset + m.stored_bytes for m in row.members if m.name == last) for row in rows]
+        return sum(-(-end // 512) * 512 for end in ends)
+
+    whole = sum(row.length for row in rows)
+    nothing = read(root, None, backend=storage)
+    assert nothing.span_bytes == up_to(f"{LIDAR}.npy") < 0.7 * whole
+    assert nothing.request_bytes == (nothing.span_bytes if storage == "remote" else 0)
+    assert read(root, ["occupancy"], backend=storage).span_bytes == up_to("occupancy.npy") < whole
+    assert read(root, NAMES, backend=storage).span_bytes == whole
+    with loader(root, 12, channels=None, storage=storage) as made:
+        next(iter(made))
+        stats = made.stats().storage
+    assert stats.span_bytes < 0.7 * whole * stats.spans / len(rows)
+    if storage == "remote":  # what is cached serves loaders that select others
+        options = {"backend": "remote", "cache_dir": tmp_path / "cache"}
+        assert read(root, None, **options).request_bytes == whole
+        assert read(root, ["radar"], **options).cache_hits == len(rows)
+
+
+@pytest.mark.parametrize("layout", ["member", "none", "frame"])
+def test_parts_of_samples_are_checked_by_their_members(root, tmp_path, layout) -> None:
+    build(tmp_path / "d", layout=layout)
+    chosen = {"channels": ["mask"], "storage": "pread"}
+    assert same(batches(loader(tmp_path / "d", **chosen)), batches(loader(root, **chosen)))
+    row = open_dataset(tmp_path / "d").index.row(1)
+    shard = tmp_path / "d" / ("train-000000.tar.zst" if layout == "frame" else "train-000000.tar")
+    for name, is_read in (("topics.npy", layout == "frame"), ("cam_back.jpg", True)):
+        entry = next(entry for entry in row.members if entry.name == name)
+        at = row.offset + min(entry.offset, row.length - 9)
+        data = bytearray(shard.read_bytes())
+        data[at] ^= 1
+        shard.write_bytes(data)
+        if is_read:
+            text = "checksum mismatch" if layout == "frame" else f"member '{name}': checksum mismatch"
+            with pytest.raises(ChecksumError, match=text):
+                batches(loader(tmp_path / "d", **chosen))
+        else:
+            assert len(batches(loader(tmp_path / "d", **chosen))) == 3
+        with pytest.raises(ChecksumError, match="checksum mismatch"):
+            batches(loader(tmp_path / "d", storage="pread"))
+        data[at] ^= 1
+        shard.write_bytes(data)
+
+
+def spoil(root: Path, name: str, **changes: Any) -> None:
+    def edit(manifest: Any) -> Any:
+        table = [msgspec.structs.replace(one, **changes) if one.name == name else one for one in manifest.channels]
+        return msgspec.structs.replace(manifest, channels=tuple(table))
+
+    reseal(root, edit)
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["radr"], "has no channel 'radr'; it has: cam_front, cam_back, lidar_top, boxes, radar"),
+        (["cam_front"], "'cam_front' is not selected by name; cameras and boxes are in every batch"),
+        (["boxes"], "'boxes' is not selected by name"),
+        ("radar", "channels='radar' must be a list of names of channels, or None"),
+        ([3], "must be a list of names of channels, or None"),
+    ],
+)
+def test_what_cannot_be_selected_is_refused(root, names, says) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        loader(root, channels=names)
+
+
+def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> None:
+    fixed = {"kind": "text", "law": Law("fixed"), "optional": True}
+    names = ("img", "gt", "cue", "cue_valid")
+    channels = tuple(Channel(name=name, field=f"{name}.txt", **fixed) for name in names)
+    build_dataset(tmp_path / "d", {"train": (4,)}, extra=[(channel, lambda _: "text") for channel in channels])
+    for chosen, entry in ((["img"], "img"), (["gt"], "gt_valid"), (["cue", "cue_valid"], "cue_valid")):
+        with pytest.raises(ConfigError, match=f"needs the batch entry '{entry}', which another entry has"):
+            loader(tmp_path / "d", channels=chosen)
+
+
+def test_the_names_of_a_batch_are_those_of_its_tables() -> None:
+    tables = (assemble.__doc__ or "", temporal.__doc__ or "")
+    rows = [row for table in tables for row in re.findall(r"^((?:``\w+``(?:, )?)+)  ", table, re.MULTILINE)]
+    rows += re.findall(r"^``(\w+)``", "\n".join(tables), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} | {"dataset", "seed"} == OWN_NAMES
+
+
+def test_an_unknown_kind_or_law_is_refused_by_name(tmp_path) -> None:
+    build(tmp_path / "d")
+    spoil(tmp_path / "d", "radar", kind="voxels")
+    with pytest.raises(ManifestError, match="channel 'radar': its kind 'voxels' is unknown"):
+        loader(tmp_path / "d")
+    assert batches(loader(tmp_path / "d", channels=["words"]))
+
+
+def test_mixed_datasets_need_the_same_entries(root, tmp_path) -> None:
+    build(tmp_path / "same")
+    spoil(tmp_path / "same", "topics", optional=True, description="of somebody else")
+    both = {"a": root, "b": tmp_path / "same"}
+    batch = next(iter(batches(loader(both, mix={"a": 1, "b": 1}))))
+    assert batch["dataset"].count("b") == 2
+    assert batch["topics"].shape == (4, 3)
+    build(tmp_path / "other")
+    spoil(tmp_path / "other", "occupancy", law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 7.0)))
+    build(tmp_path / "fewer", CHANNELS[:2])
+    for name, says in (
+        ("other", "their channels 'occupancy' (law) differ: 'a' has {'name': 'ego_grid', 'extent_m': [-8.0, -6.0, 8.0"),
+        ("fewer", f"'{tmp_path / 'fewer'}' has no channel 'mask'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1})
+        assert batches(loader({"a": root, "b": tmp_path / name}, mix={"a": 1, "b": 1}, channels=["radar"]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"order": OrderSpec(kind="shuffled", seed=3)},
+        {"order": OrderSpec(kind="lanes", seed=3)},
+        {"window": FrameWindow(frames=(-2, 0)), "shuffle": True},
+    ],
+)
+def test_a_resumed_loader_gives_the_rest(root, options) -> None:
+    options = {"transforms": AUGMENTED, "seed": 5, **options}
+    whole = batches(loader(root, 2, **options))
+    with loader(root, 2, **options) as first:
+        steps = iter(first)
+        next(steps)
+        state = first.state_dict()
+        del steps
+    with loader(root, 2, num_workers=1, **options) as second:
+        second.load_state_dict(state)
+        rest = list(second)
+    assert len(rest) == len(whole) - 1
+    assert all(map(same, rest, whole[1:]))
+
+
+def test_a_state_names_the_channels(root) -> None:
+    with loader(root, channels=["words", "radar"]) as one, loader(root, channels=["radar", "words"]) as other:
+        other.load_state_dict(one.state_dict())
+    with loader(root, channels=["radar"]) as less:
+        with pytest.raises(StateMismatchError, match=re.escape("channels: state has ['radar', 'words'], loader has")):
+            less.load_state_dict(one.state_dict())
+        less.load_state_dict(one.state_dict(), strict=False)
+    with loader(root, channels=None) as none, loader(root, channels=[]) as empty:
+        empty.load_state_dict(none.state_dict())
+
+
+def test_a_sample_whose_channel_is_bad_is_substituted(tmp_path) -> None:
+    build(tmp_path / "d")
+    spoil(tmp_path / "d", "caption", optional=False)
+    with pytest.raises(SchemaError, match=r"clip-0000-000002.*channel 'caption' is missing, and the table does not"):
+        batches(loader(tmp_path / "d"))
+    policy = {"on_error": "substitute", "file": str(tmp_path / "bad.jsonl")}
+    for window in (None, FrameWindow(frames=(-1, 0))):
+        with loader(tmp_path / "d", channels=["caption", "mask"], bad_samples=policy, window=window) as made:
+            found = [row for batch in made for row in batch["global_index"].tolist()]
+            assert made.stats().bad_samples == 2
+        assert {2, 7} & set(found) == set()
+        assert len(found) == 12
+    assert '"member":"caption.txt"' in (tmp_path / "bad.jsonl").read_text().replace('": "', '":"')
+
+
+@pytest.mark.parametrize("parts", [{"decode"}, {"decompression"}, {"storage"}, {"storage", "decompression", "decode"}])
+def test_parts_that_are_left_out_leave_the_shapes(root, parts) -> None:
+    made = loader(root, transforms=AUGMENTED)
+    made.leave_out(parts)
+    (batch, *_) = batches(made)
+    assert batch["mask"].shape == (4, 32, 48)
+    assert len(batch["radar"]) == len(batch["agents"]["speed"]) == 4
+    assert isinstance(batch["words"], Packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_they_come_to_the_device_with_the_rest(root) -> None:
+    (ours, *_) = batches(loader(root, transforms=AUGMENTED))
+    (batch, *_) = batches(loader(root, transforms=AUGMENTED, device="cuda"))
+    tensors = [batch["mask"], batch["topics_valid"], batch["words"].values, batch["agents"]["speed"][0]]
+    assert {tensor.device.type for tensor in (*tensors, batch["radar"][0])} == {"cuda"}
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*tensors, batch["radar"][0])}) == 1
+    for name in NAMES:
+        assert same(ours[name], on_host(batch[name]))
+
+
+def on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_host(one) for name, one in value.items()}
+    if isinstance(value, Packed):
+        return Packed(*map(on_host, value))
+    return [on_host(one) for one in value] if isinstance(value, list) else value

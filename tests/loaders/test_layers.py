@@ -1,0 +1,206 @@
+"""A loader with layers: the values belong to their samples in every order, window, storage and after every restart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.loaders import DataLoader
+from fuelrail.loaders.config import Transforms
+from fuelrail.loaders.schedule.layers import view_settings
+from fuelrail.pipeline.errors import ChecksumError, ConfigError, OrderError, StateMismatchError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import LayerView
+from fuelrail.pipeline.order.batching import World
+from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.weights import AttributeWeights
+from fuelrail.sharding.write.layers.writer import LayerWriter
+from support.datasets import build_dataset
+from support.layers import values_of, write_layer
+
+SMALL = Transforms(image={"height": 32, "width": 64})  # type: ignore[arg-type]
+PRESENT = (0, 1, 2, 5, 6, 7, 8, 10)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    root = tmp_path_factory.mktemp("base") / "base"
+    build_dataset(root, {"train": (3, 4, 5)})
+    return root
+
+
+@pytest.fixture(scope="module")
+def layer(base):
+    return write_layer(base, base.parent / "whole")
+
+
+@pytest.fixture(scope="module")
+def part(base):
+    return write_layer(base, base.parent / "part", PRESENT)
+
+
+def make(base, layers, **options):
+    return DataLoader(base, 4, transforms=SMALL, layers=layers, **{"num_workers": 1, **options})
+
+
+def check(batch, name="t", present=range(12)) -> list[int]:
+    """Each sample of the batch has the values that were written for its row."""
+    rows = batch["global_index"].tolist()
+    for at, row in enumerate(rows):
+        is_there = row in present
+        wanted = values_of(row)
+        assert batch[f"{name}.loss_valid"][at].item() is is_there
+        assert batch[f"{name}.loss"][at].item() == (wanted["loss"] if is_there else 0)
+        logits = wanted["logits"] if is_there else np.zeros(10, np.float16)
+        np.testing.assert_array_equal(batch[f"{name}.logits"][at].numpy(), logits)
+        assert batch[f"{name}.caption"][at] == (wanted.get("caption") if is_there else None)
+    return rows
+
+
+@pytest.mark.parametrize("storage", ["mapped", "pread", "remote"])
+def test_values_belong_to_their_samples(base, layer, storage) -> None:
+    with make(base, {"t": layer}, storage=storage, seed=3) as loader, make(base, None, seed=3) as plain:
+        for with_layer, without in zip(loader, plain, strict=True):
+            assert check(with_layer) == without["global_index"].tolist()
+            assert torch.equal(with_layer["img"], without["img"])
+            assert set(with_layer) - set(without) == {
+                f"t.{name}{suffix}" for name in ("logits", "loss", "caption") for suffix in ("", "_valid")
+            }
+
+
+def test_a_cache_evicts_layers_as_it_does_the_base(base, part, tmp_path) -> None:
+    storage = {"cache_dir": tmp_path / "cache", "cache_size": 120_000}
+    for number in range(2):
+        with make(base, {"t": part}, missing="mask", storage=storage) as loader:
+            for batch in loader:
+                check(batch, present=PRESENT)
+            assert (loader.stats().storage.cache_hits > 0) is bool(number)
+
+
+def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
+    with pytest.raises(OrderError, match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-"):
+        make(base, {"t": part})
+    with make(base, {"t": part}, missing="mask") as loader:
+        assert sorted(row for batch in loader for row in check(batch, present=PRESENT)) == [*range(12)]
+    with make(base, {"t": part}, missing="drop") as loader:
+        assert sorted(row for batch in loader for row in check(batch)) == [*PRESENT]
+    with make(base, {"t": part}, order=OrderSpec(filter="t.loss >= 0")) as loader:  # what is left has rows
+        assert sorted(row for batch in loader for row in check(batch)) == [*PRESENT]
+
+
+def test_windows_lanes_and_two_layers(base, layer, part) -> None:
+    with make(base, {"a": layer, "b": part}, missing="mask", window={"frames": [-1, 0]}) as loader:
+        for batch in loader:
+            for at, rows in enumerate(batch["frame_global_index"].tolist()):
+                assert batch["a.loss"][at].tolist() == [row / 2 for row in rows]
+                assert batch["b.loss_valid"][at].tolist() == [row in PRESENT for row in rows]
+    with make(base, {"t": layer}, order=OrderSpec(kind="lanes", pieces_per_clip=2)) as loader:
+        for batch in loader:
+            check(batch)
+
+
+def test_attributes_join_filters_and_weights(base, layer) -> None:
+    with make(base, {"t": layer}, order=OrderSpec(filter="t.loss > 3 and frame < 100")) as loader:
+        rows = [row for batch in loader for row in check(batch)]
+    assert min(rows) == 7
+    spec = OrderSpec(weights=(AttributeWeights(attribute="t.loss"),), epoch_length=64)
+    with make(base, {"t": layer}, order=spec) as loader:
+        rows = [row for batch in loader for row in check(batch)]
+    assert 0 not in rows
+    assert rows.count(11) > rows.count(1)
+    with pytest.raises(OrderError, match=r"no attribute 't.lost'"):
+        make(base, {"t": layer}, order=OrderSpec(filter="t.lost > 3"))
+
+
+def test_state_names_the_layers_and_resumes_on_other_ranks(base, layer, part) -> None:
+    with make(base, {"t": layer}, seed=1) as loader:
+        batches = iter(loader)
+        check(next(batches))
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [row for batch in batches for row in check(batch)]
+    assert json.loads(state["identity"])["layers"].keys() == {"t"}
+    found: list[int] = []
+    for rank in range(2):
+        with DataLoader(
+            base, 2, transforms=SMALL, layers={"t": layer}, seed=1, num_workers=1, world=World(rank, 2)
+        ) as loader:
+            loader.load_state_dict(state)
+            found += [row for batch in loader for row in check(batch)]
+    assert sorted(found) == sorted(rest)
+    with make(base, {"t": part}, missing="mask", seed=1) as loader, pytest.raises(StateMismatchError, match="layers: "):
+        loader.load_state_dict(state)
+
+
+def test_selection_reads_only_what_is_named(base, layer) -> None:
+    with make(base, {"t": layer}, channels=["t.loss"]) as loader:
+        batch = next(iter(loader))
+        assert {name for name in batch if name.startswith("t.")} == {"t.loss", "t.loss_valid"}
+    with make(base, {"t": layer}, channels=[]) as loader:
+        batch = next(iter(loader))
+        assert not [name for name in batch if name.startswith("t.")]
+    with pytest.raises(ConfigError, match=r"no channel 't.nothing'; it has: .*t.loss"):
+        make(base, {"t": layer}, channels=["t.nothing"])
+
+
+def test_a_bad_row_makes_its_sample_bad(base, tmp_path) -> None:
+    shutil.copytree(base.parent / "whole", tmp_path / "bad")
+    dataset = open_dataset(base)
+    with (tmp_path / "bad" / "layer-000000.tar").open("r+b") as file:
+        file.seek(600)
+        file.write(b"?")  # in the first row
+    with (
+        make(base, {"t": tmp_path / "bad"}, shuffle=False) as loader,
+        pytest.raises(ChecksumError, match="layer 't': "),
+    ):
+        next(iter(loader))
+    policy = {"on_error": "substitute", "file": None}
+    with make(base, {"t": tmp_path / "bad"}, shuffle=False, bad_samples=policy) as loader:
+        rows = [row for batch in loader for row in check(batch)]
+        assert rows == [1, *range(1, len(dataset))]
+        assert loader.stats().bad_samples == 1
+
+
+def test_mixes_have_layers_of_each_dataset(base, layer, tmp_path) -> None:
+    build_dataset(tmp_path / "other", {"train": (4, 4)}, seed=9)
+    other = write_layer(tmp_path / "other", tmp_path / "of_other")
+    data = {"a": base, "b": tmp_path / "other"}
+    with make(data, {"a": {"t": layer}, "b": {"t": other}}, mix={"a": 1, "b": 1}) as loader:
+        for batch in loader:
+            check(batch)
+        assert json.loads(loader.state_dict()["identity"])["layers"].keys() == {"a", "b"}
+    with pytest.raises(ConfigError, match="'c' is not a dataset of the mix"):
+        make(data, {"c": {"t": layer}}, mix={"a": 1, "b": 1})
+
+
+def test_a_view_belongs_to_its_epoch_and_settings(base, tmp_path) -> None:
+    train = Transforms(
+        image={"height": 32, "width": 64, "train": True},
+        ego={"train": True, "flip_x_prob": 0.5},  # type: ignore[arg-type]
+    )
+    settings = view_settings(7, train.content())
+    point = {"name": "point", "kind": "points", "field": "point.npy", "dtype": "float32", "axes": ["point", "column"],
+             "shape": [None, 3], "columns": ["x", "y", "z"], "frame": "ego",
+             "law": {"name": "ego_points", "roles": {"positions": [["x", "y", "z"]]}}}  # fmt: skip
+    for name, view in (("fixed", LayerView()), ("seen", LayerView(kind="per_view", epoch=2, settings=settings))):
+        with LayerWriter(base, tmp_path / name, channels=[point], view=view) as writer:
+            for position in range(12):
+                writer.write(position, {"point": np.array([[position, 2, 3]], np.float32)})
+        writer.finish()
+    layers = {"fixed": tmp_path / "fixed", "seen": tmp_path / "seen"}
+    with DataLoader(base, 4, seed=7, transforms=train, layers=layers, num_workers=1) as loader:
+        with pytest.raises(ConfigError, match="views of epoch 2, the loader is at epoch 0"):
+            next(iter(loader))
+        loader.set_epoch(2)
+        batch = next(iter(loader))
+        for at, row in enumerate(batch["global_index"].tolist()):
+            stored = torch.tensor([row, 2.0, 3.0, 1.0])
+            assert batch["seen.point"][at][0].tolist() == [row, 2, 3]
+            torch.testing.assert_close(batch["fixed.point"][at][0], (batch["bda_mat"][at] @ stored)[:3])
+    with pytest.raises(ConfigError, match="seed: layer has 7, loader has 8"):
+        DataLoader(base, 4, seed=8, transforms=train, layers=layers)
+    with pytest.raises(ConfigError, match="a window augments its frames otherwise"):
+        DataLoader(base, 4, seed=7, transforms=train, layers=layers, window={"frames": [-1, 0]})

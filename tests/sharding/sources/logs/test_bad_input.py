@@ -1,0 +1,325 @@
+"""What is wrong with a log is named, or counted; no pose is silently wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.files import source_files
+from fuelrail.sharding.sources.logs import sync
+from fuelrail.sharding.sources.logs.files.log_file import Locator, Message, Topic
+from fuelrail.sharding.sources.logs.files.mcap_file import McapFile
+from fuelrail.sharding.sources.logs.messages.clouds import points_of
+from fuelrail.sharding.sources.logs.messages.reader import Reader
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from support.log_world import Ros, Sent, ros_messages, store, write_mcap, write_rosbag2
+from support.source_suite import SourceSuite
+from support.source_world import make_world, samples_of
+
+CAMERA = "/cam_front/image_raw/compressed"
+
+
+@pytest.fixture
+def world():
+    return make_world(1, 8)
+
+
+def sent_of(world):
+    return ros_messages(world, world.clips[0])
+
+
+def scanned(tmp_path, sent, compression="NONE", options=None, **writing):
+    write_mcap(tmp_path / "log.mcap", sent, compression=compression, **writing)
+    return scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), options or {}))
+
+
+def changed(sent, topic, change):
+    """Messages of which those of a topic go through ``change``: (number, message) to a message or None."""
+    found, number = [], 0
+    for one in sent:
+        if one.topic == topic:
+            other = change(number, one.message)
+            number += 1
+            if other is not None:
+                found.append(one._replace(message=other))
+        else:
+            found.append(one)
+    return found
+
+
+@pytest.mark.parametrize("compression", ["NONE", "ZSTD", "LZ4"])
+def test_of_a_cut_file_whole_chunks_are_kept(tmp_path, world, compression):
+    write_mcap(tmp_path / "whole.mcap", sent_of(world), compression=compression, chunk_size=4000)
+    data = (tmp_path / "whole.mcap").read_bytes()
+    (tmp_path / "log.mcap").write_bytes(data[: len(data) * 6 // 10])
+    info = scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+    assert 0 < info.num_samples < 8
+    assert info.report.noted["bytes after a cut"] > 0
+
+
+def test_a_damaged_chunk_is_named_or_left_out(tmp_path, world):
+    write_mcap(tmp_path / "log.mcap", sent_of(world), chunk_size=4000)
+    files = source_files(str(tmp_path))
+    chunk = McapFile(files, "log.mcap")._summary.chunks[2]
+    data = bytearray((tmp_path / "log.mcap").read_bytes())
+    data[chunk.at + chunk.length // 2] ^= 4
+    (tmp_path / "log.mcap").write_bytes(data)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
+    with pytest.raises(SourceError, match=rf"log.mcap': the chunk at byte {chunk.at} is damaged.*damaged=skip"):
+        scan_source(spec)
+    info = scan_source(spec._replace(options={"damaged": "skip"}))
+    assert 0 < info.num_samples < 8
+    assert info.report.noted["bytes in damaged chunks"] == chunk.length
+
+
+def test_uncompressed_chunks_are_checked_on_demand(tmp_path, world):
+    write_mcap(tmp_path / "log.mcap", sent_of(world), compression="NONE")
+    data = bytearray((tmp_path / "log.mcap").read_bytes())
+    at = data.index(world.clips[0].frames[3].images["cam_left"].jpeg) + 300
+    data[at] ^= 4
+    (tmp_path / "log.mcap").write_bytes(data)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {})
+    assert scan_source(spec).num_samples == 8
+    with pytest.raises(SourceError, match="is damaged"):
+        scan_source(spec._replace(options={"checksums": True}))
+
+
+def test_a_scan_decompresses_each_chunk_once(tmp_path, world):
+    write_mcap(tmp_path / "log.mcap", sent_of(world), chunk_size=4000)
+    source = make_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+    frames = [frame for clip in source.clips() for frame in source.frames(clip)]
+    file = source.recordings.log_file("log.mcap")
+    assert len(frames) == 8
+    assert file.num_decompressed == len(file._summary.chunks) > 3
+    refs = [f"made:{image.ref}" for frame in frames for image in frame.images.values()]
+    refs += [f"points:{sweep.ref}" for frame in frames for sweep in frame.sweeps.values()]
+    assert len(list(source.read_clip(refs))) == 8 * 4
+    assert file.num_decompressed <= 2 * len(file._summary.chunks)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"#ROSBAG V2.0\n", "ROS 1 bag; convert it"),
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is no MCAP file"),
+    ],
+)
+def test_what_is_no_log_is_named(tmp_path, data, message):
+    (tmp_path / "log.mcap").write_bytes(data)
+    with pytest.raises(SourceError, match=message):
+        scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+
+
+def test_an_unknown_compression_is_named(tmp_path, world):
+    write_mcap(tmp_path / "log.mcap", sent_of(world))
+    (tmp_path / "log.mcap").write_bytes((tmp_path / "log.mcap").read_bytes().replace(b"\4\0\0\0zstd", b"\4\0\0\0abcd"))
+    with pytest.raises(SourceError, match="compression 'abcd'; zstd and lz4 are read"):
+        scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+
+
+def test_a_split_bag_with_a_file_missing_is_named(tmp_path, world):
+    write_rosbag2(tmp_path / "bag", sent_of(world))
+    (tmp_path / "bag" / "bag.db3").unlink()
+    with pytest.raises(SourceError, match=r"metadata.yaml' names the file 'bag.db3', which is not there"):
+        scan_source(SourceSpec("rosbag2", str(tmp_path / "bag"), {}))
+
+
+def without_stamp(_, message):
+    message.header.stamp.sec = message.header.stamp.nanosec = 0
+    return message
+
+
+def test_a_zero_stamp_is_refused_and_the_recording_has_times(tmp_path, world):
+    sent = changed(sent_of(world), CAMERA, without_stamp)
+    with pytest.raises(SourceError, match=r"cam_front.*without a stamp.*clock=log_time"):
+        scanned(tmp_path, sent)
+    assert scanned(tmp_path, sent, options={"clock": "log_time"}).num_samples >= 6
+
+
+def test_a_clock_that_was_set_back_is_named(tmp_path, world):
+    def back(number, message):
+        message.header.stamp.sec -= 100 if number > 4 else 0
+        return message
+
+    with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s"):
+        scanned(tmp_path, changed(sent_of(world), CAMERA, back))
+
+
+def test_a_camera_that_drops_out_is_dropped_or_masked(tmp_path, world):
+    sent = changed(sent_of(world), CAMERA, lambda number, message: message if number not in (3, 4) else None)
+    info = scanned(tmp_path, sent)
+    assert info.num_samples == 6
+    assert info.report.dropped_samples == {"cam_front: no message in time": 2}
+    info = scanned(tmp_path, sent, options={"missing_camera": "mask"})
+    assert (info.num_samples, info.report.masked) == (8, {"cam_front": {"no message in time": 2}})
+
+
+def test_poses_do_not_reach_across_a_gap(tmp_path):
+    world = make_world(1, 20)
+    sent = [one for one in sent_of(world) if one.topic != "/tf" or not 5 < (one.stamp_ns // 10**8) % 100 < 14]
+    info = scanned(tmp_path, sent)
+    assert info.report.dropped_samples["no ego pose"] >= 7
+    assert info.num_samples < 13
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": np.zeros(9)}, "the camera is not calibrated"),
+        ({"width": 640}, r"is for pictures of 640x48 px, and a picture has 64x48"),
+        ({"d": np.ones(5), "distortion_model": "wide"}, "the lens 'wide' with 5 coefficients is not known"),
+    ],
+)
+def test_a_wrong_calibration_is_named(tmp_path, world, change, message):
+    def wrong(_, info):
+        for name, value in change.items():
+            setattr(info, name, value)
+        return info
+
+    with pytest.raises(SourceError, match=message):
+        scanned(tmp_path, changed(sent_of(world), "/cam_front/camera_info", wrong))
+
+
+def test_a_camera_without_calibration_or_transform_is_named(tmp_path, world):
+    sent = [one for one in sent_of(world) if one.topic != "/cam_front/camera_info"]
+    with pytest.raises(SourceError, match=r"camera cam_front .* is without calibration; looked for /cam_front"):
+        scanned(tmp_path, sent)
+    sent = [one for one in sent_of(world) if one.topic != "/tf_static"]
+    with pytest.raises(SourceError, match=r"no static transform connects the sensor frame"):
+        scanned(tmp_path, sent)
+
+
+def test_without_poses_they_are_the_identity_and_the_manifest_says_so(tmp_path, world):
+    sent = [one for one in sent_of(world) if one.topic != "/tf"]
+    with pytest.raises(SourceError, match=r"do not say how 'base_link' moves.*poses=none"):
+        scanned(tmp_path, sent)
+    info = scanned(tmp_path, sent, options={"poses": "none"})
+    assert (info.num_samples, info.facts["poses"]) == (8, "none")
+
+
+def test_poses_of_an_odometry_topic(tmp_path, world):
+    ros, sent = Ros(), [one for one in sent_of(world) if one.topic != "/tf"]
+    for one in sent_of(world):
+        if one.topic == "/tf":
+            (edge,) = one.message.transforms
+            t, q = edge.transform.translation, edge.transform.rotation
+            pose = ros.of("geometry_msgs/Pose", ros.of("geometry_msgs/Point", t.x, t.y, t.z), q)
+            zero = ros.of("geometry_msgs/Vector3", 0.0, 0.0, 0.0)
+            twist = ros.of("geometry_msgs/TwistWithCovariance", ros.of("geometry_msgs/Twist", zero, zero), np.zeros(36))
+            with_covariance = ros.of("geometry_msgs/PoseWithCovariance", pose, np.zeros(36))
+            odometry = ros.of("nav_msgs/Odometry", edge.header, "base_link", with_covariance, twist)
+            sent.append(Sent("/odom", "nav_msgs/Odometry", one.stamp_ns, odometry))
+    write_mcap(tmp_path / "log.mcap", sent)
+    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {"poses": "/odom"}), tmp_path / "out")
+    for sample in samples_of(tmp_path / "out").values():
+        frame = next(one for one in world.clips[0].frames if one.timestamp_ns == sample.meta.timestamp_ns)
+        np.testing.assert_allclose(sample.geometry.ego2global, frame.ego2global, atol=1e-6)
+
+
+def test_options_that_name_nothing_are_refused(tmp_path, world):
+    sent = sent_of(world)
+    for options, message in (
+        ({"reference": "cam"}, "no channel 'cam'"),
+        ({"offsets_ms": {"cam": 1.0}}, "no channel 'cam'"),
+        ({"poses": "/nothing"}, "'/nothing' is not tf, none"),
+        ({"cameras": {"a": "/nothing"}}, "topic '/nothing' of a is not there"),
+        ({"libraries": "PyAV 1"}, "decoded with PyAV 1"),
+    ):
+        with pytest.raises((ConfigError, SourceError), match=message):
+            scanned(tmp_path, sent, options=options)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pixels"), [("rgb8", 3), ("bgr8", 3), ("mono8", 1), ("bayer_rggb8", 1), ("yuv422", 2)]
+)
+def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
+    import simplejpeg
+
+    ros, (width, height) = Ros(), (64, 48)
+    colour = (180, 90, 40)
+    values = {
+        "rgb8": colour, "bgr8": colour[::-1], "mono8": (111,), "bayer_rggb8": None,
+        "yuv422": (93, 112, 171, 112),  # U Y V Y of the colour by BT.601, limited range
+    }[encoding]  # fmt: skip
+    if values is None:
+        rows = np.zeros((height, width), np.uint8)
+        rows[::2, ::2], rows[::2, 1::2], rows[1::2, ::2], rows[1::2, 1::2] = colour[0], colour[1], colour[1], colour[2]
+    else:
+        rows = np.tile(np.array(values, np.uint8), width * pixels // len(values) * height).reshape(height, -1)
+
+    def raw(_, message):
+        step = width * pixels + 4
+        data = np.pad(rows, ((0, 0), (0, 4))).ravel()
+        return ros.of("sensor_msgs/Image", message.header, height, width, encoding, 0, step, data)
+
+    sent = changed(sent_of(world), CAMERA, raw)
+    write_mcap(tmp_path / "log.mcap", sent, compression="NONE")
+    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}), tmp_path / "out")
+    sample = next(iter(samples_of(tmp_path / "out").values()))
+    found = simplejpeg.decode_jpeg(sample.images["cam_front"])[8:-8, 8:-8].reshape(-1, 3).mean(0)
+    np.testing.assert_allclose(found, (111, 111, 111) if encoding == "mono8" else colour, atol=6)
+
+
+def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, world):
+    from fuelrail.sharding.sources.logs.geometry.calibration import _model
+    from fuelrail.sharding.sources.logs.messages.records import Calibration
+
+    p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
+    k = (100.0, 0, 63.5, 0, 100.0, 47.5, 0, 0, 1)
+    one = Calibration(0, "c", 128, 96, "plumb_bob", (0.1,) * 5, k, tuple(np.eye(3).ravel()), p)
+    found = _model("t", one, np.eye(4), is_rectified=True)
+    assert (found.intrinsics[0, 0], found.dist, found.dist_model) == (50.0, (), "none")
+    np.testing.assert_allclose(found.cam2ego[:3, 3], (0.1, 0, 0))  # the second camera of a pair, 0.1 m to the right
+    found = _model("t", one._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
+    np.testing.assert_allclose(found.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
+    assert (found.width, found.height, found.dist_model) == (64, 48, "opencv_radtan")
+
+
+def test_clouds_of_any_layout():
+    types, ros = store(), Ros()
+    field = [
+        ros.of("sensor_msgs/PointField", name, offset, kind, 1)
+        for name, offset, kind in (("x", 0, 8), ("y", 8, 8), ("z", 16, 8), ("ring", 24, 2), ("t", 28, 6))
+    ]
+    dtype = np.dtype(
+        {"names": ["x", "y", "z", "ring", "t"], "formats": [">f8", ">f8", ">f8", "u1", ">u4"],
+         "offsets": [0, 8, 16, 24, 28], "itemsize": 40}
+    )  # fmt: skip
+    rows = np.zeros((2, 3), dtype)
+    rows["x"], rows["ring"], rows["t"] = np.arange(6).reshape(2, 3), 7, 50_000_000
+    rows["y"][1, 2] = np.nan
+    data = np.concatenate([np.frombuffer(row.tobytes() + bytes(8), np.uint8) for row in rows])
+    one = ros.of("sensor_msgs/PointCloud2", ros.header(5, "l"), 2, 3, field, True, 40, 128, data, False)
+    raw = bytes(types.serialize_cdr(one, "sensor_msgs/msg/PointCloud2"))
+    reader = Reader(Topic("/l", "sensor_msgs/PointCloud2", "cdr"))
+    message = Message("/l", 0, Locator("f", -1, 0), raw, len(raw))
+    assert reader.cloud_head(message) == (5, "l", 6)
+    points = points_of(reader.cloud(message), "t")
+    assert points.dtype == np.float32
+    np.testing.assert_allclose(points[:, 0], range(5))
+    assert np.isnan(points[:, 3]).all()
+    np.testing.assert_allclose(points[:, 4:], [[7, 0.05]] * 5)
+    with pytest.raises(SourceError, match="does not fit into its"):
+        points_of(reader.cloud(message)._replace(width=4), "t")
+
+
+def test_delays_are_estimated_and_each_message_used_once():
+    reference = np.arange(20) * 100_000_000
+    rng = np.random.default_rng(1)
+    for delay in (-30, 0, 12, 49):
+        stamps = reference + delay * 1_000_000 + rng.integers(-1_500_000, 1_500_000, 20)
+        found = sync.estimated_offset_ns(reference, stamps)
+        assert abs(found - delay * 1_000_000) < 1_000_000
+        assert sync.matched(reference, stamps, found, 5_000_000).tolist() == list(range(20))
+    slow = reference[::2] + 3_000_000
+    rows = sync.matched(reference, slow, 0, 200_000_000)
+    assert sorted(rows[rows >= 0].tolist()) == list(range(10))
+
+
+def test_clips_end_at_gaps_and_after_their_length():
+    times = np.concatenate([np.arange(30), np.arange(50, 60)]) * 100_000_000
+    assert [len(clip) for clip in sync.cuts(times, 0.5e9, 2e9)] == [20, 10, 10]
+    assert sync.thinned(times[:30], 2.0).tolist() == times[[0, 5, 10, 15, 20, 25]].tolist()

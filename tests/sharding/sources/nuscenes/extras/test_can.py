@@ -1,0 +1,145 @@
+"""nuScenes' CAN bus: real files against nuscenes-devkit, and hostile files."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.selection import decode_values
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import decode_meta
+from fuelrail.sharding.api import shard, verify
+from fuelrail.sharding.sources.nuscenes.extras.can import MESSAGES, can_channel, parse_can
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from support.nuscenes_tables import build_nuscenes
+from support.shared_data import shared_data
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def scan(root: Path, tmp_path: Path, **options: Any) -> Any:
+    source = make_source(SourceSpec("nuscenes", str(root), options))
+    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
+        info = source.scan(out)
+    return source, info, ScanTable(tmp_path / "scan.arrow")
+
+
+def flat(record: dict[str, Any], message: str) -> list[float]:
+    found: list[float] = []
+    for field in MESSAGES[message]:
+        found += record[field] if isinstance(record[field], list) else [record[field]]
+    return found
+
+
+@pytest.mark.real
+def test_real_messages_are_those_of_nuscenes_devkit(tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="nuscenes-devkit's CAN bus module plots")
+    api = pytest.importorskip("nuscenes.can_bus.can_bus_api", reason="nuscenes-devkit is not installed")
+    root = shared_data("nuscenes-mini")
+    devkit = api.NuScenesCanBus(dataroot=str(root))
+    source, info, table = scan(root, tmp_path, version="v1.0-derived", channels=["can"])
+    assert [channel.name for channel in info.channels] == ["can_pose"]
+    num_rows = []
+    for number in range(len(table)):
+        row = table.row(number)
+        meta = decode_meta(row.meta)
+        (member,) = [one for one in row.members if one.name == "can_pose.npy"]
+        values = KINDS["points"].decode(source.open(member.ref), info.channels[0])
+        until = meta.timestamp_ns // 1000
+        after = until - 500_000 if meta.prev_key is None else table.row(number - 1).timestamp_ns // 1000
+        wanted = [m for m in devkit.get_messages(meta.clip_name, "pose") if after < m["utime"] <= until]
+        np.testing.assert_array_equal(values[:, 1:], np.array([flat(m, "pose") for m in wanted]).reshape(-1, 16))
+        np.testing.assert_allclose(values[:, 0], [(until - m["utime"]) * 1e-6 for m in wanted], atol=1e-9)
+        num_rows.append(len(values))
+    assert max(num_rows) in range(24, 27)  # 50 Hz over 0.5 s
+
+
+@pytest.mark.real
+def test_a_dataset_of_real_messages_is_sound(tmp_path) -> None:
+    root = shared_data("nuscenes-mini")
+    options = {"version": "v1.0-derived", "channels": ["can"], "points": False}
+    shard(f"nuscenes:{root}", tmp_path / "out", workers=1, options=options)
+    dataset = open_dataset(tmp_path / "out")
+    assert verify(tmp_path / "out", deep=True, workers=1).faults == []
+    (channel,) = dataset.manifest.extra_channels
+    at = next(i for i in range(len(dataset)) if dataset[i].key == "scene-0103-000001")
+    pose = decode_values(dataset[at].extra, (channel,), dataset[at].key)["can_pose"]
+    columns = list(channel.columns)
+    before, after = (dataset[i].geometry.ego2global for i in (at - 1, at))
+    xyz = pose[-1, [columns.index(f"pos_{axis}") for axis in "xyz"]]
+    assert np.linalg.norm(xyz[:2] - after[:2, 3]) < 0.5  # the latest message is at most 20 ms old
+    speed = np.linalg.norm(after[:3, 3] - before[:3, 3]) / 0.5
+    assert pose[:, columns.index("vel_x")].mean() == pytest.approx(speed, abs=0.5)
+
+
+def test_every_message_of_a_scene_is_stored_once(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 4, "scene-0103": 2}, cameras=("CAM_FRONT",))
+    (made.root / "can_bus").mkdir()
+    rng = np.random.default_rng(0)
+    times = [row["timestamp"] for row in made.tables["sample"]][:4]
+    records = {}
+    for message, fields in MESSAGES.items():
+        records[message] = [
+            {"utime": utime}
+            | {name: rng.normal(size=n).tolist() if n > 1 else int(utime % 97) for name, (n, _) in fields.items()}
+            for utime in range(times[0] - 400_000, times[-1] + 300_000, 37_000)
+        ]
+        (made.root / "can_bus" / f"scene-0061_{message}.json").write_text(json.dumps(records[message]))
+    source, info, table = scan(made.root, tmp_path, channels=["can"])
+    assert [channel.name for channel in info.channels] == [f"can_{message}" for message in MESSAGES]
+    assert [len(table.row(number).members) - 2 for number in range(6)] == [6, 6, 6, 6, 0, 0]
+    for channel in info.channels:
+        message = channel.source_name
+        rows = [
+            KINDS["points"].decode(source.open(member.ref), channel)
+            for number in range(4)
+            for member in table.row(number).members
+            if member.name == channel.field
+        ]
+        inside = [flat(m, message) for m in records[message] if m["utime"] <= times[-1]]
+        np.testing.assert_array_equal(np.concatenate(rows)[:, 1:], inside)
+
+
+def test_units_and_columns_belong_together() -> None:
+    channel = can_channel("pose")
+    assert channel.columns[:5] == ("dt_s", "accel_x", "accel_y", "accel_z", "orientation_w")
+    assert channel.units[-1] == "m/s"
+
+
+GOOD = {"utime": 5, "value": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "is not a list of messages"),
+        ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
+        ("{}", "is not a list of messages"),
+        ("[{}]", "missing required field"),
+        (json.dumps([{**GOOD, "value": "x"}]), "Expected `float`"),
+        (json.dumps([{**GOOD, "value": None}]), "Expected `float`"),
+        ('[{"utime": 5, "value": NaN}]', "is not a list of messages"),
+        ('[{"utime": 5, "value": 1e999}]', "is not a list of messages"),
+        (json.dumps([{**GOOD, "utime": 10**30}]), "is not a list of messages"),
+        (json.dumps([{**GOOD, "utime": -1}]), "is not a list of messages"),
+        (json.dumps([GOOD, {**GOOD, "utime": 4}]), "message 1 of 4 us is earlier"),
+        ("[" * 100_000, "is not a list of messages"),
+    ],
+)
+def test_a_hostile_file_is_a_named_error(text, wanted) -> None:
+    with pytest.raises(SourceError, match=wanted) as caught:
+        parse_can(text.encode(), "steeranglefeedback", "can_bus/x.json")
+    assert "can_bus/x.json" in str(caught.value)
+
+
+def test_a_hostile_scene_name_leads_nowhere(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"../../evil": 1}, cameras=("CAM_FRONT",))
+    with pytest.raises(SourceError, match="not inside the dataroot"):
+        scan(made.root, tmp_path, channels=["can"])

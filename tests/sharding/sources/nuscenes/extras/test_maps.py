@@ -1,0 +1,132 @@
+"""Map vectors: cut exactly, in ego, and hostile files."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.channels.selection import decode_values
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.sharding.api import shard, verify
+from fuelrail.sharding.sources.nuscenes.extras.maps import HALF_M, LAYERS, cut, parse_map, window
+from support.nuscenes_tables import build_nuscenes
+
+
+def expansion(rng: np.random.Generator, number: int = 12, place: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
+    """A small map of lines and of polygons with a hole, in the layout of the expansion."""
+    found: dict[str, Any] = {"version": "1.3", "node": [], "line": [], "polygon": [], **{name: [] for name in LAYERS}}
+
+    def chain(points: np.ndarray) -> list[str]:
+        tokens = [f"n{len(found['node']) + at}" for at in range(len(points))]
+        found["node"] += [{"token": t, "x": x, "y": y} for t, (x, y) in zip(tokens, points.tolist(), strict=True)]
+        return tokens
+
+    for at in range(number):
+        points = np.cumsum(rng.normal(0, 25, (9, 2)), 0) + place
+        found["line"].append({"token": f"l{at}", "node_tokens": chain(points)})
+        found["lane_divider"].append({"token": f"d{at}", "line_token": f"l{at}", "lane_divider_segments": []})
+        hole = [{"node_tokens": chain(points[:3] + 1.0)}]
+        polygon = {"token": f"p{at}", "exterior_node_tokens": chain(points + 3.0), "holes": hole}
+        found["polygon"].append(polygon)
+        found["ped_crossing"].append({"token": f"c{at}", "polygon_token": f"p{at}"})
+    found["drivable_area"].append({"token": "a", "polygon_tokens": [f"p{at}" for at in range(number)]})
+    return found
+
+
+def dense(line: np.ndarray) -> np.ndarray:
+    shares = np.linspace(0, 1, 400)[:, None]
+    return np.concatenate([a * (1 - shares) + b * shares for a, b in pairwise(line)])
+
+
+def length(line: np.ndarray) -> float:
+    return float(np.linalg.norm(np.diff(line, axis=0), axis=1).sum())
+
+
+def distance(points: np.ndarray, line: np.ndarray) -> np.ndarray:
+    a, step = line[:-1], np.diff(line, axis=0)
+    share = ((points[:, None] - a) * step).sum(-1) / np.maximum((step * step).sum(-1), 1e-12)
+    return np.linalg.norm(points[:, None] - a - np.clip(share, 0, 1)[..., None] * step, axis=-1).min(1)
+
+
+def test_pieces_are_what_of_a_line_is_in_the_window() -> None:
+    rng = np.random.default_rng(0)
+    num_pieces = 0
+    for _ in range(60):
+        line = np.cumsum(rng.normal(0, 40, (8, 2)), 0)
+        pieces, points = list(cut(line)), dense(line)
+        inside = (np.abs(points) <= HALF_M).all(1)
+        num_pieces += len(pieces)
+        if not pieces:
+            assert not inside.any()
+            continue
+        assert all((np.abs(piece) <= HALF_M + 1e-9).all() for piece in pieces)
+        assert all((distance(piece, line) < 1e-9).all() for piece in pieces)
+        near = np.min([distance(points[inside], piece) for piece in pieces], axis=0)
+        assert near.max(initial=0.0) < 1e-9
+        steps = np.linalg.norm(np.diff(points, axis=0), axis=1)
+        wanted = steps[inside[:-1] & inside[1:]].sum()
+        assert sum(map(length, pieces)) == pytest.approx(wanted, abs=len(pieces) * 2 * steps.max() + 1e-9)
+    assert num_pieces > 60
+
+
+def test_the_window_is_in_ego(tmp_path) -> None:
+    whole = parse_map(json.dumps(expansion(np.random.default_rng(1), place=(500.0, 900.0))).encode(), "m")
+    yaw = 0.7
+    pose = np.array([[np.cos(yaw), -np.sin(yaw), 0, 510.0], [np.sin(yaw), np.cos(yaw), 0, 880.0], [0, 0, 1, 0]])
+    found = window(whole, pose)
+    back = found["point"].astype(np.float64) @ pose[:2, :2].T + pose[:2, 3]
+    assert set(np.unique(found["layer"])) == {
+        LAYERS.index(n) for n in ("lane_divider", "ped_crossing", "drivable_area")
+    }
+    for number in range(found["line"].max() + 1):
+        own = found["line"] == number
+        (layer,) = np.unique(found["layer"][own])
+        lines = [line for line, of in zip(whole.lines, whole.layers, strict=True) if of == layer]
+        assert min(distance(back[own], line).max() for line in lines) < 1e-4
+    empty = window(whole, pose + [[0, 0, 0, 1e5]] * 3)
+    assert empty["point"].shape == (0, 2)
+
+
+def test_a_dataset_with_maps_is_sound(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 2}, cameras=("CAM_FRONT",))
+    (made.root / "maps" / "expansion").mkdir()
+    file = made.root / "maps" / "expansion" / "testville.json"
+    file.write_text(json.dumps(expansion(np.random.default_rng(2), place=(400.0, 1100.0))))
+    shard(f"nuscenes:{made.root}", tmp_path / "out", workers=1, options={"channels": ["map"]})
+    assert verify(tmp_path / "out", deep=True, workers=1).faults == []
+    dataset = open_dataset(tmp_path / "out")
+    (channel,) = dataset.manifest.extra_channels
+    value = decode_values(dataset[0].extra, (channel,), "it")["map"]
+    assert len(value["point"]) > 20
+    assert np.abs(value["point"]).max() <= HALF_M
+    file.unlink()
+    shard(f"nuscenes:{made.root}", tmp_path / "none", workers=1, options={"channels": ["map"]})
+    assert open_dataset(tmp_path / "none").manifest.extra_channels == ()
+
+
+GOOD = expansion(np.random.default_rng(3), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "is not a map"),
+        ("[]", "is not a map"),
+        ("{}", "missing required field"),
+        ("version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"),
+        (json.dumps({**GOOD, "node": []}), "names the token 'n"),
+        (json.dumps({**GOOD, "polygon": []}), "names the token 'p0'"),
+        (json.dumps({**GOOD, "lane_divider": [{"line_token": 5}]}), "Expected `str`"),
+        (json.dumps(GOOD).replace('"x": ', '"x": 1e999, "z": ', 1), "is not a map"),
+        ("[" * 100_000, "is not a map"),
+    ],
+)
+def test_a_hostile_file_is_a_named_error(text, wanted) -> None:
+    with pytest.raises(SourceError, match=wanted) as caught:
+        parse_map(text.encode(), "maps/expansion/x.json")
+    assert "maps/expansion/x.json" in str(caught.value)

@@ -1,0 +1,133 @@
+"""Trajectories against nuscenes-devkit's prediction helper, and tables that are not usual."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.laws import LAWS, Motion
+from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
+from fuelrail.pipeline.transforms.ego import BevMap
+from fuelrail.sharding.sources.nuscenes.extras.trajectories import AGENTS, EGO, PAST, STEPS
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from support.nuscenes_tables import build_nuscenes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CLIPS = {"scene-0061": 16, "scene-0103": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build_nuscenes(tmp_path_factory.mktemp("paths") / "root", CLIPS, cameras=("CAM_FRONT",), num_points=4)
+
+
+def scan(root: Path, tmp_path: Path) -> Any:
+    source = make_source(SourceSpec("nuscenes", str(root), {"channels": ["trajectories", "tokens"]}))
+    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
+        source.scan(out)
+    return source, ScanTable(tmp_path / "scan.arrow")
+
+
+def value(source: Any, row: Any, channel: Any) -> Any:
+    (ref,) = [member.ref for member in row.members if member.name == channel.field]
+    return KINDS[channel.kind].decode(source.open(ref), channel)
+
+
+def test_agents_are_where_nuscenes_devkit_predicts_from(made, tmp_path) -> None:
+    module = pytest.importorskip("nuscenes.nuscenes", reason="nuscenes-devkit is not installed")
+    helper = pytest.importorskip("nuscenes.prediction.helper", reason="nuscenes-devkit lacks a module")
+    devkit = module.NuScenes(version=made.version, dataroot=str(made.root), verbose=False)
+    predict = helper.PredictHelper(devkit)
+    source, table = scan(made.root, tmp_path)
+    num_future = 0
+    for number in range(0, len(table), 3):
+        row = table.row(number)
+        token = decode_meta(row.meta).sample_token
+        found = value(source, row, AGENTS)
+        (ref,) = [member.ref for member in row.members if member.name == "box_tokens.txt"]
+        ego2global = decode_arrays(row.geometry, Geometry).ego2global
+        for at, instance in enumerate(json.loads(source.open(ref))["instance"]):
+            there = found["valid"][at].astype(bool)
+            xyz = found["position"][at].astype(np.float64) @ ego2global[:3, :3].T + ego2global[:3, 3]
+            future = predict.get_future_for_agent(instance, token, seconds=6, in_agent_frame=False).reshape(-1, 2)
+            past = predict.get_past_for_agent(instance, token, seconds=2, in_agent_frame=False).reshape(-1, 2)
+            # The helper allows a buffer beyond the seconds, so that it may give one step more than 2 or 6 s have.
+            ours = xyz[PAST + 1 :][there[PAST + 1 :], :2]
+            np.testing.assert_allclose(ours[: len(future)], future[: len(ours)], atol=1e-4)
+            assert abs(len(ours) - len(future)) <= 1
+            ours = xyz[:PAST][there[:PAST], :2][::-1]
+            np.testing.assert_allclose(ours[: len(past)], past[: len(ours)], atol=1e-4)
+            assert abs(len(ours) - len(past)) <= 1
+            num_future += len(future)
+    assert num_future > 50
+
+
+def test_the_step_of_the_sample_is_its_boxes(made, tmp_path) -> None:
+    source, table = scan(made.root, tmp_path)
+    for number in (0, 7, 17):
+        row = table.row(number)
+        boxes, found = decode_arrays(row.boxes, Boxes), value(source, row, AGENTS)
+        np.testing.assert_allclose(found["position"][:, PAST], boxes.boxes3d[:, :3], atol=1e-4)
+        np.testing.assert_allclose(found["yaw"][:, PAST, 0], boxes.boxes3d[:, 6], atol=1e-5)
+        assert (found["valid"][:, PAST] == 1).all()
+        np.testing.assert_array_equal(np.isnan(found["yaw"][..., 0]), found["valid"] == 0)
+
+
+def test_the_ego_vehicle_is_where_its_poses_are(made, tmp_path) -> None:
+    source, table = scan(made.root, tmp_path)
+    poses = [decode_arrays(table.row(number).geometry, Geometry).ego2global for number in range(len(table))]
+    times = [table.row(number).timestamp_ns for number in range(len(table))]
+    for number in range(len(table)):
+        found = value(source, table.row(number), EGO)
+        first, end = (0, 16) if number < 16 else (16, 18)
+        for step in range(STEPS):
+            other = number + step - PAST
+            assert found[step, 5] == (first <= other < end)
+            if first <= other < end:
+                wanted = np.linalg.inv(poses[number]) @ poses[other]
+                np.testing.assert_allclose(found[step, :3], wanted[:3, 3], atol=1e-4)
+                assert found[step, 3] == pytest.approx(np.arctan2(wanted[1, 0], wanted[0, 0]), abs=1e-6)
+                assert found[step, 4] == pytest.approx((times[other] - times[number]) * 1e-9, abs=1e-5)
+            else:
+                assert np.isnan(found[step, :5]).all()
+
+
+def test_augmentation_moves_paths_with_their_boxes(made, tmp_path) -> None:
+    source, table = scan(made.root, tmp_path)
+    row = table.row(5)
+    motion = Motion(ego=BevMap(rotation_rad=0.4, scale=1.1, flip_y=True))
+    moved = LAWS[AGENTS.law.name].move(value(source, row, AGENTS), AGENTS, motion)
+    boxes = motion.ego.boxes3d(decode_arrays(row.boxes, Boxes).boxes3d.astype(np.float64))
+    np.testing.assert_allclose(moved["position"][:, PAST], boxes[:, :3], atol=1e-4)
+    np.testing.assert_allclose(np.exp(1j * moved["yaw"][:, PAST, 0]), np.exp(1j * boxes[:, 6]), atol=1e-5)
+    assert np.isnan(moved["position"]).any()
+
+
+def test_a_track_that_leaves_keyframes_out_keeps_its_times(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 4}, cameras=("CAM_FRONT",), num_tracks=1)
+    rows = made.tables["sample_annotation"]
+    gone = rows.pop(1)
+    rows[0]["next"], rows[1]["prev"] = gone["next"], gone["prev"]
+    made.tables["instance"][0]["nbr_annotations"] = 3
+    made.write("sample_annotation", "instance")
+    source, table = scan(made.root, tmp_path)
+    assert value(source, table.row(0), AGENTS)["valid"][0].tolist() == [0] * PAST + [1, 0, 1, 1] + [0] * 9
+    assert value(source, table.row(1), AGENTS)["valid"].shape == (0, STEPS)
+
+
+def test_links_in_a_circle_end(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 2, "b": 1}, cameras=("CAM_FRONT",), num_tracks=1)
+    rows = made.tables["sample_annotation"]
+    rows[0]["next"] = rows[0]["token"]
+    rows[1]["next"] = rows[2]["token"]  # of another scene
+    made.write("sample_annotation")
+    source, table = scan(made.root, tmp_path)
+    assert value(source, table.row(0), AGENTS)["valid"].sum() == 1
+    assert value(source, table.row(1), AGENTS)["valid"].sum() == 2

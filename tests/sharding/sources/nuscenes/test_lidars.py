@@ -1,0 +1,76 @@
+"""Rigs with several lidars: each is a channel of its own, with its own geometry and sweeps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+
+from fuelrail.pipeline.sample.schema import Geometry, Sweeps, decode_arrays, decode_points
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from support.nuscenes_tables import Dataroot, build_nuscenes, token
+
+LIDARS = ("LIDAR_TOP", "LIDAR_FRONT_LEFT", "LIDAR_REAR")
+
+
+def with_more_lidars(made: Dataroot) -> dict[str, np.ndarray]:
+    """Give the rig two more lidars, each with its own place, times and points; returns points by file."""
+    rng = np.random.default_rng(0)
+    tables, written = made.tables, {}
+    rows = [row for row in tables["sample_data"] if "/LIDAR_TOP/" in row["filename"]]
+    scene_of = {row["token"]: row["scene_token"] for row in tables["sample"]}
+    for number, lidar in enumerate(LIDARS):
+        if number:
+            tables["sensor"].append({"token": token("sensor", lidar), "channel": lidar, "modality": "lidar"})
+            calibrated = copy.deepcopy(
+                next(r for r in tables["calibrated_sensor"] if r["token"] == token("calibrated", "LIDAR_TOP"))
+            )
+            calibrated.update(token=token("calibrated", lidar), sensor_token=token("sensor", lidar))
+            calibrated["translation"] = [3.0, 0.5 * number, 0.7]
+            tables["calibrated_sensor"].append(calibrated)
+        last: dict[str, dict[str, Any]] = {}
+        for row in sorted(rows, key=lambda row: row["timestamp"]):
+            if number:
+                row = copy.deepcopy(row)
+                row.update(token=token(lidar, row["token"]), calibrated_sensor_token=token("calibrated", lidar))
+                row["timestamp"] += 1000 * number
+                row["filename"] = row["filename"].replace("LIDAR_TOP", lidar)
+                tables["sample_data"].append(row)
+            if scene_of[row["sample_token"]] in last:
+                row["prev"] = last[scene_of[row["sample_token"]]]["token"]
+            last[scene_of[row["sample_token"]]] = row
+            written[row["filename"]] = rng.normal(0, 9, (int(rng.integers(5, 20)), 5)).astype("<f4")
+            path = made.root / row["filename"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(written[row["filename"]].tobytes())
+    made.write()
+    return written
+
+
+def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
+    made = build_nuscenes(tmp_path / "root", {"scene-0061": 3}, cameras=("CAM_FRONT",))
+    written = with_more_lidars(made)
+    source = make_source(SourceSpec("nuscenes", str(made.root), {"sweeps": 1}))
+    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
+        info = source.scan(out)
+    table = ScanTable(tmp_path / "scan.arrow")
+    names = ("lidar_top", "lidar_front_left", "lidar_rear")
+    assert [lidar.channel for lidar in info.lidars] == list(names)
+    for number in range(3):
+        row = table.row(number)
+        geometry = decode_arrays(row.geometry, Geometry)
+        members = {member.name: member.ref for member in row.members}
+        rows = made.tables["sample_data"]
+        for at, (name, lidar) in enumerate(zip(names, LIDARS, strict=True)):
+            own = next(r for r in rows if r["filename"] == members[f"{name}.npy"])
+            calibrated = next(r for r in made.tables["calibrated_sensor"] if r["token"] == token("calibrated", lidar))
+            assert own["calibrated_sensor_token"] == calibrated["token"]
+            assert geometry.lidar_timestamp_ns[at] == own["timestamp"] * 1000
+            np.testing.assert_allclose(geometry.lidar2ego[at, :3, 3], calibrated["translation"])
+            np.testing.assert_array_equal(decode_points(source.open(members[f"{name}.npy"])), written[own["filename"]])
+            sweeps = decode_arrays(source.open(members[f"{name}_sweeps.safetensors"]), Sweeps)
+            before = next(r for r in rows if r["token"] == own["prev"])
+            assert sweeps.timestamp_ns.tolist() == [before["timestamp"] * 1000]
+            np.testing.assert_array_equal(sweeps.points, written[before["filename"]])

@@ -1,0 +1,136 @@
+"""T4 datasets: the synthetic world as two of them, what T4 has beyond nuScenes, bad input, and a real one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.sample.schema import Boxes, Geometry, decode_arrays, decode_meta
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from support.nuscenes_world import write_nuscenes
+from support.shared_data import shared_data
+from support.source_suite import SourceSuite
+from support.source_world import World, make_world
+
+
+def write_t4(world, root):
+    for clip in world.clips:
+        folder = root / clip.name / "0"
+        folder.mkdir(parents=True)
+        write_nuscenes(World([clip], world.cameras, world.lidars), folder, "annotation")
+    return str(root)
+
+
+class TestT4(SourceSuite):
+    kind = "t4"
+
+    def world(self, **changes):
+        sizes = changes.pop("cameras", {"cam_front": (64, 48), "cam_back": (48, 64), "cam_left": (64, 48)})
+        return super().world(**{"cameras": sizes, **changes})
+
+    def write(self, world, root):
+        return write_t4(world, root)
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_t4(TestT4().world(), folder)
+    return folder
+
+
+def scan(root, tmp_path, **options):
+    source = make_source(SourceSpec("t4", str(root), options))
+    with ScanWriter(tmp_path / "scan.arrow", source.attribute_types) as out:
+        info = source.scan(out)
+    return info, ScanTable(tmp_path / "scan.arrow")
+
+
+def change(root, table, edit):
+    file = root / "drive-0" / "0" / "annotation" / f"{table}.json"
+    rows = json.loads(file.read_text())
+    edit(rows)
+    file.write_text(json.dumps(rows))
+
+
+def test_what_t4_has_beyond_nuscenes(root, tmp_path):
+    change(root, "visibility", lambda rows: rows.append({"token": "v", "level": "most"}))
+    change(root, "attribute", lambda rows: rows.append({"token": "a", "name": "vehicle.parked"}))
+
+    def annotate(rows):
+        rows[0].update(velocity=[3.0, 4.0, 0.0], visibility_token="v", attribute_tokens=["a"])
+
+    change(root, "sample_annotation", annotate)
+    change(root, "calibrated_sensor", lambda rows: rows[0].update(camera_distortion=[0.1, 0.2, 0, 0, 0, 0, 0, 0.3]))
+
+    def spoil(rows):
+        next(row for row in rows if row["filename"].endswith(".jpg")).update(is_valid=False)
+
+    change(root, "sample_data", spoil)
+    info, table = scan(root, tmp_path)
+    assert info.attributes == ["vehicle.parked"]
+    assert info.report.masked == {"cam_front": {"marked as not valid": 1}}
+    boxes = decode_arrays(table.row(0).boxes, Boxes)
+    assert boxes.visibility.tolist() == [3, -1, -1]
+    assert boxes.attribute.tolist() == [0, -1, -1]
+    assert math.isclose(np.linalg.norm(boxes.velocity[0]), 5, rel_tol=1e-6)
+    geometry = decode_arrays(table.row(1).geometry, Geometry)
+    assert geometry.dist[0, 7] == 0.3
+    assert decode_meta(table.row(1).meta).cameras["cam_front"].dist_model == "opencv_rational"
+    assert [clip.clip_name for clip in info.clips] == ["drive-0", "drive-1"]
+    with pytest.raises(SourceError, match=r"marked as not valid"):
+        scan(root, tmp_path, missing_camera="error")
+
+
+@pytest.mark.parametrize(
+    ("table", "edit", "match"),
+    [
+        ("sample_data", lambda rows: rows[0].update(calibrated_sensor_token="x"), "refers to 'x'"),
+        ("sample_data", lambda rows: rows[0].update(ego_pose_token="y"), "refers to 'y'"),
+        ("sample_data", lambda rows: rows.append(rows[0]), "second keyframe of CAM_FRONT"),
+        ("sample_annotation", lambda rows: rows[0].update(instance_token="z"), "'z', not found in table 'instance'"),
+        ("ego_pose", lambda rows: rows[0].update(rotation=[2.0, 0, 0, 0]), "ego_pose.*row 0"),
+        ("scene", lambda rows: rows.append({**rows[0], "token": "other"}), "2 scenes"),
+        ("sample", lambda rows: rows[0].update(timestamp="noon"), "sample.json"),
+        ("calibrated_sensor", lambda rows: rows[0].update(camera_distortion=[0.1]), "1 lens coefficients"),
+    ],
+)
+def test_bad_tables_are_named(root, table, edit, match):
+    change(root, table, edit)
+    with pytest.raises(SourceError, match=match):
+        scan_source(SourceSpec("t4", str(root), {}))
+
+
+@pytest.mark.real
+def test_a_real_dataset_against_its_tables(tmp_path):
+    root = shared_data("t4-sample")
+    info, table = scan(root, tmp_path)
+    tables = {name: json.loads((root / "annotation" / f"{name}.json").read_text())
+              for name in ("sample", "sample_data", "ego_pose", "sample_annotation", "calibrated_sensor")}  # fmt: skip
+    assert info.num_samples == len(tables["sample"]) == 3
+    poses = {row["token"]: row for row in tables["ego_pose"]}
+    for number, sample in enumerate(sorted(tables["sample"], key=lambda row: row["timestamp"])):
+        row = table.row(number)
+        geometry = decode_arrays(row.geometry, Geometry)
+        own = [one for one in tables["sample_data"] if one["sample_token"] == sample["token"]]
+        assert {member.ref.removeprefix("points:") for member in row.members} == {one["filename"] for one in own}
+        lidar = next(one for one in own if "LIDAR" in one["filename"])
+        np.testing.assert_allclose(geometry.ego2global[:3, 3], poses[lidar["ego_pose_token"]]["translation"])
+        boxes = decode_arrays(row.boxes, Boxes)
+        wanted = [one for one in tables["sample_annotation"] if one["sample_token"] == sample["token"]]
+        assert len(boxes.label) == len(wanted)
+        back = boxes.boxes3d[:, :3] @ geometry.ego2global[:3, :3].T + geometry.ego2global[:3, 3]
+        centres = np.array([one["translation"] for one in wanted]).reshape(-1, 3)
+        np.testing.assert_allclose(back, centres, atol=1e-4)
+
+
+def test_an_unlabelled_world(tmp_path):
+    write_t4(make_world(1, 2, num_boxes=0), tmp_path)
+    assert scan_source(SourceSpec("t4", str(tmp_path), {})).report.boxes == 0

@@ -1,0 +1,189 @@
+"""Layers are the same bytes whoever writes their rows; what is not as the table says is refused with its address."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, ManifestError, SchemaError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import LayerView, open_layer
+from fuelrail.sharding.api import verify
+from fuelrail.sharding.verify.inspect import describe_dataset, describe_sample
+from fuelrail.sharding.write.layers import finish as finish_module
+from fuelrail.sharding.write.layers import writer as writer_module
+from fuelrail.sharding.write.layers.rebase import rebase_layer
+from fuelrail.sharding.write.layers.writer import LayerWriter
+from support.datasets import build_dataset
+from support.layers import TABLE, digests, values_of, write_layer
+
+NUM_SAMPLES = 12
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    root = tmp_path_factory.mktemp("base") / "base"
+    build_dataset(root, {"train": (3, 4), "val": (5,)})
+    return root
+
+
+def test_bytes_do_not_depend_on_who_wrote_what(base, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(writer_module, "ROWS_PER_SEGMENT", 3)
+    monkeypatch.setattr(finish_module, "SHARD_BYTES", 20_000)
+    expected = digests(write_layer(base, tmp_path / "a" / "teacher"))
+    assert len([name for name in expected if name.endswith(".tar")]) > 1
+    for number, split in enumerate(([range(12)], [range(5, 12), range(6)], [range(k, 12, 4) for k in range(4)])):
+        out = tmp_path / str(number) / "teacher"
+        for positions in split:
+            shuffled = np.random.default_rng(number).permutation(positions).tolist()
+            with LayerWriter(base, out, channels=TABLE) as writer:
+                for position in shuffled:
+                    writer.write(position, values_of(position))
+        assert writer.written().all()
+        writer.finish()
+        writer.finish()
+        assert digests(out) == expected
+
+
+def test_ten_layers_change_no_byte_of_the_base(base, tmp_path) -> None:
+    before = digests(base)
+    for number in range(10):
+        write_layer(base, tmp_path / f"layer_{number}")
+    assert digests(base) == before
+
+
+def test_other_tools_and_commands_know_layers(base, tmp_path) -> None:
+    layer = write_layer(base, tmp_path / "teacher")
+    assert not verify(layer, deep=True).faults
+    text = describe_dataset(layer).text
+    assert "layer of" in text
+    assert "complete" in text
+    key = open_dataset(base).index.row(3).key
+    assert "row 3" in describe_sample(layer, key).text
+    shard = layer / "layer-000000.tar"
+    with tarfile.open(shard) as tar:
+        assert f"{key}.caption.txt.zst" in tar.getnames()
+    with shard.open("r+b") as file:
+        file.seek(700)
+        file.write(b"x")
+    faults = verify(layer, deep=False).faults
+    assert faults
+    assert faults[0].file == "layer-000000.tar"
+
+
+def test_rows_that_name_one_row_twice_are_a_fault(base, tmp_path) -> None:
+    layer = write_layer(base, tmp_path / "teacher", positions=[1, 5, 7])
+    rows = np.load(layer / "rows.npy")
+    rows[2] = 0
+    np.save(layer / "rows.npy", rows)
+    assert "SHA-256" in verify(layer, deep=False).faults[0].text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"logits": np.zeros(9, np.float16), "loss": np.float32(0)}, r"float16\[9\]; the table has float16\[10\]"),
+        ({"logits": np.zeros(10, np.float32), "loss": np.float32(0)}, "float32.*the table has float16"),
+        ({"logits": np.full(10, np.nan, np.float16), "loss": np.float32(0)}, "NaN at .* forbids"),
+        ({"logits": np.full(10, np.inf, np.float16), "loss": np.float32(0)}, "an infinity at .* forbids"),
+        ({"loss": np.float32(0)}, "'logits' is missing"),
+        ({**values_of(0), "logit": 1}, "no channel 'logit'; it has: logits, loss, caption"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_and_channel(base, tmp_path, values, message) -> None:
+    with LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer, pytest.raises(SchemaError, match=message):
+        writer.write(0, values)
+
+
+@pytest.mark.parametrize(
+    ("channel", "message"),
+    [
+        ({**TABLE[0], "law": {"name": "image"}, "kind": "image", "field": "logits.png", "dtype": "uint8",
+          "axes": ["height", "width"], "shape": [None, None]}, "camera"),
+        ({**TABLE[0], "law": {"name": "image", "camera": "cam_nowhere"}, "kind": "image", "field": "logits.png",
+          "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}, "cam_nowhere"),
+        ({**TABLE[0], "sensor": "camera"}, "cannot be in a layer"),
+        ({**TABLE[0], "kind": "hologram"}, "kind 'hologram' is unknown"),
+    ],
+)  # fmt: skip
+def test_a_wrong_table_is_refused(base, tmp_path, channel, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LayerWriter(base, tmp_path / "teacher", channels=[channel])
+
+
+def test_a_raster_needs_the_size_of_its_camera(base, tmp_path) -> None:
+    mask = {"name": "mask", "kind": "image", "field": "mask.png", "law": {"name": "image", "camera": "cam_front"},
+            "dtype": "uint8", "axes": ["height", "width"], "shape": [None, None]}  # fmt: skip
+    with LayerWriter(base, tmp_path / "masks", channels=[mask]) as writer:
+        writer.write(0, {"mask": np.zeros((64, 96), np.uint8)})
+        with pytest.raises(SchemaError, match=r"\[32, 96\] pixels .* need \[64, 96\]"):
+            writer.write(1, {"mask": np.zeros((32, 96), np.uint8)})
+
+
+def test_overlapping_writers_are_refused_where_they_disagree(base, tmp_path) -> None:
+    for loss in (1.0, 2.0):
+        with LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer:
+            writer.write(4, {**values_of(4), "loss": np.float32(loss)})
+    with pytest.raises(DatasetError, match="was written twice, with different values"):
+        writer.finish(partial=True)
+
+
+def test_a_writer_with_another_table_base_or_view_is_refused_with_both_sides(base, tmp_path) -> None:
+    LayerWriter(base, tmp_path / "teacher", channels=TABLE)
+    with pytest.raises(DatasetExistsError, match=r"channels: .* there, .* here"):
+        LayerWriter(base, tmp_path / "teacher", channels=TABLE[:1])
+    with pytest.raises(DatasetExistsError, match=r"view: .* there"):
+        LayerWriter(base, tmp_path / "teacher", channels=TABLE, view=LayerView(kind="per_view", epoch=1))
+
+
+def test_missing_rows_are_named_and_allowed_where_asked_for(base, tmp_path) -> None:
+    with LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer:
+        writer.write(4, values_of(4))
+    with pytest.raises(DatasetError, match=r"11 of 12 samples have no row .* clip-"):
+        writer.finish()
+    assert writer.finish(partial=True).num_samples == 1
+    with pytest.raises(DatasetError, match="is finished"):
+        writer.write(5, values_of(5))
+
+
+def test_a_run_that_was_killed_between_its_files_is_finished_by_the_next(base, tmp_path) -> None:
+    expected = digests(write_layer(base, tmp_path / "a" / "teacher"))
+    out = tmp_path / "b" / "teacher"
+    with LayerWriter(base, out, channels=TABLE) as writer:
+        for position in range(NUM_SAMPLES):
+            writer.write(position, values_of(position))
+    segments = tmp_path / "segments"
+    shutil.copytree(out / ".fuelrail", segments)
+    writer.finish()
+    (out / "dataset.json").unlink()
+    (out / "keys.arrow").unlink()
+    shutil.copytree(segments, out / ".fuelrail")
+    LayerWriter(base, out, channels=TABLE).finish()
+    assert digests(out) == expected
+
+
+def test_a_layer_of_another_dataset_and_of_an_older_version_is_refused_and_rebased(base, tmp_path) -> None:
+    layer = write_layer(base, tmp_path / "teacher")
+    build_dataset(tmp_path / "other", {"train": (2,)}, seed=5)
+    with pytest.raises(ManifestError, match=r"belongs to dataset .* give the dataset that it was made for"):
+        open_layer("teacher", layer, open_dataset(tmp_path / "other"))
+    newer = tmp_path / "newer"
+    build_dataset(newer, {"train": (3, 4), "val": (5, 2)})
+    with pytest.raises(ManifestError, match=r"2 samples have no value: .*`fuelrail layer rebase"):
+        open_layer("teacher", layer, open_dataset(newer))
+    report = rebase_layer(layer, newer, tmp_path / "rebased")
+    assert (report.num_rows, report.num_without_value, report.num_unused) == (12, 2, 0)
+    assert (tmp_path / "rebased" / "layer-000000.tar").samefile(layer / "layer-000000.tar")
+    rebased = open_layer("teacher", tmp_path / "rebased", open_dataset(newer), "mask")
+    assert rebased.rows is not None
+    keys = [open_dataset(newer).index.row(at).key for at in range(14)]
+    found = [None if row < 0 else rebased.data.index.row(row).key for row in rebased.rows.tolist()]
+    assert found == [*keys[:12], None, None]
+    assert not verify(tmp_path / "rebased", deep=True).faults
+    with pytest.raises(ManifestError, match="it is a layer"):
+        open_dataset(layer)
+    with pytest.raises(ConfigError, match="must match"):
+        open_layer("Teacher!", layer, open_dataset(base))

@@ -1,0 +1,288 @@
+"""Writes the synthetic world of `source_world` as logs: ROS 2 messages in MCAP or SQLite, and foxglove's protobuf."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from scipy.spatial.transform import Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from support.source_world import World, WorldClip
+
+LAG_NS = 37_000_000
+"""The recorder writes this much later: its times are not the clock."""
+
+
+class Sent(NamedTuple):
+    """A message: topic, type, stamp [ns], and the message itself (rosbags), or its bytes with a descriptor."""
+
+    topic: str
+    type: str
+    stamp_ns: int
+    message: object
+
+
+def store():
+    """The types of ROS 2, and foxglove's video."""
+    from rosbags.typesys import Stores, get_types_from_msg, get_typestore
+
+    found = get_typestore(Stores.ROS2_HUMBLE)
+    text = "builtin_interfaces/Time timestamp\nstring frame_id\nuint8[] data\nstring format\n"
+    found.register(get_types_from_msg(text, "foxglove_msgs/msg/CompressedVideo"))
+    return found
+
+
+class Ros:
+    """Makes messages."""
+
+    def __init__(self) -> None:
+        self.types = store().types
+
+    def of(self, name: str, *values):
+        package, _, kind = name.partition("/")
+        return self.types[f"{package}/msg/{kind}"](*values)
+
+    def time(self, stamp_ns: int):
+        return self.of("builtin_interfaces/Time", *divmod(stamp_ns, 1_000_000_000))
+
+    def header(self, stamp_ns: int, frame: str):
+        return self.of("std_msgs/Header", self.time(stamp_ns), frame)
+
+    def tf(self, edges: Iterable[tuple[str, str, int, np.ndarray]]):
+        found = []
+        for parent, child, stamp_ns, matrix in edges:
+            q = Rotation.from_matrix(matrix[:3, :3]).as_quat()
+            moved = self.of(
+                "geometry_msgs/Transform",
+                self.of("geometry_msgs/Vector3", *matrix[:3, 3].tolist()),
+                self.of("geometry_msgs/Quaternion", *q.tolist()),
+            )
+            found.append(self.of("geometry_msgs/TransformStamped", self.header(stamp_ns, parent), child, moved))
+        return self.of("tf2_msgs/TFMessage", found)
+
+    def info(
+        self, stamp_ns, frame, size, k, *, d=(), model="plumb_bob", p=None, r=None, binning=(0, 0), roi=(0, 0, 0, 0)
+    ):
+        x, y, width, height = roi
+        region = self.of("sensor_msgs/RegionOfInterest", x, y, height, width, False)
+        p = np.hstack([k, np.zeros((3, 1))]) if p is None else p
+        flat = [np.asarray(one, np.float64).ravel() for one in (d, k, np.eye(3) if r is None else r, p)]
+        return self.of(
+            "sensor_msgs/CameraInfo", self.header(stamp_ns, frame), size[1], size[0], model, *flat, *binning, region
+        )
+
+    def cloud(self, stamp_ns, frame, points, *, pad: int = 3):
+        """x, y, z, intensity as float32, ring as uint16, and bytes of padding."""
+        dtype = np.dtype(
+            [("x", "<f4"), ("y", "<f4"), ("z", "<f4"), ("intensity", "<f4"), ("ring", "<u2"), ("_", f"V{pad}")]
+        )
+        rows = np.zeros(len(points), dtype)
+        for at, name in enumerate(("x", "y", "z", "intensity", "ring")):
+            rows[name] = points[:, at]
+        fields = [
+            self.of("sensor_msgs/PointField", name, dtype.fields[name][1], 7 if name != "ring" else 4, 1)
+            for name in ("x", "y", "z", "intensity", "ring")
+        ]
+        data = np.frombuffer(rows.tobytes(), np.uint8)
+        return self.of(
+            "sensor_msgs/PointCloud2", self.header(stamp_ns, frame), 1, len(points), fields, False, dtype.itemsize,
+            dtype.itemsize * len(points), data, True,
+        )  # fmt: skip
+
+
+def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
+    """The messages of one clip, in the order in which a recorder gets them."""
+    ros, sent = Ros(), []
+    first = clip.frames[0]
+    fixed = [("base_link", f"{name}_optical", 0, image.cam2ego) for name, image in first.images.items()]
+    fixed += [("base_link", name, 0, sweep.lidar2ego) for name, sweep in first.sweeps.items()]
+    sent.append(Sent("/tf_static", "tf2_msgs/TFMessage", first.timestamp_ns, ros.tf(fixed)))
+    poses = {}
+    for frame in clip.frames:
+        poses[frame.timestamp_ns] = frame.ego2global
+        for name, image in frame.images.items():
+            poses[image.timestamp_ns] = image.ego2global
+            head = ros.header(image.timestamp_ns, f"{name}_optical")
+            data = np.frombuffer(image.jpeg, np.uint8)
+            picture = ros.of("sensor_msgs/CompressedImage", head, "rgb8; jpeg compressed bgr8", data)
+            sent.append(
+                Sent(f"/{name}/image_raw/compressed", "sensor_msgs/CompressedImage", image.timestamp_ns, picture)
+            )
+            info = ros.info(image.timestamp_ns, f"{name}_optical", image.size, image.intrinsics)
+            sent.append(Sent(f"/{name}/camera_info", "sensor_msgs/CameraInfo", image.timestamp_ns, info))
+        for name, sweep in frame.sweeps.items():
+            cloud = ros.cloud(sweep.timestamp_ns, name, sweep.points)
+            sent.append(Sent(f"/{name}/points", "sensor_msgs/PointCloud2", sweep.timestamp_ns, cloud))
+    sent += [
+        Sent("/tf", "tf2_msgs/TFMessage", stamp_ns, ros.tf([("map", "base_link", stamp_ns, pose)]))
+        for stamp_ns, pose in poses.items()
+    ]
+    return sorted(sent, key=lambda one: one.stamp_ns)
+
+
+def write_mcap(
+    path: Path, sent: Iterable[Sent], *, compression: str = "ZSTD", chunk_size: int = 1 << 14, **options
+) -> None:
+    """Write messages with the public library; ``options`` are of its writer."""
+    from mcap.writer import CompressionType, Writer
+
+    types, channels = store(), {}
+    with path.open("wb") as file:
+        writer = Writer(file, chunk_size=chunk_size, compression=CompressionType[compression], **options)
+        writer.start("ros2")
+        for one in sent:
+            if one.topic not in channels:
+                if isinstance(one.message, bytes):
+                    schema = writer.register_schema(one.type, "protobuf", DESCRIPTOR)
+                    channels[one.topic] = writer.register_channel(one.topic, "protobuf", schema)
+                else:
+                    schema = writer.register_schema(one.message.__msgtype__, "ros2msg", _text(types, one.message))
+                    channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
+            data = one.message
+            if not isinstance(data, bytes):
+                data = bytes(types.serialize_cdr(data, data.__msgtype__))
+            writer.add_message(channels[one.topic], one.stamp_ns + LAG_NS, data, one.stamp_ns)
+        writer.finish()
+
+
+def _text(types, message) -> bytes:
+    return types.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
+
+
+def write_rosbag2(folder: Path, sent: Iterable[Sent]) -> None:
+    """Write messages as a folder with SQLite, with the public library."""
+    from rosbags.rosbag2 import Writer
+
+    types, connections = store(), {}
+    with Writer(folder, version=9) as writer:
+        for one in sent:
+            kind = one.message.__msgtype__
+            if one.topic not in connections:
+                connections[one.topic] = writer.add_connection(one.topic, kind, typestore=types)
+            writer.write(connections[one.topic], one.stamp_ns + LAG_NS, types.serialize_cdr(one.message, kind))
+
+
+# foxglove's protobuf, written by hand: number, wire type, value.
+
+
+def _key(number: int, wire: int) -> bytes:
+    return _varint(number << 3 | wire)
+
+
+def _varint(value: int) -> bytes:
+    found = b""
+    while value > 0x7F:
+        found, value = found + bytes([value & 0x7F | 0x80]), value >> 7
+    return found + bytes([value])
+
+
+def part(number: int, data: bytes | str) -> bytes:
+    """A field of bytes, text or a message."""
+    data = data.encode() if isinstance(data, str) else data
+    return _key(number, 2) + _varint(len(data)) + data
+
+
+def _doubles(number: int, values) -> bytes:
+    return part(number, struct.pack(f"<{len(values)}d", *values))
+
+
+def _xyz(*values: float) -> bytes:
+    return b"".join(_key(at, 1) + struct.pack("<d", value) for at, value in enumerate(values, 1))
+
+
+def _stamp(stamp_ns: int) -> bytes:
+    seconds, nanos = divmod(stamp_ns, 1_000_000_000)
+    return part(1, _key(1, 0) + _varint(seconds) + (_key(2, 0) + _varint(nanos) if nanos else b""))
+
+
+def _fixed(number: int, value: int) -> bytes:
+    return _key(number, 5) + struct.pack("<I", value)
+
+
+_TYPES = {
+    "google.protobuf.Timestamp": ["seconds", "nanos"],
+    "foxglove.Vector3": ["x", "y", "z"],
+    "foxglove.Quaternion": ["x", "y", "z", "w"],
+    "foxglove.Pose": [("position", "foxglove.Vector3"), ("orientation", "foxglove.Quaternion")],
+    "foxglove.PackedElementField": ["name", "offset", "type"],
+    "foxglove.CompressedImage": [("timestamp", "google.protobuf.Timestamp"), "data", "format", "frame_id"],
+    "foxglove.CameraCalibration": [
+        ("timestamp", "google.protobuf.Timestamp"), "width", "height", "distortion_model", "D", "K", "R", "P",
+        "frame_id",
+    ],
+    "foxglove.FrameTransform": [
+        ("timestamp", "google.protobuf.Timestamp"), "parent_frame_id", "child_frame_id",
+        ("translation", "foxglove.Vector3"), ("rotation", "foxglove.Quaternion"),
+    ],
+    "foxglove.PointCloud": [
+        ("timestamp", "google.protobuf.Timestamp"), "frame_id", ("pose", "foxglove.Pose"), "point_stride",
+        ("fields", "foxglove.PackedElementField"), "data",
+    ],
+}  # fmt: skip
+
+
+def _descriptor() -> bytes:
+    """A FileDescriptorSet with a file for each package."""
+    files = b""
+    for package in ("google.protobuf", "foxglove"):
+        file = part(2, package)
+        for name, own in _TYPES.items():
+            if name.rpartition(".")[0] == package:
+                message = part(1, name.rpartition(".")[2])
+                for number, field in enumerate(own, 1):
+                    label, kind = (field, "") if isinstance(field, str) else field
+                    typed = part(6, f".{kind}") if kind else b""
+                    message += part(2, part(1, label) + _key(3, 0) + _varint(number) + typed)
+                file += part(4, message)
+        files += part(1, file)
+    return files
+
+
+DESCRIPTOR = _descriptor()
+
+
+def foxglove_messages(world: World, clip: WorldClip) -> list[Sent]:
+    """The messages of one clip in foxglove's schemas; static transforms are sent once, on the topic of the others."""
+    sent, poses = [], {}
+
+    def transform(parent: str, child: str, stamp_ns: int, matrix: np.ndarray) -> Sent:
+        turned = _xyz(*Rotation.from_matrix(matrix[:3, :3]).as_quat().tolist())
+        data = (
+            _stamp(stamp_ns)
+            + part(2, parent)
+            + part(3, child)
+            + part(4, _xyz(*matrix[:3, 3].tolist()))
+            + part(5, turned)
+        )
+        return Sent("/tf", "foxglove.FrameTransform", stamp_ns, data)
+
+    first = clip.frames[0]
+    sent += [transform("base_link", name, first.timestamp_ns, image.cam2ego) for name, image in first.images.items()]
+    for frame in clip.frames:
+        poses[frame.timestamp_ns] = frame.ego2global
+        for name, image in frame.images.items():
+            poses[image.timestamp_ns] = image.ego2global
+            data = _stamp(image.timestamp_ns) + part(2, image.jpeg) + part(3, "jpeg") + part(4, name)
+            sent.append(Sent(f"/{name}/image", "foxglove.CompressedImage", image.timestamp_ns, data))
+            k = image.intrinsics.ravel().tolist()
+            data = _stamp(image.timestamp_ns) + _fixed(2, image.size[0]) + _fixed(3, image.size[1]) + _doubles(6, k)
+            sent.append(
+                Sent(f"/{name}/calibration", "foxglove.CameraCalibration", image.timestamp_ns, data + part(9, name))
+            )
+        for name, sweep in frame.sweeps.items():  # a cloud in base_link, with the lidar's pose
+            points = sweep.points[:, :4]
+            fields = b"".join(
+                part(5, part(1, column) + _fixed(2, 4 * at) + _key(3, 0) + _varint(7))
+                for at, column in enumerate(("x", "y", "z", "intensity"))
+            )
+            data = (
+                _stamp(sweep.timestamp_ns) + part(2, "base_link") + _fixed(4, 16) + fields + part(6, points.tobytes())
+            )
+            sent.append(Sent(f"/{name}/points", "foxglove.PointCloud", sweep.timestamp_ns, data))
+    sent += [transform("map", "base_link", stamp_ns, pose) for stamp_ns, pose in poses.items()]
+    return sorted(sent, key=lambda one: one.stamp_ns)
