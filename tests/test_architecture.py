@@ -117,9 +117,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"integrations", "commands"},
     ],
     "bench": [
-        {"measure", "planner"},
+        {"measure"},
         {"report", "trainer"},
-        {"peers"},
+        {"peers", "planner"},
         {"studies"},
         {"commands", "micro"},
         {"gpu"},

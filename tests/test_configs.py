@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from fuelrail.bench.measure.accelerator import load_profile
+from fuelrail.bench.planner.hardware import load_cluster
+from fuelrail.bench.planner.plan import Scenario
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import load_yaml
 from fuelrail.pipeline.transforms.ego import BevAugment
@@ -19,6 +21,8 @@ LOADERS = {
     "pixels": lambda path: load_yaml(path, PixelAugment),
     "bev": lambda path: load_yaml(path, BevAugment),
     "orders": lambda path: load_yaml(path, OrderSpec),
+    "scenarios": lambda path: load_yaml(path, Scenario),
+    "clusters": lambda path: load_cluster(str(path)),
     "accelerators": lambda path: load_profile(str(path)),
 }
 FILES = sorted(path for path in CONFIGS.rglob("*.yaml"))  # configs/trainers has tests of its own

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fuelrail.bench.planner.plan import PlanOptions as PlanOptions
+    from fuelrail.bench.planner.plan import Scenario as Scenario
+    from fuelrail.bench.planner.plan import plan as plan
     from fuelrail.bench.studies.annotate.run import AnnotateOptions as AnnotateOptions
     from fuelrail.bench.studies.annotate.run import AnnotateReport as AnnotateReport
     from fuelrail.bench.studies.annotate.run import annotate as annotate
@@ -124,6 +127,9 @@ _PUBLIC: Final = {
     "bench_loader": "fuelrail.bench.studies.loader.measure",
     "compare": "fuelrail.bench.studies.compare.session",
     "CompareOptions": "fuelrail.bench.studies.compare.options",
+    "plan": "fuelrail.bench.planner.plan",
+    "PlanOptions": "fuelrail.bench.planner.plan",
+    "Scenario": "fuelrail.bench.planner.plan",
     "describe_order": "fuelrail.bench.studies.order.describe",
     "DescribeOptions": "fuelrail.bench.studies.order.describe",
     "diagnose": "fuelrail.bench.studies.diagnose.run",

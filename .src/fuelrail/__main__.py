@@ -41,6 +41,10 @@ _COMMANDS: dict[str, _Entry] = {
     "order": _Entry(
         "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
     ),
+    "plan": _Entry(
+        "fuelrail.bench.planner.command",
+        "say what fits, how fast it trains, what it costs, and whether the data keeps up",
+    ),
     "top": _Entry("fuelrail.pipeline.cli", "watch running loaders: stages, queues, and how well they feed the trainer"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
