@@ -14,6 +14,7 @@ from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
 from fuelrail.loaders.config import Transforms, _column
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.order.batching import World
+from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.backends import HAS_DALI, dali_on_host, needs_dali
 from support.datasets import build_dataset
 from support.fake_cuda import FakeCuda, FakeEvent, FakeStream
@@ -77,6 +78,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "mix": [{"mix": {"a": 2, "b": 1}}],
     "window": [{"window": {"frames": [-1, 0]}}, {"window": {"frames": [-2, 0]}, "transform": brightened}],
     "channels": [{"channels": ["score", "radar"]}, {"channels": ["score"], "transform": brightened}],
+    "layers": [{"layers": ["teacher"]}, {"layers": ["teacher"], "transform": brightened}],
+    "missing": [{"layers": ["partial"], "missing": missing} for missing in ("mask", "drop")],
     "points": [{"points": True}, {"points": {"num_sweeps": 1}}],
     "transform": [{"transform": brightened}, {"transform": changed_in_place}],
     "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
@@ -118,6 +121,12 @@ def roots(tmp_path_factory):
             folder / name, {"train": (8, 4)}, missing=frozenset({(5, "cam_back")}), lens=LENS, seed=seed, rewrite=drawn
         )
     build_dataset(folder / "channels", {"train": (8, 4)}, extra=CHANNELS)
+    score = Channel(name="score", kind="array", field="score.npy", dtype="float32", law=Law("fixed"))
+    for name, rows in (("teacher", range(12)), ("partial", range(2, 12))):
+        with LayerWriter(folder / "a", folder / name, channels=[score]) as writer:
+            for row in rows:
+                writer.write(row, {"score": np.float32(row)})
+        writer.finish(partial=len(rows) < 12)
     build_dataset(
         folder / "bad", {"train": (8, 4)},
         rewrite=lambda row, channel, data: data[: len(data) // 2] if row == 3 else drawn(row, channel, data),
@@ -141,6 +150,8 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
     given = {"device": device, "transforms": {"image": IMAGE}, "seed": 3, "num_workers": 2, **case}
     given["transforms"] = Transforms(**{**given["transforms"], "decoder": decoder})
     root: Any = {name: roots / name for name in case["mix"]} if "mix" in case else roots / "a"
+    if "layers" in case:
+        given["layers"] = {name: roots / name for name in case["layers"]}
     if "channels" in case:
         root = roots / "channels"
     if case.get("bad_samples"):

@@ -148,7 +148,7 @@ def test_unknown_options(run, source, tmp_path):
     assert code == 2
     assert "'zip'" in err
     assert "invalid int value: 'x'" in run("shard", "nuscenes:x", "out", "--seed", "x")[2]
-    assert "unknown kind 'kitti'; known kinds: nuscenes" in refused(run("shard", "kitti:/data", tmp_path / "out"))
+    assert "unknown kind 'nuplan'; known kinds: argoverse2, " in refused(run("shard", "nuplan:/data", tmp_path / "out"))
     assert "known: frame, clip, window:N" in refused(shard(run, source.root, tmp_path / "out", "--order", "random"))
     assert "--zstd-level 99: Expected" in refused(shard(run, source.root, tmp_path / "out", "--zstd-level", "99"))
     assert "--shard-size '1': a size must be 1024" in refused(
