@@ -95,6 +95,7 @@ def test_samples_are_those_of_the_datasets_alone(roots):
 @given(
     size=st.sampled_from([1, 2, 4]), then=st.sampled_from([1, 2, 4]), step=st.integers(0, 7), epoch=st.integers(0, 3)
 )
+@pytest.mark.slow
 def test_ranks_and_resuming_change_nothing(roots, size, then, step, epoch):
     options = {"drop_last": False, "image": ImageAugment(height=8, width=8, resize="stretch"), "verify": False}
     whole = run(roots, 4, 1, epoch=epoch, **options)

@@ -89,6 +89,7 @@ def test_lanes_follow_clips_and_say_when_to_forget(root):
 @pytest.mark.parametrize(
     "order", [LANES, OrderSpec(filter="frame > 0", weights=(AttributeWeights(attribute="frame"),))]
 )
+@pytest.mark.slow
 def test_ranks_and_resuming_change_nothing(root, order):
     whole = run(root, 4, 1, epoch=1, order=order)
     assert run(root, 4, 2, epoch=1, order=order) == run(root, 4, 4, epoch=1, order=order) == whole

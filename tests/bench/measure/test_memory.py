@@ -14,6 +14,7 @@ from fuelrail.bench.measure.machine import peak_memory_bytes
 _CHILD = "from fuelrail.bench.measure.machine import peak_memory_bytes; print(peak_memory_bytes())"
 
 
+@pytest.mark.slow
 def test_memory_that_was_freed_counts():
     before = peak_memory_bytes()
     block = np.ones(before + (64 << 20), np.uint8)

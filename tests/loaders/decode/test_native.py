@@ -257,6 +257,7 @@ def decode_or_none(decoder: TurboDecoder, encoded: bytes, image_map: ImageMap) -
 
 
 class TestLibrary:
+    @pytest.mark.slow
     def test_one_built_from_other_sources_is_not_used(self, tmp_path: Path) -> None:
         folder = copy_of_sources(tmp_path)
         with (folder / "camera_jpeg.c").open("a") as file:

@@ -10,6 +10,8 @@ from fuelrail.sharding.demo.shapes import shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
 
+pytestmark = pytest.mark.slow
+
 SPEC = WorldSpec(seed=9, num_frames=2)
 
 

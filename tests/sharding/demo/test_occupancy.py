@@ -28,6 +28,8 @@ from fuelrail.sharding.demo.occupancy import (
 )  # fmt: skip
 from fuelrail.sharding.demo.synth import synth
 
+pytestmark = pytest.mark.slow
+
 WORLD: dict[str, Any] = {"seed": 5, "clips": 1, "frames": 3, "size": (64, 36), "lidar_sweeps": 1, "workers": 1}
 
 

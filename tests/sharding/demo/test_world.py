@@ -11,6 +11,8 @@ from fuelrail.sharding.demo.road import footprints_overlap
 from fuelrail.sharding.demo.traffic import check_times, footprint_track
 from fuelrail.sharding.demo.world import KEYFRAME_US, WorldSpec, captures, make_clip, token
 
+pytestmark = pytest.mark.slow
+
 SPEC = WorldSpec(seed=11, num_clips=6, num_frames=5, num_lidar_sweeps=2, num_camera_sweeps=1)
 
 

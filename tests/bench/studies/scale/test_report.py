@@ -12,6 +12,8 @@ from fuelrail.bench.studies.scale.report import make_curves
 from support.html_page import Page
 from support.scale_runs import CONDITIONS, RUNS, fit, measured, scale_report
 
+pytestmark = pytest.mark.slow
+
 
 def test_efficiency_is_told_against_one_rank():
     report = scale_report()
@@ -68,6 +70,7 @@ def test_page_and_markdown_hold_the_figures(cut_off):
     assert drawn == {"weak scaling efficiency over ranks", "strong scaling efficiency over ranks"}
 
 
+@pytest.mark.slow
 def test_reports_differ_by_their_steps():
     slower = [measured(run.num_ranks, run.batch_size, run.step_ms * 1.5, run.scalings) for run in RUNS]
     changes = compare(scale_report(), scale_report(slower))

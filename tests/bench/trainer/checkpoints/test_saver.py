@@ -19,6 +19,8 @@ from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import FuelrailError, StateMismatchError
 from support.datasets import build_dataset
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 
 

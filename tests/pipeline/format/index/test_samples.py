@@ -163,6 +163,7 @@ class TestDamage:
         except FuelrailError as error:
             assert "index" in str(error)
 
+    @pytest.mark.slow
     def test_flipped_bytes(self, tmp_path: Path) -> None:
         write_index(tmp_path / "good", make_rows(5), NAMES, CODECS)
         good = (tmp_path / "good").read_bytes()
@@ -173,6 +174,7 @@ class TestDamage:
             (tmp_path / "damaged").write_bytes(damaged)
             self.survives(tmp_path / "damaged")
 
+    @pytest.mark.slow
     def test_any_cut(self, tmp_path: Path) -> None:
         write_index(tmp_path / "good", make_rows(5), NAMES, CODECS)
         good = (tmp_path / "good").read_bytes()

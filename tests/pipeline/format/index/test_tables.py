@@ -103,6 +103,7 @@ def many(tmp_path_factory):
 
 
 class TestKeys:
+    @pytest.mark.slow
     def test_every_key_is_found(self, many) -> None:
         dataset = open_dataset(many)
         wanted = dataset.index.strings("key")

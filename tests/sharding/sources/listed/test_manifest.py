@@ -268,6 +268,7 @@ def test_one_file_is_a_location_too(wide):
     assert scan(wide / "mine.jsonl").num_samples == 8
 
 
+@pytest.mark.slow
 def test_a_table_longer_than_a_batch(tmp_path):
     """Rows of a clip lie in several batches, and clips begin inside of one."""
     root = tmp_path / "source"
