@@ -258,7 +258,7 @@ class FakeCuda:
         return target
 
     def to_host(self, source: DeviceTensor, non_blocking: bool) -> torch.Tensor:
-        """Copy to the host and wait, unless told otherwise."""
+        """Copy to the host; wait unless `non_blocking` is set."""
         with self._lock:
             stream = self.current_stream(source.device)
             self._note(stream, [source.block], [], "a copy to the host")
@@ -273,7 +273,7 @@ class FakeCuda:
     def released(
         self, home: FakeStream | None, label: str, reads: list[Access], writes: list[Access], recorded: set[int]
     ) -> None:
-        """A block goes back to the allocator, which gives it to whoever asks next on the same stream."""
+        """Return a block to the allocator, which reuses it for the next request on the same stream."""
         with self._lock:
             if home is None or self._is_over:
                 return

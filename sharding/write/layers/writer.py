@@ -109,7 +109,7 @@ class LayerWriter:
     def written(self) -> NDArray[np.bool_]:
         """Which positions of the base have a published row, of any writer: bool (num_samples,)."""
         self._segments.update()
-        # Looked at afterwards: whoever finishes removes the segments.
+        # Checked afterwards: the process that finishes the layer removes the segments.
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
         done = np.full(len(self._base), self.is_finished)
         for positions in self._segments.positions:

@@ -321,7 +321,7 @@ def test_f16_f31_outputs_are_held_until_one_wait_at_the_end(monkeypatch: pytest.
 @pytest.mark.parametrize(("engine", "threads"), [("hardware", 4), ("CUDA", 16 // MIN_LANES), (None, 4)])
 def test_f18_threads_of_a_pipeline_are_few(engine: str | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: engine is not None)
-    monkeypatch.setattr(dali_install, "gpu_engine", lambda index: Engine(engine, "as told"))
+    monkeypatch.setattr(dali_install, "gpu_engine", lambda index: Engine(engine, "as set by the test"))
     decoder = dali.DaliDecoder("cuda:0", num_threads=16)
     assert decoder._num_threads == threads
     assert dali.DaliDecoder("cpu", num_threads=16)._num_threads == 16

@@ -79,9 +79,10 @@ def test_what_ends_or_never_begins_is_noticed(tmp_path):
 def test_nothing_stays_stopped_for_ever_when_its_parent_is_killed(tmp_path):
     arrivals, worker, log = (str(tmp_path / name) for name in ("arrivals", "worker", "log"))
     script = textwrap.dedent(f"""
-        import os, pathlib, sys, time
+        import os, pathlib, signal, sys, time
         from fuelrail.bench.studies.compare.laps import LapProcess
         from fuelrail.bench.measure.processes import process_group
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children inherit that
         command = [sys.executable, "-c", {TICKER!r}, {arrivals!r}, {worker!r}]
         with process_group(command, os.environ, pathlib.Path({log!r})) as process:
             LapProcess(process, pathlib.Path({arrivals!r})).begin(0.5, 60.0)

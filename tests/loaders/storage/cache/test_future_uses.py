@@ -48,7 +48,7 @@ def test_a_short_horizon_sees_near_uses_and_calls_the_rest_never(sequence, horiz
 
 
 def simulate(sequence, capacity, horizon=None):
-    """Misses of a cache of so many equal samples that admits and evicts by future uses."""
+    """Return the misses of a cache that holds a given number of equal samples and evicts by future uses."""
     resident: set[int] = set()
     policy = FarthestFirst(future_uses_of(sequence, horizon), resident.__contains__)
     misses = 0

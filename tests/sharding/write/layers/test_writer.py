@@ -1,4 +1,4 @@
-"""Layers are the same bytes whoever writes their rows; what is not as the table says is refused with its address."""
+"""A layer's bytes do not depend on the process that writes a row; a value that differs from the table is refused."""
 
 from __future__ import annotations
 
