@@ -160,6 +160,8 @@ class Transforms(Settings, frozen=True):
             its own time, which pairs with ``lidar2img`` and ``points``.
         dali: how "dali" decodes on a GPU.
         static: True, or a `StaticBatches`: batches of fixed shapes, at fixed addresses.
+        two_views: give each sample twice, under two independent draws of all augmentations, from one decode of its
+            images: a batch has 2 B rows in the place of B, and ``view`` (:mod:`fuelrail.loaders.batch.assemble`).
 
     Raises ConfigError for values that are not allowed.
     """
@@ -176,6 +178,7 @@ class Transforms(Settings, frozen=True):
         bool | StaticBatches,
         must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
     ] = False
+    two_views: Annotated[bool, must_be("True or False")] = False
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
@@ -198,6 +201,7 @@ class Transforms(Settings, frozen=True):
             "undistort": self.undistort,
             "normalize": self.normalize,
             "box_frame": self.box_frame,
+            "two_views": self.two_views,
         }
 
 

@@ -189,12 +189,12 @@ class DataLoader:
         image, num_cameras = options.transforms.image, len(self._make.cameras)
         self._num_images = where.frames * num_cameras
         axes = () if self._window is None else (where.frames,)
-        shape = (self.batch_size, *axes, num_cameras, 3, image.height, image.width)
+        rows = self.batch_size * (1 + options.transforms.two_views)
+        shape = (rows, *axes, num_cameras, 3, image.height, image.width)
         tuner = _choose_tuner(options, math.prod(shape), self._make)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
-        pinned = transfer is not None if pin_memory is None else pin_memory
-        if pinned:
+        if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
         on_device = decodes_on_device(self._make.decoder)

@@ -92,7 +92,7 @@ class BatchSlot(NamedTuple):
     epoch: int
     step: int
     images: NDArray[np.uint8] | torch.Tensor
-    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]."""
+    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]; of two views 2 B rows, second views last."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
     """What the order knows of the batch's samples, (B,) each, under their names in the batch."""
     has_windows: bool = False
@@ -179,6 +179,15 @@ class Parsed(NamedTuple):
     """Of the ego frame."""
     extra: Sequence[Mapping[str, Any]] = ()
     """Frame by frame the values of the selected channels, moved; None for what the frame lacks."""
+    view: int | None = None
+    """Which of two draws it is (``Transforms.two_views``), 0 or 1; None: there is one."""
+    second: Parsed | None = None
+    """The same sample under its other draw, for another row of the batch ."""
+
+    @property
+    def views(self) -> tuple[Parsed, ...]:
+        """Return the draws of the sample: itself, and the other one where there are two."""
+        return (self,) if self.second is None else (self, self.second)
 
     @property
     def sample(self) -> Sample:
@@ -204,7 +213,7 @@ class Parsed(NamedTuple):
         maps, source = self.maps[task.current], task.source
         return DecodedSample(
             slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window,
-            self.extra,
+            self.extra, self.view, None if self.second is None else self.second.decoded(slot),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -242,6 +251,10 @@ class DecodedSample(NamedTuple):
     """All frames, the sample's own among them."""
     extra: Sequence[Mapping[str, Any]] = ()
     """Frame by frame the values of the selected channels (`Parsed`)."""
+    view: int | None = None
+    """Which of two draws it is, 0 or 1; None: there is one."""
+    second: DecodedSample | None = None
+    """The same sample under its other draw, in another row of the slot's buffer."""
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"

@@ -11,11 +11,13 @@ import torch
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
+from fuelrail.loaders.decode import decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
 from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE
 from fuelrail.loaders.storage.reader import FetchedSpan
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.transforms.randomness import second_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +47,8 @@ class Augments(NamedTuple):
     seed: int
     accumulation: Accumulation | None = None
     undistort: Undistort | None = None
+    second_at: int = 0
+    """Rows of the batch between a sample's first view and its second; 0: there is no second."""
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:
@@ -82,15 +86,20 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
             known[frame.row] = sample
         else:
             hides = window is not None and window.pad == "mask"
-            parsed, failure = moved_frames(_drawn(task, known, augments, hides=hides), hides=hides)
+            parsed, failure = moved_frames(_drawn(task, known, augments, task.number, hides=hides), hides=hides)
+            if augments.second_at and failure is None:
+                other = task._replace(at=task.at + augments.second_at)
+                drawn = _drawn(other, known, augments, second_view(task.number), hides=hides)
+                second, failure = moved_frames(drawn, hides=hides)
+                parsed = parsed._replace(view=0, second=second._replace(view=1))
             if failure is None:
                 return parsed
             fetched = fetch(bad, bad.replace(task, *failure))
 
 
-def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides: bool) -> Parsed:
-    """Draw the augmentation of a sample, once for all of its frames; ``known`` holds these by row."""
-    seed, epoch, number = augments.seed, task.slot.epoch, task.number
+def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool) -> Parsed:
+    """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds these by row."""
+    seed, epoch = augments.seed, task.slot.epoch
     by_size: dict[str, Sequence[ImageMap]] = {}
     shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
     for row, sample in known.items():
@@ -125,16 +134,16 @@ def decode(
 ) -> DecodedSample:
     """Decode the sample's images into its place in the batch."""
     while True:
-        task = parsed.task
-        images = task.slot.frames(task.at)
-        assert not isinstance(images, torch.Tensor)
+        task, views = parsed.task, parsed.views
+        images = [_frames(view) for view in views]
         for number in range(len(task.frames)):
             earlier = parsed.is_shown_before(number)
             if earlier is not None:
-                images[number] = images[earlier]
+                for of_view in images:
+                    of_view[number] = of_view[earlier]
                 continue
             try:
-                _decode(decoder, cameras, fill, parsed, number, images[number])
+                _decode(decoder, cameras, fill, views, number, [of_view[number] for of_view in images])
             except BAD_SAMPLE as error:
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
                 break
@@ -146,20 +155,32 @@ def _decode(
     decoder: ImageDecoder,
     cameras: Sequence[str],
     fill: tuple[int, int, int],
-    parsed: Parsed,
+    views: Sequence[Parsed],
     number: int,
-    images: NDArray[np.uint8],
+    images: Sequence[NDArray[np.uint8]],
 ) -> None:
-    sample = parsed.samples[number]
-    for camera, (channel, image_map, change) in enumerate(
-        zip(cameras, parsed.maps[number], parsed.changes, strict=True)
-    ):
+    """Decode the images of one frame, for each view into uint8 (N, 3, H, W)."""
+    sample = views[0].samples[number]
+    for camera, channel in enumerate(cameras):
         encoded = sample.images.get(channel)
         if encoded is None:
-            images[camera] = 0
+            for of_view in images:
+                of_view[camera] = 0
             continue
         try:
-            decoder.decode_into(encoded, image_map, images[camera])
+            if len(views) == 1:
+                decoder.decode_into(encoded, views[0].maps[number][camera], images[0][camera])
+            else:
+                outs = [of_view[camera] for of_view in images]
+                decode_views(decoder, encoded, [view.maps[number][camera] for view in views], outs)
         except ImageError as error:
             raise ImageError(error.message, key=sample.key, member=channel) from error
-        change_pixels(images[camera], change, fill)
+        for view, of_view in zip(views, images, strict=True):
+            change_pixels(of_view[camera], view.changes[camera], fill)
+
+
+def _frames(parsed: Parsed) -> NDArray[np.uint8]:
+    """Return the place of a sample's images in host memory, frame by frame."""
+    images = parsed.task.slot.frames(parsed.task.at)
+    assert not isinstance(images, torch.Tensor)
+    return images

@@ -22,7 +22,7 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from fuelrail.loaders.autotune import Autotuner, Tuning
     from fuelrail.loaders.batch.points import Points
@@ -100,6 +100,8 @@ class BatchPipeline(NamedTuple):
                 assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, has_poses=self.has_poses
             )
             collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
+            if self.augments.second_at:
+                collate = _of_views(collate, lambda decoded: (decoded, decoded.second))
         else:
             transform = partial(
                 user.transform,
@@ -111,11 +113,15 @@ class BatchPipeline(NamedTuple):
                 has_poses=self.has_poses,
             )
             each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
+            if self.augments.second_at:
+                each = partial(_transformed_views, each)
             each = each if group else partial(samples.for_each, each)
             if self.transfer is not None:
                 each = self.transfer.on_own_stream(each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
             collate = partial(user.collate, self.collate_fn)
+            if self.augments.second_at:
+                collate = _of_views(collate, tuple)
             if self.transfer is not None:
                 collate = self.transfer.on_own_stream(collate)
         if self.static is not None:
@@ -136,7 +142,7 @@ def make_batch_pipeline(
     transforms = options.transforms
     cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
     num_frames = 1 if options.window is None else len(options.window.frames)
-    batch_images = options.batch_size * num_frames * len(cameras)
+    batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
         transforms.decoder,
         options.device,
@@ -146,8 +152,9 @@ def make_batch_pipeline(
     )
     check_pixels(decoder, transforms.pixels)
     augments = samples.Augments(
-        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
-    )
+        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort,
+        options.batch_size if transforms.two_views else 0,
+    )  # fmt: skip
     fixed = transforms.static_batches
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
@@ -174,6 +181,19 @@ def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[
 
 def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
     return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
+
+
+def _transformed_views(each: Callable[[Any], Any], decoded: Any) -> list[Any]:  # noqa: ANN401
+    return [each(decoded), each(decoded.second)]
+
+
+def _of_views(collate: Callable[[Any], Any], views: Callable[[Any], Sequence[Any]]) -> Callable[[Any], Any]:
+    """Return ``collate`` for items of two views each: it gets all first views, then all second ones."""
+    return lambda items: collate(_firsts_then_seconds(map(views, items)))
+
+
+def _firsts_then_seconds(views: Iterable[Sequence[Any]]) -> list[Any]:
+    return [view for of_all in zip(*views, strict=True) for view in of_all]
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
@@ -208,18 +228,27 @@ class BatchDecode:
         slot = batch[0].task.slot
         on_cpu = not decodes_on_device(self._decoder)
         if not on_cpu:
-            slot = slot._replace(images=self._decoder.new_output((len(batch), *slot.images.shape[1:])))
+            rows = len(batch) * len(batch[0].views)
+            slot = slot._replace(images=self._decoder.new_output((rows, *slot.images.shape[1:])))
         # [B, T, N, 3, H, W], T being 1 without windows
         images = slot.img() if slot.has_windows else slot.img()[:, None]
         samples = list(batch)
-        for at, (frame, error) in self._decode(samples, images).items():
+        failed = self._decode(_firsts_then_seconds(one.views for one in samples), images)
+        for row, (frame, error) in failed.items():
+            at = row % len(samples)
+            if row != at and at in failed:
+                continue  # the other view of a sample that is replaced already
             is_bad: tuple[int, ImageError] | None = (frame, error)
             while is_bad is not None:
                 samples[at] = self._parse_again(fetch(self._bad, self._bad.replace(samples[at].task, *is_bad)))
-                is_bad = self._decode(samples[at : at + 1], images[at : at + 1]).get(0)
+                for number, view in enumerate(samples[at].views):
+                    place = at + number * len(samples)
+                    is_bad = self._decode([view], images[place : place + 1]).get(0)
+                    if is_bad is not None:
+                        break
         if on_cpu:
             planes = images.numpy()
-            for at, parsed in enumerate(samples):
+            for at, parsed in enumerate(_firsts_then_seconds(one.views for one in samples)):
                 for frame, sample in enumerate(parsed.samples):
                     for camera, (channel, change) in enumerate(zip(self._cameras, parsed.changes, strict=True)):
                         if channel in sample.images:

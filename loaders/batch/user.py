@@ -21,7 +21,7 @@ import torch
 from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
 from fuelrail.loaders.batch.channels import of_one
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,9 @@ def as_sample(
             own[name], joins[name] = part
         else:
             common[name] = value
-    drawn = uniforms(seed, decoded.slot.epoch, decoded.base + decoded.row, [ALL_CAMERAS], "transform", 1)
+    number = decoded.base + decoded.row
+    number = second_view(number) if decoded.view else number
+    drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
     sample = {
         "img": image,
         **own,

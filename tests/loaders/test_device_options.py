@@ -103,6 +103,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"image": IMAGE, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}, "points": True},
         {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
     ],
+    "transforms.two_views": [
+        {"transforms": {"image": TRAIN, "ego": EGO, "two_views": True}, "points": True, "window": {"frames": [-1, 0]}},
+        {"transforms": {"image": TRAIN, "two_views": True, "static": True}, "transform": brightened},
+        {"transforms": {"image": TRAIN, "two_views": True}, "collate_fn": stacked, "order": {"kind": "lanes"}},
+    ],
     "transforms.box_frame": [{"transforms": {"image": IMAGE, "box_frame": "lidar"}}],
 }  # fmt: skip
 ELSEWHERE = {"dataset", "batch_size", "transforms", "unknown", "self", "transforms.decoder"}
