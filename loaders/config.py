@@ -32,7 +32,7 @@ from fuelrail.pipeline.settings import (
 )
 from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.transforms.ego import BevAugment
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
 
@@ -80,6 +80,8 @@ class Normalize(Settings, frozen=True):
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
         """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
         img = batch.get("img") if isinstance(batch, dict) else None
+        if isinstance(img, dict):
+            return {**batch, "img": {name: self({"img": one})["img"] for name, one in img.items()}}
         if not isinstance(img, torch.Tensor) or img.dtype != torch.uint8 or img.ndim < 3 or img.shape[-3] != 3:
             kind = f"{img.dtype} {list(img.shape)}" if isinstance(img, torch.Tensor) else type(img).__name__
             raise ConfigError(
@@ -142,6 +144,9 @@ class StaticBatches(Settings, frozen=True):
         check_types(self, ConfigError)
 
 
+_DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
+
+
 class Transforms(Settings, frozen=True):
     """How stored samples become tensors: size, augmentation, decoding, frame of reference.
 
@@ -150,6 +155,8 @@ class Transforms(Settings, frozen=True):
     Attributes:
         image: size and augmentation of the images. The default is 704 x 256 from the bottom of each image, as BEVDet
             and its family evaluate.
+        camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
+            with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
@@ -166,7 +173,10 @@ class Transforms(Settings, frozen=True):
     Raises ConfigError for values that are not allowed.
     """
 
-    image: ImageAugment = ImageAugment(height=256, width=704)
+    image: ImageAugment = _DEFAULT_IMAGE
+    camera_groups: Annotated[dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")] = (
+        None
+    )
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
     undistort: Undistort | None = None
@@ -184,6 +194,19 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
+        if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
+            raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
+
+    def evaluation(self) -> Transforms:
+        """Return the deterministic variant of these settings: nothing is drawn."""
+        groups = self.camera_groups and {name: group.evaluation() for name, group in self.camera_groups.items()}
+        return msgspec.structs.replace(
+            self,
+            image=self.image.evaluation(),
+            camera_groups=groups,
+            pixels=self.pixels.evaluation(),
+            ego=self.ego.evaluation(),
+        )
 
     @property
     def static_batches(self) -> StaticBatches | None:
@@ -195,7 +218,8 @@ class Transforms(Settings, frozen=True):
     def content(self) -> dict[str, Any]:
         """Return what decides the content of a sample, by name; an augmentation that draws nothing is None."""
         return {
-            "image": self.image,
+            "image": self.image if self.camera_groups is None else None,
+            "camera_groups": self.camera_groups,
             "pixels": self.pixels if self.pixels.train else None,
             "ego": self.ego if self.ego.train else None,
             "undistort": self.undistort,

@@ -54,6 +54,9 @@ With ``Transforms(two_views=True)`` the batch has 2 B rows: B samples under thei
 without it, and the same samples in the same order under a second one, so ``batch["img"].chunk(2)`` are the two views.
 Every entry with a B axis, and every list, has both; ``view``, int64 [2 B], is 0 or 1. Sweeps are accumulated once.
 
+With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N' cameras as their
+group lists them. All other entries keep the N cameras of the rig.
+
 Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`.
 """
 

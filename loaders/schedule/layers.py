@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Layers = Mapping[str, "tuple[Layer, ...]"]
 """The layers of each dataset, by the dataset's name."""
 
-_OF_A_VIEW = ("image", "ego", "pixels", "undistort", "two_views")
+_OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views")
 """What decides the view of a sample: settings that only change dtypes or frames of reference are not among them."""
 
 
