@@ -42,8 +42,8 @@ def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
     """Return what decides the content of a sample, as plain JSON types with a digest: the seed and the settings.
 
     ``settings`` are of the loader's arguments, by name: structs, dicts of structs, or booleans. None, False and
-    augmentations that draw nothing are left out. The decoder is no part of it, for backends differ by rounding only; nor are transform and
-    collate_fn, for code has no name that outlives a run.
+    augmentations that draw nothing are left out. The decoder is no part of it, for backends differ by rounding only;
+    nor are transform and collate_fn, for code has no name that outlives a run.
     """
     plain: dict[str, Any] = {"seed": seed}
     for name, value in settings.items():
