@@ -141,7 +141,7 @@ class BatchSlot(NamedTuple):
         The cameras are rows of the rig; None: all of them.
         """
         images = self.images if isinstance(self.images, tuple) else (self.images,)
-        cameras = [group.cameras for group in self.groups] or [None]
+        cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]
         tensors = [_tensor(one) if self.has_windows else _tensor(one)[:, None] for one in images]
         return list(zip(cameras, tensors, strict=True))
 

@@ -152,16 +152,11 @@ def _resolved(value: object, annotation: object, name: str) -> object:
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
     if len(structs) == 1:
         return as_settings(value, structs[0], name)
-    named = [
-        kind.value_type.cls for kind in kinds if isinstance(kind, inspect.DictType) and _is_struct(kind.value_type)
-    ]
+    values = [kind.value_type for kind in kinds if isinstance(kind, inspect.DictType)]
+    named = [kind.cls for kind in values if isinstance(kind, inspect.StructType)]
     if len(named) == 1 and isinstance(value, Mapping):
         return {key: as_settings(one, named[0], f"{name}.{key}") for key, one in value.items()}
     return value
-
-
-def _is_struct(kind: inspect.Type) -> bool:
-    return isinstance(kind, inspect.StructType)
 
 
 def _allowed(annotation: object) -> str | None:

@@ -113,7 +113,9 @@ class FixedBuffers:
         at = self._next
         self._next = (at + 1) % len(self._sets)
         buffers, first = self._sets[at], self._sets[0]
-        tensors = {(name,): value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        tensors: dict[tuple[str, ...], torch.Tensor] = {
+            (name,): value for name, value in batch.items() if isinstance(value, torch.Tensor)
+        }
         groups = batch["img"] if _is_flat(batch.get("img")) else {}
         tensors |= {("img", name): value for name, value in groups.items()}
         if first and tensors.keys() != first.keys():
