@@ -286,7 +286,8 @@ def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDA
     known = raster[seen].astype(np.float64)
     low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
     share = np.where(seen, (raster - low) / max(high - low, 1e-9), 0.0)
-    return cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO)[..., ::-1], seen
+    coloured = np.asarray(cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8)
+    return coloured[..., ::-1], seen
 
 
 def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:  # noqa: ANN401
