@@ -49,6 +49,7 @@ MOST_FILTERED = 100_000_000
 _MOST_SHARDS = 4_000_000
 _SPAN_BYTES = 1 << 20
 _CLIP = 40
+_WHOLE_ONLY = ("length of all spans", "1,000 keys", "1,000 keyed rows", "1,000 keyed rows, again")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +87,8 @@ def keys_of(rows: range) -> list[str]:
 def _batch(rows: range, schema: pa.Schema) -> pa.RecordBatch:
     number, count = np.arange(rows.start, rows.stop), len(rows)
     kind = schema.field("members").type.value_type
-    values = (np.zeros(count, np.int16), np.zeros(count, np.int16), np.full(count, 512), *[np.full(count, 1000)] * 2)
+    sizes = [np.full(count, 1000)] * 2
+    values = (*[np.zeros(count, np.int16)] * 2, np.full(count, 512), *sizes, np.zeros(count, np.uint64))
     parts = [pa.array(value, field.type) for value, field in zip(values, kind, strict=True)]
     members = pa.ListArray.from_arrays(
         np.arange(count + 1, dtype=np.int32), pa.StructArray.from_arrays(parts, fields=kind)
@@ -163,6 +165,13 @@ def _order(kind: str, **options: Any) -> Callable[[Dataset], object]:  # noqa: A
     return work
 
 
+def _read_rows(dataset: Dataset) -> object:
+    """Find 1,000 samples by key, and read their rows of the index: all of a keyed read but its bytes."""
+    for key in keys_of(range(0, len(dataset), max(len(dataset) // 1000, 1))):
+        dataset.index.row(dataset.position(key))
+    return None
+
+
 def _look_up(dataset: Dataset) -> object:
     keys = keys_of(range(0, len(dataset), max(len(dataset) // 1000, 1)))
     assert all(dataset.find(key) is not None for key in keys)
@@ -176,6 +185,8 @@ STEPS: dict[str, Callable[[Dataset], object]] = {
     "filter: night": _order("shuffled", filter="night"),
     "length of all spans": lambda dataset: dataset.index.column("length"),
     "1,000 keys": _look_up,
+    "1,000 keyed rows": _read_rows,
+    "1,000 keyed rows, again": _read_rows,
 }
 
 
@@ -187,6 +198,8 @@ def _child(folder: str, name: str) -> None:
         open_dataset(folder)
     else:
         dataset = open_dataset(folder)
+        if name.endswith(", again"):
+            STEPS[name](dataset)
         before, started = _memory("VmRSS"), time.perf_counter()
         STEPS[name](dataset)
     print((time.perf_counter() - started) * 1000, max(_memory("VmHWM") - before, 0))  # noqa: T201
@@ -234,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             make(folder, num_rows)
             files[str(num_rows)] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
             for name in STEPS:
-                if name in ("length of all spans", "1,000 keys") and num_rows > WHOLE_ROWS:
+                if name in _WHOLE_ONLY and num_rows > WHOLE_ROWS:
                     not_run.append(f"{name}, {num_rows:,} rows: the index has one record batch many times")
                 elif name == "filter: night" and num_rows > MOST_FILTERED:
                     not_run.append(f"{name}, {num_rows:,} rows: its result takes 8 bytes a row in memory")
