@@ -14,6 +14,7 @@ import io
 import math
 import re
 import sys
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -52,8 +53,11 @@ _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
 
 
 _PLAIN_NPY_HEADER: Final = re.compile(
-    rb"\{'descr': '<f4', 'fortran_order': False, 'shape': \((0|[1-9]\d{0,17}), (0|[1-9]\d{0,17})\), \} *\n"
+    rb"\{'descr': '([<|][biuf]\d)', 'fortran_order': False, 'shape': (\([0-9, ]{0,99}\)), \} *\n"
 )
+_AST_LOCK: Final = threading.Lock()
+"""In Python 3.11 and 3.12 two threads that make syntax trees at a time get a SystemError now and then
+(https://github.com/python/cpython/issues/106905)."""
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -223,9 +227,12 @@ def read_npy(data: Buffer) -> NDArray[np.generic]:
 def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Dtype and shape of a header; whatever is wrong raises one of the errors that :func:`read_npy` expects."""
     plain = _PLAIN_NPY_HEADER.fullmatch(header)
-    if plain is not None:  # what numpy writes for plain float32; the general way below takes 30 us
-        return np.dtype("<f4"), (int(plain[1]), int(plain[2]))
-    entries = ast.literal_eval(header.decode("latin-1"))
+    if plain is not None:  # what numpy writes for numbers and booleans; the general way below takes 30 us
+        numbers = tuple(map(int, re.findall(rb"\d{1,18}", plain[2])))
+        if repr(numbers).encode() == plain[2]:
+            return np.dtype(plain[1].decode()), numbers
+    with _AST_LOCK:
+        entries = ast.literal_eval(header.decode("latin-1"))
     if entries.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("its keys are not descr, fortran_order and shape")
     descr, shape = entries["descr"], entries["shape"]

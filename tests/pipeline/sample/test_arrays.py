@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import io
 import json
 import re
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -190,20 +195,61 @@ def test_npy_is_a_read_only_view() -> None:
     assert not read_npy(bytearray(data)).flags.writeable
 
 
-@given(st.integers(0, 10**18 - 1), st.integers(0, 10**18 - 1), st.integers(0, 70))
-@example(1, 0, 0)
-def test_the_short_way_through_a_header_is_the_long_one(rows, columns, padding) -> None:
-    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {columns}), }}{' ' * padding}\n"
-    assert arrays._PLAIN_NPY_HEADER.fullmatch(header.encode())
+@given(st.lists(st.integers(0, 10**18 - 1), max_size=4), st.sampled_from(["<f4", "|b1", "<i8"]), st.integers(0, 70))
+@example([1, 0], "<f4", 0)
+def test_the_short_way_through_a_header_is_the_long_one(shape, descr, padding) -> None:
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {tuple(shape)}, }}{' ' * padding}\n"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ast, "literal_eval", None)
         short = arrays._npy_header(header.encode())
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrays, "_PLAIN_NPY_HEADER", re.compile(b"never"))
-        assert arrays._npy_header(header.encode()) == short == (np.dtype("<f4"), (rows, columns))
+        assert arrays._npy_header(header.encode()) == short == (np.dtype(descr), tuple(shape))
 
 
-def test_points_take_the_short_way() -> None:
-    data = write_npy(np.zeros((3, 5), "<f4"))
-    assert arrays._PLAIN_NPY_HEADER.fullmatch(data[10 : len(data) - 60])
+@pytest.mark.parametrize("shape", ["(1,2)", "(01,)", "(1 )", "(1)", "(, )", "(1, 2,)", "(1, 2, )"])
+def test_odd_shapes_take_the_long_way(shape) -> None:
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    try:
+        value = ast.literal_eval(shape)
+    except SyntaxError:
+        value = None
+    if isinstance(value, tuple):
+        assert arrays._npy_header(header)[1] == value
+    else:
+        with pytest.raises((ValueError, SyntaxError)):
+            arrays._npy_header(header)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "?", "u1", "<i8", "<f8", "<f2"])
+@pytest.mark.parametrize("shape", [(3, 5), (), (7,)])
+def test_numbers_take_the_short_way(dtype, shape, monkeypatch) -> None:
+    monkeypatch.setattr(ast, "literal_eval", None)
+    assert same(read_npy(write_npy(np.zeros(shape, dtype))), np.zeros(shape, dtype))
+
+
+def test_headers_are_parsed_in_threads() -> None:
+    """Python 3.11 raises a SystemError where a collection of garbage lets another thread make a syntax tree."""
+    data = write_npy(np.zeros(3, [("a", "<f4"), ("b", "<i2")]))
+    together = threading.Barrier(4)
+
+    def parse(_: int) -> None:
+        together.wait()
+        for _ in range(60):
+            read_npy(data)
+
+    def yield_to_others(*_: object) -> None:
+        time.sleep(1e-4)
+
+    before = gc.get_threshold()
+    gc.set_threshold(5)
+    gc.callbacks.append(yield_to_others)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(parse, range(4)))
+    finally:
+        gc.callbacks.remove(yield_to_others)
+        gc.set_threshold(*before)
 
 
 def npy_bytes(header: str, data: bytes = b"") -> bytes:
