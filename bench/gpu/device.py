@@ -238,7 +238,7 @@ def accelerator_times_are_right(bench: Bench, facts: dict[str, Any]) -> None:
 
 
 def _points_loader(bench: Bench) -> Any:  # noqa: ANN401 - a loader, or what a test puts in its place
-    return make_loader(bench, bench.dataset, _BATCH_SIZE, "turbo", points=True)
+    return make_loader(bench, bench.dataset, _BATCH_SIZE, "turbo", transforms=Transforms(points=True))
 
 
 def _timed_transfer(bench: Bench) -> tuple[float, int]:

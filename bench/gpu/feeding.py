@@ -213,7 +213,7 @@ def few_copies(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
     As the profiler sees them. With DALI its own copies of encoded images count too, and are not judged.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA if bench.on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with make_loader(bench, bench.dataset, 2, decoder, points=True) as loader:
+    with make_loader(bench, bench.dataset, 2, decoder, transforms=Transforms(points=True)) as loader:
         batches, count = endless(loader), bench.pick(20, 2)
         for _ in range(5):
             next(batches)

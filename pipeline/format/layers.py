@@ -322,5 +322,6 @@ def check_present(layer: Layer, dataset: Dataset, split: str, selected: NDArray[
     keys = [dataset.index.row(first + int(at)).key for at in lacking[:_SHOWN_KEYS]]
     raise OrderError(
         f"layer '{layer.name}' ('{layer.data.location}') has no value for {lacking.size} of {len(wanted)} selected "
-        f"samples, such as {', '.join(keys)}; missing='mask' marks them in the batch, missing='drop' leaves them out"
+        f"samples, such as {', '.join(keys)}; LayerOptions(missing='mask') marks them in the batch, missing='drop' "
+        "leaves them out"
     )
