@@ -11,9 +11,9 @@ import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
-from fuelrail.sharding.demo.camera import NEAR_M
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.raster import clip_depth
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.picture.raster import NEAR_M, clip_depth
+from fuelrail.sharding.demo.rig import stream
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def write_image_channels(
 
 def boxes_2d(camera: Camera, cam2global: NDArray[np.float64], solids: list[Solid]) -> dict[str, NDArray[np.generic]]:
     """Bounds of the part of each actor's box that is before the camera and in its image."""
-    global2cam = inverse(cam2global)
+    global2cam = invert_rigid(cam2global)
     limits = np.array((camera.width_px - 0.5, camera.height_px - 0.5))
     boxes, instances = [], []
     for solid in solids:
@@ -122,7 +122,7 @@ def boxes_2d(camera: Camera, cam2global: NDArray[np.float64], solids: list[Solid
 
 def radar_points(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (P, 7) as `RADAR` has them, on the upright sides of the actors' boxes, in ego at ``capture_us``."""
-    global2ego = inverse(clip.ego2global(capture_us))
+    global2ego = invert_rigid(clip.ego2global(capture_us))
     draw = stream("radar", clip.name, capture_us)
     rows = []
     now_s = clip.seconds(capture_us)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.raster import normal_of
-from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.picture.raster import normal_of
+from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.shapes import Part
+    from fuelrail.sharding.demo.picture.shapes import Part
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 
@@ -33,7 +34,7 @@ _REFLECTANCE: Final = {"building": 18.0, "tree": 9.0, "crown": 7.0, "post": 30.0
 def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
-    global2lidar = inverse(lidar2global)
+    global2lidar = invert_rigid(lidar2global)
     rays = _rays()
     down = lidar2global[2, :3] @ rays.reshape(3, -1)
     with np.errstate(divide="ignore"):
