@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     model = DistributedDataParallel(build_model().to(device))

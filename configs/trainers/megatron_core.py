@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("pp",))
