@@ -1,4 +1,4 @@
-"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py OUT``.
+"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py DATASET``.
 
 The ranks of a tensor-parallel group hold parts of the same layers, so they must see the same samples. The loader knows
 that from the mesh: along "tp" all ranks get the same batches, along "dp" each its own. ``check_ranks`` makes sure.
