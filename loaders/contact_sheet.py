@@ -50,7 +50,10 @@ _PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_le
 class ViewOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
 
-    image: Annotated[ImageAugment, Meta(description="image settings (default: 704x256 from the bottom)")] | None = None
+    image: (
+        Annotated[ImageAugment, Meta(description="image settings (default: crop 704x256 from the bottom of the image)")]
+        | None
+    ) = None
     train: Annotated[bool, Meta(description="augment as a loader does, for this seed and epoch")] = False
     seed: Annotated[int, Meta(ge=0, description="seed of the augmentation")] = 0
     epoch: Annotated[int, Meta(ge=0, description="epoch of the augmentation")] = 0

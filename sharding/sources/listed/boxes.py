@@ -51,7 +51,7 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     if pa.types.is_null(column.type):
         return [None] * len(rows)
     if not pa.types.is_nested(column.type) or not pa.types.is_struct(column.type.value_type):
-        raise SourceError(f"table '{rows.table}', column boxes is {column.type}, wanted is a list of structs")
+        raise SourceError(f"table '{rows.table}', column boxes is {column.type}, expected a list of structs")
     labelled = column.is_valid().to_pylist()
     ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)).tolist()
     flat = column.flatten()

@@ -145,7 +145,7 @@ class T4(FrameSource[T4Settings]):
         for dataset in self._datasets():
             scenes = self._table(dataset, "scene", Scene)
             if len(scenes) != 1:
-                raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, wanted is one")
+                raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
             (scene,) = scenes
             log = self._found(dataset, "log", self._by_token(dataset, "log", Log), scene.log_token, scene.token)
             yield Clip(

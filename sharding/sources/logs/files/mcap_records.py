@@ -91,7 +91,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     if head == _ROS1_MAGIC:
         raise SourceError(f"{where} is a ROS 1 bag; convert it with `rosbags-convert`")
     if not head.startswith(MAGIC):
-        raise SourceError(f"{where} is no MCAP file: it begins with {head[:8]!r}, wanted is {MAGIC!r}")
+        raise SourceError(f"{where} is no MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}")
     tail = _FOOTER.size + len(MAGIC)
     data = files.read(name, max(size - tail, 0), tail)
     if len(data) < tail or not data.endswith(MAGIC):

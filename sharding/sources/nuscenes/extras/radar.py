@@ -174,7 +174,7 @@ def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
         )
     number = " ".join(header.get("POINTS", []))
     if not number.isdecimal() or len(number) > 9 or int(number) > _MAX_POINTS:
-        raise SourceError(f"radar file '{name}' has POINTS {number!r:.80}; wanted is a number up to {_MAX_POINTS}")
+        raise SourceError(f"radar file '{name}' has POINTS {number!r:.80}; expected a number up to {_MAX_POINTS}")
     dtype, body = (
         np.dtype([(field, _TYPES[kind]) for field, kind in zip(FIELDS, kinds, strict=True)]),
         data[end.end() :],
