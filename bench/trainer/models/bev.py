@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, Pixels, camera_inputs, head_plan
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
+from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
+from fuelrail.bench.trainer.models.staged import TensorPlans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STEM_STRIDE = 4
 
 
-class BevOccupancy(StagedModel):
+class BevOccupancy(OccupancyModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by convolutions."""
 
     def __init__(self, settings: BevSettings) -> None:
