@@ -6,7 +6,7 @@ pipeline's micro-batches) had, one after another, so that BatchNorm sees the sam
 losses of all steps, the mean over the global batch, and the samples' keys.
 
 Every image is cut, turned and mirrored by a draw of its own. Of equal images BatchNorm has nearly no variance to divide
-by, and makes last digits of the sums a thousand times larger in a few steps. ResNet learns at a rate of 1e-6, the others
+by, and makes last digits of the sums a thousand times larger in a few steps. ResNet learns at a rate of 1e-6, others
 at 1e-3: in micro-batches of four images a single ReLU that switches on another last digit is seen in the loss. At 1e-6
 the steps still change the loss by 4,000 times the bound, so a gradient that is wrong shows.
 

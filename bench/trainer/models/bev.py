@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
-from fuelrail.bench.trainer.models.staged import TensorPlans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.bench.trainer.models.settings import BevSettings
+    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 _STEM_STRIDE = 4
 

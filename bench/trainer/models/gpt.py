@@ -47,6 +47,10 @@ class Gpt(StagedModel):
         next_tokens = inputs[0][:, 1:]
         return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(next_tokens.shape)
 
+    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
+        """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
+        return hidden.transpose(1, 2)[:, None, :, None]
+
     def tensor_plans(self) -> TensorPlans:
         """Divide the vocabulary of stem and head, the tokens behind the stem, and the blocks' channels and tokens."""
         stem = {

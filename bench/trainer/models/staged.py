@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from fuelrail.bench.trainer.models.settings import ModelSettings
+
 
 class StagedModel(nn.Module, ABC):
     """``stem(*inputs)`` makes the hidden tensor, each of ``blocks`` changes it, ``head(hidden, *inputs)`` the logits.
@@ -21,6 +23,7 @@ class StagedModel(nn.Module, ABC):
     loss is the mean over the batch's real samples, so means over parts of a batch average to the mean over the batch.
     """
 
+    settings: ModelSettings
     stem: nn.Module
     blocks: nn.ModuleList
     head: nn.Module
@@ -42,7 +45,11 @@ class StagedModel(nn.Module, ABC):
 
     @abstractmethod
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
-        """Return the loss of each prediction [B, ...]: of logits [B, ...] where they are binary, else without classes."""
+        """Return the loss of each prediction [B, ...]; the shape is that of the logits, without classes."""
+
+    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the hidden tensor as maps of the images [B, N, C, h, w]."""
+        return hidden.unflatten(0, inputs[0].shape[:2])
 
     def by_sample(self, losses: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - for models that leave some out
         """Return the mean of a sample's predictions [B]."""

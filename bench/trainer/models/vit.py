@@ -9,13 +9,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
 
 from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
-from fuelrail.bench.trainer.models.staged import TensorPlans
 from fuelrail.bench.trainer.models.transformer import Block, block_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.bench.trainer.models.settings import VitSettings
+    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 
 class MultiCameraVit(OccupancyModel):
@@ -31,6 +31,11 @@ class MultiCameraVit(OccupancyModel):
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
         return camera_inputs(batch, self.settings.grid, self.settings.range_m)
+
+    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the tokens as maps of the images [B, N, C, h, w]."""
+        rows = hidden.transpose(1, 2).unflatten(2, (-1, self.settings.patches_along(inputs[0].shape[-1])))
+        return super().feature_map(rows, *inputs)
 
     def tensor_plans(self) -> TensorPlans:
         """Divide the tokens behind the stem, the blocks' channels and tokens, and the head's embedding."""
