@@ -93,9 +93,13 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Absent(msgspec.Struct, frozen=True, gc=False):
-    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as "no message"."""
+    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as "no message".
+
+    ``ref`` is what is not there, where it has a name.
+    """
 
     reason: str
+    ref: str = ""
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -158,7 +158,7 @@ class ClipRows:
                 self.report.drop(f"{channel}: {why}")
             for channel, why in refused.items() if self.missing_camera == "error" else ():
                 image = frames[at].images.get(channel)
-                named = f" '{self.files.shown}/{image.ref}'" if isinstance(image, Image) else ""
+                named = f" '{self.files.shown}/{image.ref}'" if image is not None and image.ref else ""
                 self.findings.add(
                     channel,
                     f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
