@@ -21,11 +21,12 @@ from fuelrail.sharding.sources.research.waymo.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.research.waymo.records import FieldPlace, Record, Window
+    from fuelrail.sharding.sources.files import Window
+    from fuelrail.sharding.sources.research.waymo.records import FieldPlace, Record
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
@@ -139,16 +140,15 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     """None for a camera that is not known, and for one without a picture."""
     name, offset, num_bytes, pose = 0, 0, 0, None
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
-    for field in field_places(window, place.start, place.end, _AFTER_JPEG if offset else 0):
-        if field.number == _IMAGE_NAME:
-            name = field.value
-        elif field.number == _IMAGE_JPEG:
-            offset, num_bytes = field.start, field.end - field.start
-            window.at(field.end, min(_AFTER_JPEG, place.end - field.end))
-        elif field.number == _IMAGE_POSE:
-            pose = transform(window.at(field.start, field.end - field.start))
-        elif field.number in times and field.wire == FIXED64:
-            times[field.number] = _DOUBLE.unpack(window.at(field.start, 8))[0]
+    for number, wire, value in _image_fields(window, place):
+        if number == _IMAGE_NAME and isinstance(value, int):
+            name = value
+        elif number == _IMAGE_JPEG and isinstance(value, tuple):
+            offset, num_bytes = value
+        elif number == _IMAGE_POSE and isinstance(value, bytes):
+            pose = transform(value)
+        elif number in times and wire == FIXED64 and isinstance(value, bytes):
+            times[number] = _DOUBLE.unpack(value)[0]
     if name not in CAMERAS or not num_bytes:
         return None
     if pose is None:
@@ -156,6 +156,22 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     if not times[_IMAGE_TIME] > 0:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
     return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+
+
+def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
+    """Number, wire type and value of each field of an image; of the JPEG where it is, and how long."""
+    for field in field_places(window, place.start, place.end):
+        length = field.end - field.start
+        if field.number == _IMAGE_JPEG and field.wire == BYTES:
+            yield field.number, field.wire, (field.start, length)
+            rest = place.end - field.end
+            if rest <= _AFTER_JPEG:
+                yield from fields(window.at(field.end, rest))
+                return
+        elif field.wire == VARINT:
+            yield field.number, field.wire, field.value
+        elif field.number <= _IMAGE_DONE:  # what comes behind may be large, as labels of pixels are
+            yield field.number, field.wire, window.at(field.start, length)
 
 
 def transform(data: bytes) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import opened
 from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.waymo.frame_heads import (
@@ -27,7 +28,7 @@ from fuelrail.sharding.sources.research.waymo.frame_heads import (
     read_labels,
 )
 from fuelrail.sharding.sources.research.waymo.range_images import POINT_COLUMNS, frame_points
-from fuelrail.sharding.sources.research.waymo.records import opened, records
+from fuelrail.sharding.sources.research.waymo.records import records
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
