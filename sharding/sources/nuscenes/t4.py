@@ -37,6 +37,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Sensor,
     Vector3,
     Visibility,
+    check_time,
 )
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class T4(FrameSource[T4Settings]):
         boxes = self._boxes(dataset)
         samples = sorted(self._table(dataset, "sample", SampleRecord), key=lambda record: record.timestamp)
         for sample in samples:
+            check_time(sample.timestamp, sample.token)
             images: dict[str, Image | Absent] = {}
             sweeps: dict[str, Sweep] = {}
             reference: tuple[bool, int] | None = None
