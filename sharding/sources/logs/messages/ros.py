@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
-_U32, _U32_BIG = struct.Struct("<I"), struct.Struct(">I")
-_POSE, _POSE_BIG = struct.Struct("<7d"), struct.Struct(">7d")
+_LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I", "II", "7d")) for order in ("<", ">"))
+"""What reads a u32, a stamp, and a translation with a rotation, by the order of bytes."""
+_POSE_BYTES: Final = 56
 _STAMP: Final = slice(4, 12)
 """Where the stamp of a message is that begins with one."""
 _PADDING: Final = 3
@@ -41,7 +42,7 @@ class Ros:
             step, length = cdr.u32(), cdr.u32()
             return Picture(stamp_ns, frame_id, cdr.at, length, encoding, width, height, step)
         if self._topic.type == "sensor_msgs/CompressedImage":
-            cdr.text()  # the format: free text that is often wrong
+            cdr.chars()  # the format: free text that is often wrong
         length = cdr.u32()
         return Picture(stamp_ns, frame_id, cdr.at, length)
 
@@ -134,30 +135,37 @@ class _Cdr:
 
     def __init__(self, data: Buffer) -> None:
         self._data, self.at = memoryview(data), 4
-        self._u32, self._pose = (_U32, _POSE) if self._data[1] & 1 else (_U32_BIG, _POSE_BIG)
+        self._u32, self._stamp, self._pose = _LITTLE if self._data[1] & 1 else _BIG
 
     def u32(self) -> int:
-        self.at += -self.at % 4
-        (value,) = self._u32.unpack_from(self._data, self.at)
-        self.at += 4
+        at = self.at + -self.at % 4
+        self.at = at + 4
+        (value,) = self._u32(self._data, at)
         return int(value)
 
     def text(self) -> str:
-        length = self.u32()
-        found = bytes(self._data[self.at : self.at + length])
-        self.at += length
-        return found.rstrip(b"\0").decode("utf-8", "replace")
+        return bytes(self.chars()).rstrip(b"\0").decode("utf-8", "replace")
+
+    def chars(self) -> memoryview:
+        """A text as it is, with its end mark."""
+        start = self.at + -self.at % 4 + 4
+        (length,) = self._u32(self._data, start - 4)
+        self.at = start + length
+        return self._data[start : start + length]
 
     def stamp(self) -> int:
-        return self.u32() * 1_000_000_000 + self.u32()
+        at = self.at + -self.at % 4
+        self.at = at + 8
+        seconds, rest = self._stamp(self._data, at)
+        return int(seconds * 1_000_000_000 + rest)
 
     def edge(self) -> Edge:
         """A TransformStamped."""
         stamp_ns, parent, child = self.stamp(), self.text(), self.text()
         self.at += (4 - self.at) % 8
-        x, y, z, *xyz, w = self._pose.unpack_from(self._data, self.at)
-        self.at += self._pose.size
-        return Edge(parent, child, stamp_ns, (w, *xyz), (x, y, z))  # type: ignore[arg-type] # three
+        x, y, z, qx, qy, qz, w = self._pose(self._data, self.at)
+        self.at += _POSE_BYTES
+        return Edge(parent, child, stamp_ns, (w, qx, qy, qz), (x, y, z))
 
 
 def _time_ns(time: Any) -> int:  # noqa: ANN401 - rosbags
