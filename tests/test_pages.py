@@ -13,7 +13,7 @@ from fuelrail.loaders.batch import assemble, temporal
 ROOT = Path(__file__).resolve().parents[1]
 HALLS = ("pipeline", "sharding", "loaders", "bench")
 ROOMS = sorted(page for hall in HALLS for page in (ROOT / hall).rglob("README.md"))
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "configs" / "trainers" / "README.md", *ROOMS])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "configs" / "trainers" / "README.md", *ROOMS])
 MAX_README_LINES = 95
 MAX_PICTURE_BYTES = 400_000
 
