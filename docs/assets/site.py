@@ -8,6 +8,7 @@ network.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import os
@@ -16,6 +17,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import griffe
 import msgspec
 from mkdocs.structure.files import File
 
@@ -110,9 +112,8 @@ def commands_page() -> str:
     for word in command_line._COMMANDS:  # noqa: SLF001
         text = help_text(word)
         parts.append(f"## fuelrail {word}\n\n```text\n{text}```\n")
-        subcommands = re.search(r"^  \{([\w,-]+)\}", text, re.MULTILINE)
-        for name in subcommands[1].split(",") if subcommands else ():
-            parts.append(f"### fuelrail {word} {name}\n\n```text\n{help_text(word, name)}```\n")
+        subcommands = re.findall(r"^    ([a-z]+)(?:  .*)?$", text, re.MULTILINE) if " WORD ..." in text else []
+        parts += [f"### fuelrail {word} {name}\n\n```text\n{help_text(word, name)}```\n" for name in subcommands]
     return "\n".join(parts)
 
 
@@ -145,8 +146,7 @@ def python_page() -> str:
     }
     parts = [
         "# Python\n",
-        "Every public name: `import fuelrail as fr`, then `fr.NAME`. Importing `fuelrail` imports nothing heavy; a name "
-        "is resolved when it is first used.\n",
+        "Every public name: `import fuelrail as fr`, then `fr.NAME`. A name is imported when it is first used.\n",
     ]
     for group, names in groups.items():
         parts.append(f"## {titles[group]}\n")
@@ -167,6 +167,26 @@ def reference_of(name: str) -> Iterator[str]:
         yield "| field | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(fields) + "\n"
     else:
         yield "      members: []\n" if issubclass_of_exception(value) else ""
+
+
+class PlainTypes(griffe.Extension):
+    """Shows ``Annotated[int, Meta(...)]`` as ``int``: the rest is for the checks, and its words are in the text."""
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:  # noqa: ANN401
+        """Change the annotation of an attribute that was found."""
+        attr.annotation = plain_annotation(attr.annotation)
+
+
+def plain_annotation(annotation: str | griffe.Expr | None) -> str | griffe.Expr | None:
+    """Return an annotation without `Annotated`."""
+    if isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Annotated":
+        inner = annotation.slice
+        return plain_annotation(inner.elements[0] if isinstance(inner, griffe.ExprTuple) else inner)
+    if isinstance(annotation, griffe.ExprBinOp):
+        return dataclasses.replace(
+            annotation, left=plain_annotation(annotation.left), right=plain_annotation(annotation.right)
+        )
+    return annotation
 
 
 def issubclass_of_exception(value: Any) -> bool:  # noqa: ANN401

@@ -13,7 +13,7 @@
         imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(batch)
 
 Sources: mmdetection3d 1.4, ``structures/bbox_3d/base_box3d.py`` (rows and origin of boxes),
-``datasets/transforms/transforms_3d.py`` (`ObjectRangeFilter`), ``datasets/transforms/formating.py`` (names); BEVDet,
+``datasets/transforms/transforms_3d.py`` (`ObjectRangeFilter`), `Pack3DDetInputs` (names); BEVDet,
 ``mmdet3d/datasets/pipelines/loading.py`` (`PrepareImageInputs`, `LoadAnnotationsBEVDepth`).
 """
 
@@ -35,8 +35,8 @@ class ImgInputs(NamedTuple):
     """BEVDet's ``img_inputs``, in its order; float32 but for the images.
 
     A point p of the stored image at depth d is, in the augmented ego frame of the sample,
-    ``bda @ (sensor2ego @ inverse(intrinsics) @ (d p))``. Exposure times are in ``sensor2ego`` already, so ``ego2global``
-    is the same for all cameras, and the model's own compensation between cameras changes nothing.
+    ``bda @ (sensor2ego @ inverse(intrinsics) @ (d p))``. Exposure times are in ``sensor2ego`` already, so
+    ``ego2global`` is the same for all cameras, and the model's own compensation between cameras changes nothing.
     """
 
     imgs: torch.Tensor
@@ -132,9 +132,7 @@ def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]
     return moved
 
 
-def _boxes(
-    batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _boxes(batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None) -> tuple[torch.Tensor, torch.Tensor]:
     boxes, labels = batch["gt_boxes_3d"][at], batch["gt_labels_3d"][at]
     velocity = torch.nan_to_num(batch["gt_velocity"][at][:, :2], nan=0.0)
     keep = (labels >= 0) & batch["gt_valid"][at]

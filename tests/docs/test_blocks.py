@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -42,7 +41,9 @@ def test_the_lists_name_pages_with_code() -> None:
 
 def test_blocks_are_found_with_language_title_and_heading(tmp_path) -> None:
     page = tmp_path / "page.md"
-    page.write_text('# A\n\n```text\n# no heading\n```\n\n1. item\n\n    ```python title="x.py"\n    a = 1\n\n    b = 2\n    ```\n')
+    page.write_text(
+        '# A\n\n```text\n# no heading\n```\n\n1. item\n\n    ```python title="x.py"\n    a = 1\n\n    b = 2\n    ```\n'
+    )
     text, python = blocks_of(page)
     assert text == Block("text", None, "# no heading\n", "A", 4)
     assert python == Block("python", "x.py", "a = 1\n\nb = 2\n", "A", 10)
@@ -61,10 +62,10 @@ def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:
 def test_blocks_run(page, desk, monkeypatch) -> None:
     """Names that pages use for a reader's own things are given: a model, losses, folders."""
     monkeypatch.syspath_prepend(str(desk))
-    shutil.copytree("dataset", "DATASET")
+    fr.reshard("dataset", "DATASET", splits={"train": 1.0}, workers=1)
     image = fr.ImageAugment(height=64, width=176)
-    batch = next(iter(fr.DataLoader("DATASET", batch_size=2, split="train")))
-    names = {"fr": fr, "torch": torch, "image": image, "batch": batch, "losses": torch.ones(2), "__name__": "page"}
+    batch = next(iter(fr.DataLoader("DATASET", batch_size=8)))
+    names = {"fr": fr, "torch": torch, "image": image, "batch": batch, "losses": torch.ones(8), "__name__": "page"}
     if page.name == "layers.md":
         (desk / "filler.py").write_text(
             "def fill(batch):\n"

@@ -14,7 +14,9 @@ from support.datasets import build_dataset
 from support.pages import ROOT
 
 MONITORING = ROOT / "configs" / "monitoring"
-ALERTS = [rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = [
+    rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+]
 DASHBOARD = json.loads((MONITORING / "grafana.json").read_text())
 EXPRESSIONS = [rule["expr"] for rule in ALERTS]
 EXPRESSIONS += [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]

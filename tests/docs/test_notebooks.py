@@ -36,7 +36,7 @@ def test_it_runs(path, tmp_path) -> None:
     if path.stem == "look":
         assert len(pictures) == 2 and "ego2img" in text
     if path.stem == "train":
-        assert "24 steps" in text or "12 steps" in text
+        assert "12 steps, loss" in text
     if path.stem == "waiting":
         assert len(pictures) == 1
-        assert int(re.search(r"took (\d+) times as long", text)[1]) > 1
+        assert text.count("waited ") == 2 and re.search(r"transform took \d+ times as long", text)

@@ -52,7 +52,9 @@ def test_2_load_a_batch_of_ones_own_files(desk, capsys) -> None:
 
 
 def test_2_it_takes_five_commands_or_fewer() -> None:
-    (commands,) = [b.code for b in blocks_of(GUIDES / "quickstart.md") if (b.heading, b.language) == ("Your own files", "sh")]
+    (commands,) = [
+        b.code for b in blocks_of(GUIDES / "quickstart.md") if (b.heading, b.language) == ("Your own files", "sh")
+    ]
     assert commands.startswith("pip install")
     assert len(commands.splitlines()) <= 5
 

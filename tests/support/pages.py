@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
@@ -26,7 +25,8 @@ from fuelrail.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^ *```", re.M | re.S
+    r"^(?P<indent> *)```(?P<language>\w*)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n(?P<code>.*?)^ *```",
+    re.MULTILINE | re.DOTALL,
 )
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 CHECKED_ONLY = ("eval", "torchrun")
@@ -50,7 +50,8 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
-        headings = re.findall(r"^#+ (.+)$", re.sub(r"^ *```.*?^ *```", "", text[: match.start()], flags=re.M | re.S), re.M)
+        outside = re.sub(r"^ *```.*?^ *```", "", text[: match.start()], flags=re.MULTILINE | re.DOTALL)
+        headings = re.findall(r"^#+ (.+)$", outside, re.MULTILINE)
         indent = len(match["indent"])
         code = "".join(line[indent:] if line.strip() else line for line in match["code"].splitlines(keepends=True))
         line = text[: match.start("code")].count("\n") + 1
@@ -98,10 +99,10 @@ def run_command(line: str) -> None:
     elif words[0] == "fuelrail":
         assert main(words[1:]) == 0, line
     elif words[0] == "python":
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         try:
             runpy.run_path(words[1], run_name="__main__")
         finally:
-            sys.path.remove(os.getcwd())
+            sys.path.remove(str(Path.cwd()))
     else:
         subprocess.run(line, shell=True, check=True, executable="/bin/bash")
