@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
+    from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
     from fuelrail.pipeline.errors import ChecksumError as ChecksumError
     from fuelrail.pipeline.errors import CodecError as CodecError
@@ -143,6 +144,7 @@ _PUBLIC: Final = {
     "TrainOptions": "fuelrail.bench.trainer.settings",
     # loaders
     "BadSamplePolicy": "fuelrail.loaders.schedule.bad_samples",
+    "LayerOptions": "fuelrail.loaders.schedule.layers",
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
