@@ -65,18 +65,20 @@ def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     if bda[:, :3, 3].any():
         raise ConfigError(
             "img_inputs cannot hold a translation of the ego frame: BEVDet's bda is a 3 x 3 matrix; leave "
-            "translation_std_m out of BevAugment"
+            "translate_std_m out of BevAugment"
         )
-    pixels = torch.eye(3, dtype=ida.dtype, device=ida.device).repeat(*ida.shape[:-2], 1, 1)
-    pixels[..., :2, :2], pixels[..., :2, 2] = ida[..., :2, :2], ida[..., :2, 3]
+    rotations = torch.zeros_like(ida[..., :3, :3])
+    rotations[..., :2, :2], rotations[..., 2, 2] = ida[..., :2, :2], 1.0
+    translations = torch.zeros_like(ida[..., :3, 2])
+    translations[..., :2] = ida[..., :2, 2]
     poses = batch["ego2global"] @ bda.double() if "ego2global" in batch else torch.eye(4).to(bda).expand_as(bda)
     return ImgInputs(
         imgs=batch["img"],
         sensor2ego=torch.linalg.inv(bda)[:, None] @ batch["cam2keyego"],
         ego2global=poses.float()[:, None].expand_as(batch["cam2keyego"]).contiguous(),
-        intrinsics=torch.linalg.inv(pixels) @ batch["intrinsics"],
-        post_rotations=ida[..., :3, :3].contiguous(),
-        post_translations=ida[..., :3, 3].contiguous(),
+        intrinsics=torch.linalg.inv(ida[..., :3, :3]) @ batch["intrinsics"],
+        post_rotations=rotations,
+        post_translations=translations,
         bda=bda[:, :3, :3].contiguous(),
     )
 
@@ -151,6 +153,8 @@ def _facts(batch: Mapping[str, Any], at: int, box_frame: BoxFrame) -> dict[str, 
     cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
     cam2img[:, :3, :3] = batch["intrinsics"][at].cpu()
     lidar2img = batch[f"{box_frame}2img"][at].cpu()
+    moved = batch["ida_mat"][at].cpu().clone()
+    moved[:, :2, 3], moved[:, :2, 2] = moved[:, :2, 2], 0.0  # there it acts on (u, v, 0, 1)
     return {
         "sample_idx": batch["sample_key"][at],
         "img_shape": (height, width),
@@ -158,7 +162,7 @@ def _facts(batch: Mapping[str, Any], at: int, box_frame: BoxFrame) -> dict[str, 
         "cam2img": cam2img.numpy(),
         "lidar2img": lidar2img.numpy(),
         "lidar2cam": (torch.linalg.inv(cam2img) @ lidar2img).numpy(),
-        "img_aug_matrix": batch["ida_mat"][at].cpu().numpy(),
+        "img_aug_matrix": moved.numpy(),
         "lidar_aug_matrix": batch["bda_mat"][at].cpu().numpy(),
     }
 
