@@ -11,7 +11,7 @@ import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
-from fuelrail.sharding.demo.painter import NEAR_M
+from fuelrail.sharding.demo.camera import NEAR_M
 from fuelrail.sharding.demo.poses import inverse, stream
 from fuelrail.sharding.demo.raster import clip_depth
 from fuelrail.sharding.sources.nuscenes.channels import channel_file

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.sharding.demo.painter import unit2global
 from fuelrail.sharding.demo.poses import inverse, stream
 from fuelrail.sharding.demo.raster import normal_of
 from fuelrail.sharding.demo.shapes import shape_of
@@ -43,8 +42,8 @@ def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32
     reflectance = np.full(ranges.shape, 11.0)
     for solid in solids:
         base = _REFLECTANCE.get(solid.kind, 14.0 + 26.0 * (sum(solid.colour) / 765.0))
-        unit2lidar = global2lidar @ unit2global(solid)
-        for part in shape_of(solid.kind).bodies:
+        unit2lidar = global2lidar @ solid.unit2global()
+        for part in shape_of(solid.kind):
             _hit(part, unit2lidar, rays, ranges, reflectance, base)
     shape = ranges.shape
     noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)

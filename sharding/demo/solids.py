@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TRUNK_WIDTH_M: Final = 0.3
 CROWN_BASE_M: Final = 3.9  # above every parked vehicle
+INSET_M: Final = 0.02  # as annotators leave a little room
 _REACH_M: Final = 130.0
 
 
@@ -48,6 +49,21 @@ class Solid:
         half = self.size_lwh[2] / 2.0
         return np.concatenate(
             [np.column_stack([base, np.full(4, self.centre[2] + side * half)]) for side in (-1.0, 1.0)]
+        )
+
+    def unit2global(self) -> NDArray[np.float64]:
+        """Unit box coordinates of its shape to global, (4, 4); annotated ones stay a little inside their boxes."""
+        inset = INSET_M if self.actor >= 0 else 0.0
+        length, width, height = (size - 2.0 * inset for size in self.size_lwh)
+        c, s = math.cos(self.yaw_rad), math.sin(self.yaw_rad)
+        x, y, z = self.centre
+        return np.array(
+            [
+                [c * length, -s * width, 0.0, x],
+                [s * length, c * width, 0.0, y],
+                [0.0, 0.0, height, z - height / 2.0],
+                [0, 0, 0, 1],
+            ]
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import cv2
 import numpy as np
 
-from fuelrail.sharding.demo.painter import NEAR_M, unit2global
+from fuelrail.sharding.demo.camera import NEAR_M
 from fuelrail.sharding.demo.poses import inverse
 from fuelrail.sharding.demo.raster import clip_depth
 from fuelrail.sharding.demo.shapes import shape_of
@@ -83,9 +83,9 @@ def _silhouettes(
     solid: Solid, camera: Camera, global2cam: NDArray[np.float64], scale: float
 ) -> list[NDArray[np.int32]]:
     # Convex polygons (M, 2) of whole pixels of the small picture; none where the solid is out of it.
-    unit2cam = global2cam @ unit2global(solid)
+    unit2cam = global2cam @ solid.unit2global()
     polygons = []
-    for part in shape_of(solid.kind).bodies:
+    for part in shape_of(solid.kind):
         vertices = part.vertices @ unit2cam[:3, :3].T + unit2cam[:3, 3]
         if (vertices[:, 2] < NEAR_M).all():
             continue

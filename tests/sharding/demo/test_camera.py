@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from fuelrail.sharding.demo.painter import render
+from fuelrail.sharding.demo.camera import render
 from fuelrail.sharding.demo.poses import inverse
 from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
