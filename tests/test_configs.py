@@ -8,7 +8,7 @@ import pytest
 
 from fuelrail.bench.measure.accelerator import load_profile
 from fuelrail.bench.planner.hardware import load_cluster
-from fuelrail.bench.planner.plan import Scenario
+from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import load_yaml
 from fuelrail.pipeline.transforms.ego import BevAugment

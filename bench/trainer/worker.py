@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, peak_tflops
-from fuelrail.bench.measure.link import link_of
 from fuelrail.bench.measure.processes import storage_bytes_read
 from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
