@@ -31,6 +31,7 @@ USABLE = 0.9
 FP32 = 4
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
+_BUCKET_BYTES = 25 << 20
 _BACKWARD = 2 / 3  # share of a micro-batch behind which DDP's buckets hide
 
 
@@ -202,6 +203,11 @@ def cached_shape(
     return _shape(model, settings, degrees, inputs, rank, precision)
 
 
+def buckets(gradient_bytes: int) -> int:
+    """Return the number of DDP's buckets, as the trainer sizes them: of 25 MiB, and four at least."""
+    return max(4, -(-gradient_bytes // _BUCKET_BYTES))
+
+
 def peak(stages: list[Shape]) -> int:
     """Return the largest peak of all stages."""
     return max(shape.peak_bytes for shape in stages)
@@ -234,9 +240,12 @@ def _work(settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: 
         micro_batches=count,
         bubble=bubble(degrees.pp, count),
         step_data_bytes=sent("dp_"),
-        step_collectives=sum(one.count for one in shape.collectives if one.axis.startswith("dp_")),
+        step_collectives=buckets(shape.parameters * FP32)
+        if not sharded and degrees.data > 1 and not degrees.composed
+        else sum(one.count for one in shape.collectives if one.axis.startswith("dp_")),
         step_data_reach=degrees.data * degrees.tp,
         step_data_stride=degrees.tp,
         step_hidden=1.0 if sharded else _BACKWARD / count,
+        step_buckets=0 if sharded or degrees.data == 1 or degrees.composed else buckets(shape.parameters * FP32),
         step_state_bytes=state,
     )
