@@ -9,6 +9,7 @@ from fuelrail.loaders.distributed import mesh_world
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.loaders.loader import DataLoader
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
+from fuelrail.loaders.schedule.layers import LayerOptions
 from fuelrail.pipeline.order.batching import World
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -33,6 +34,7 @@ __all__ = [
     "FrameWindow",
     "ImageAugment",
     "IterableView",
+    "LayerOptions",
     "LoaderStats",
     "Mix",
     "Normalize",

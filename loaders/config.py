@@ -19,7 +19,6 @@ from fuelrail.loaders.decode.protocol import DaliOptions
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy
 from fuelrail.loaders.storage import BACKENDS, Backend
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.format.layers import Missing  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.order.spec import OrderSpec  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.settings import (
@@ -148,7 +147,7 @@ _DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
 
 
 class Transforms(Settings, frozen=True):
-    """How stored samples become tensors: size, augmentation, decoding, frame of reference.
+    """How stored samples become tensors: what of them, size, augmentation, decoding, frame of reference.
 
     Fields that hold settings may also be given as a dict, or as the path of a YAML file.
 
@@ -159,6 +158,9 @@ class Transforms(Settings, frozen=True):
             with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
+        points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
+        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
+            out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
         undistort: remove the lens distortion while decoding; None: images as stored, with ``dist`` in the batch.
         normalize: convert ``img`` to floating point on the batch's device; None: uint8.
         decoder: "turbo" (libjpeg-turbo), "pillow" (exact antialiasing), "dali" (whole batches; on the loader's
@@ -179,6 +181,10 @@ class Transforms(Settings, frozen=True):
     )
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
+    points: Annotated[
+        bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
+    ] = False
+    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")] = None
     undistort: Undistort | None = None
     normalize: Normalize | None = None
     decoder: Annotated[str, must_be("a decoder's name, such as 'auto'")] = "auto"
@@ -194,6 +200,8 @@ class Transforms(Settings, frozen=True):
         """Read dicts and files of settings; refuse values that are not allowed."""
         resolve_fields(self)
         check_types(self, ConfigError)
+        if self.channels is not None:
+            msgspec.structs.force_setattr(self, "channels", tuple(self.channels))
         if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
             raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
 
@@ -216,7 +224,10 @@ class Transforms(Settings, frozen=True):
         return self.static
 
     def content(self) -> dict[str, Any]:
-        """Return what decides the content of a sample, by name; an augmentation that draws nothing is None."""
+        """Return what decides the content of a sample, by name, but for the channels.
+
+        An augmentation that draws nothing is None.
+        """
         return {
             "image": self.image if self.camera_groups is None else None,
             "camera_groups": self.camera_groups,
@@ -225,6 +236,7 @@ class Transforms(Settings, frozen=True):
             "undistort": self.undistort,
             "normalize": self.normalize,
             "box_frame": self.box_frame,
+            "points": self.points,
             "two_views": self.two_views,
         }
 
@@ -299,12 +311,7 @@ class Arguments(Settings, frozen=True, kw_only=True):
     split: Annotated[str, Meta(min_length=1), must_be("a split's name, such as 'train'")]
     mix: Annotated[dict[str, Annotated[int, Meta(ge=1)]] | None, _RATIOS]
     window: FrameWindow | None
-    points: Annotated[
-        bool | PointSweeps, must_be("True, False, a PointSweeps, a dict of its fields, or a YAML file's path")
-    ]
-    channels: Annotated[tuple[str, ...] | None, must_be("a list of names of channels, or None")]
     layers: Any
-    missing: Annotated[Missing, must_be("one of error, mask, drop")]
     transforms: Transforms
     transform: Any
     storage: StorageOptions

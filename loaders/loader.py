@@ -35,7 +35,7 @@ from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from types import TracebackType
     from typing import Never
 
@@ -49,11 +49,9 @@ if TYPE_CHECKING:
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.layers import Missing
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.runtime.stages import Observer, Pipeline, Stage
-    from fuelrail.pipeline.transforms.points import PointSweeps
 
     Fields = Mapping[str, Any] | str | os.PathLike[str]
     """Settings as a dict of their fields, or as the path of a YAML file."""
@@ -78,8 +76,8 @@ class DataLoader:
     The content of a step's batch depends on the dataset, ``order`` (or ``shuffle`` and ``seed``), the epoch, the global
     batch size and the step. It does not depend on ranks, threads or timing.
 
-    Wherever settings are taken (``order``, ``window``, ``points``, ``transforms``, ``storage``, ``bad_samples``, a
-    `Budget`), a dict of their fields or the path of a YAML file is taken too.
+    Wherever settings are taken (``order``, ``window``, ``transforms``, ``storage``, ``bad_samples``, a `Budget`), a
+    dict of their fields or the path of a YAML file is taken too.
 
     Args:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
@@ -101,13 +99,11 @@ class DataLoader:
             (:mod:`fuelrail.pipeline.order.mix`); with a global batch that is a multiple of their sum, in every batch.
         window: temporal window, a `FrameWindow`, such as ``{"frames": [-2, -1, 0]}``. What belongs to a frame gets a T
             axis after B (:mod:`fuelrail.loaders.batch.temporal`). None: each sample is one frame.
-        points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
-        channels: names of further channels of the dataset's table (:mod:`fuelrail.loaders.batch.channels`). Those left
-            out are not decoded, and a sample is fetched up to the last one selected. None: those of the layers.
         layers: layers by name, ``{"teacher": PATH_OR_URL}``; of a mix by dataset and name. Their channels and
-            attributes are called ``teacher.logits``.
-        missing: where a layer has no row for a sample: ``"error"``, ``"mask"`` or ``"drop"`` the sample from the order.
-        transforms: image size, augmentation, decoder, normalization, frame of the boxes.
+            attributes are called ``teacher.logits``. A `LayerOptions` also says what to do with samples that the layer
+            has no row for.
+        transforms: what becomes of a sample: image size, augmentation, lidar points and other channels, decoder,
+            normalization, frame of the boxes.
         transform: called with each sample, a dict like a batch without the B axis, and its ``seed``; returns what goes
             into the batch. It runs in threads of this process: restrict it to numpy and torch
             (:mod:`fuelrail.loaders.batch.user`).
@@ -145,10 +141,7 @@ class DataLoader:
         split: str = "train",
         mix: Mapping[str, int] | None = None,
         window: FrameWindow | Fields | None = None,
-        points: bool | PointSweeps | Fields = False,
-        channels: Sequence[str] | None = None,
         layers: Mapping[str, Any] | None = None,
-        missing: Missing = "error",
         transforms: Transforms | Fields = DEFAULT_TRANSFORMS,
         transform: Callable[[dict[str, Any]], Any] | None = None,
         storage: StorageOptions | Fields = DEFAULT_STORAGE,
@@ -173,7 +166,7 @@ class DataLoader:
         self.dataset = next(iter(self.datasets.values()))
         """The dataset; of a mix the first one, whose rig and classes all others share."""
         self.order = options.order or OrderSpec(kind="shuffled" if shuffle else "sequential", seed=options.seed)
-        points_of, *_ = [choose_points(one, options.points) for one in self.datasets.values()]
+        points_of, *_ = [choose_points(one, options.transforms.points) for one in self.datasets.values()]
         self._supply, self._batching = _choose_samples(options, self.datasets, self.order, points_of, self.world)
         sources, where = self._supply.sources, self._supply.where
         self._look_ahead_bytes = options.storage.look_ahead_bytes or max(
@@ -183,7 +176,7 @@ class DataLoader:
         transfer = make_transfer(device, options.transforms.normalize, pinned=pin_memory is not False)
         self._make = make_batch_pipeline(options, points_of, sources, self._bad, transfer)
         chosen = [channel.name for channel in self._make.channels.channels] or None
-        content = sample_settings(options.seed, **options.transforms.content(), points=options.points, channels=chosen)
+        content = sample_settings(options.seed, **options.transforms.content(), channels=chosen)
         self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
         self._num_images = where.frames * len(self._make.cameras)
         axes = () if self._window is None else (where.frames,)
@@ -269,8 +262,8 @@ class DataLoader:
         """Continue after a saved state, on any number of ranks; the next iteration starts there.
 
         ``strict=False`` accepts a state that was saved with another seed or other settings of the samples' content
-        (``transforms``, ``points``). Raises StateMismatchError, with both sides, for these
-        otherwise, and always for a state of another dataset, split, order or version.
+        (``transforms``). Raises StateMismatchError, with both sides, for these otherwise, and always for a state of
+        another dataset, split, order or version.
         """
         decoded = decode_state(state, self._identity, strict=strict)
         self.close()
@@ -390,15 +383,15 @@ def _choose_samples(
     options: Arguments, datasets: Mapping[str, Dataset], order: OrderSpec, points: Points, world: World
 ) -> tuple[Schedule, Batching]:
     """Compile the order and open the storages; split the order into steps."""
-    storage, is_mix = options.storage, options.mix is not None
+    storage, transforms, is_mix = options.storage, options.transforms, options.mix is not None
     opening = {"storage_options": storage.options, "cache_dir": storage.cache_dir, "retry": storage.retry}
-    layers = open_layers(datasets, options.layers, options.missing, opening, is_mix=is_mix)
-    check_views(layers, options.seed, options.transforms.content(), is_mix=is_mix, window=options.window)
+    layers = open_layers(datasets, options.layers, opening, is_mix=is_mix)
+    check_views(layers, options.seed, transforms.content(), is_mix=is_mix, window=options.window)
     global_batch = options.batch_size * world.size
     choice = ScheduleRequest(
         datasets, options.mix, options.split, order, options.window,
         points=points.lidar is not None, sweeps=points.accumulation is not None,
-        channels={name: choose_channels(one, options.channels, layers[name]) for name, one in datasets.items()},
+        channels={name: choose_channels(one, transforms.channels, layers[name]) for name, one in datasets.items()},
         layers=layers,
     )  # fmt: skip
     supply = make_schedule(
@@ -415,7 +408,7 @@ def _choose_samples(
         global_batch=global_batch,
         drop_last=options.drop_last,
     )
-    if options.transforms.box_frame == "lidar":
+    if transforms.box_frame == "lidar":
         require_lidar(supply.sources)
     return supply, Batching(supply.where.epoch_length, global_batch, world, drop_last=options.drop_last)
 

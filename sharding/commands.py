@@ -21,7 +21,9 @@ ARROW_POOL: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment in which Arrow frees memory at once: its own pool keeps tens of megabytes of a long run's scan."""
 
 _DATASET: Final = "folder or URL of a Fuelrail dataset"
-_OUT: Final = "output folder, or URL such as s3://bucket/prefix: new, empty, or with an unfinished run to resume"
+_OUT: Final = (
+    "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished run to resume"
+)
 
 
 def _choose_arrow_pool() -> None:

@@ -37,8 +37,8 @@ name                 shape, dtype                 meaning
 ``gt_velocity``      list of [M, 3] float32       m/s over ground, axes of the boxes' frame, NaN unknown
 ``gt_valid``         list of [M] bool             has lidar or radar points, or unknown
 ``instance_id``      list of [M] int64            track
-``points``           list of [P, C] float32       first lidar, its own frame and columns (with ``points=True``); with
-                                                  several sweeps (``points=PointSweeps(...)``) ``dt_s``, the seconds
+``points``           list of [P, C] float32       first lidar (``Transforms(points=True)``), its own columns and frame;
+                                                  of several sweeps (`PointSweeps`) ``dt_s``, the seconds
                                                   since each was measured, stands in the place of ``ring`` or last
 ``sample_key``       list of str
 ``clip_id``          list of str

@@ -74,7 +74,7 @@ def choose_channels(dataset: Dataset, names: Sequence[str] | None, layers: Seque
         if channel not in manifest.extra_channels and channel not in joined:
             raise ConfigError(
                 f"channels={list(names)}: '{channel.name}' is not selected by name; cameras and boxes are in every "
-                "batch, and points=True adds the first lidar's points"
+                "batch, and Transforms(points=True) adds the first lidar's points"
             )
         entries = {channel.name, f"{channel.name}_valid"}
         if clash := sorted(entries & taken):

@@ -27,7 +27,7 @@ name                     shape, dtype                 meaning
 ``img_timestamp_ns``     [B, T, N] int64              each camera's exposure
 ``frame_valid``          [B, T] bool                  False: the clip has no such frame, another stands in for it
 ``frame_global_index``   [B, T] int64                 row of the dataset's index that is shown
-``points``               list of T of [P, C] float32  a list for each sample (with ``points=True``)
+``points``               list of T of [P, C] float32  a list for each sample (``Transforms(points=True)``)
 ======================== ============================ ========================================================
 
 Where the clip has no such frame, ``pad`` decides (`fuelrail.pipeline.order.windows`): another frame is shown in its

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from fuelrail.loaders.schedule.state import sample_settings, settings_that_differ
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.format.layers import Layer, open_layer
+from fuelrail.pipeline.format.layers import Layer, Missing, open_layer
+from fuelrail.pipeline.settings import PathText, Settings, as_settings, check_types, must_be, resolve_fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.format.layers import Missing
     from fuelrail.pipeline.order.windows import FrameWindow
 
 Layers = Mapping[str, "tuple[Layer, ...]"]
@@ -22,18 +23,39 @@ Layers = Mapping[str, "tuple[Layer, ...]"]
 _OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views")
 """What decides the view of a sample: settings that only change dtypes or frames of reference are not among them."""
 
+_FORM: Final = 'layers={!r:.200} must map names to folders, URLs or LayerOptions: {{"teacher": PATH}}'
+
+
+class LayerOptions(Settings, frozen=True):
+    """A layer of a loader.
+
+    Attributes:
+        path: folder or URL of the layer.
+        missing: where the layer has no row for a sample: ``"error"`` when the loader is made, ``"mask"`` the value in
+            the batch, or ``"drop"`` the sample from the order.
+
+    Raises ConfigError for values that are not allowed.
+    """
+
+    path: Annotated[PathText, must_be("a folder or a URL")]
+    missing: Annotated[Missing, must_be("one of error, mask, drop")] = "error"
+
+    def __post_init__(self) -> None:
+        resolve_fields(self)
+        check_types(self, ConfigError)
+
 
 def open_layers(
     datasets: Mapping[str, Dataset],
     given: Mapping[str, Any] | None,
-    missing: Missing,
     opening: Mapping[str, Any],
     *,
     is_mix: bool,
 ) -> Layers:
-    """Open the layers of the datasets; ``given`` maps names to places, of a mix dataset names to such maps.
+    """Open the layers of the datasets.
 
-    ``opening`` are the keywords of `open_layer`.
+    ``given`` maps names to places or to `LayerOptions`; of a mix, dataset names to such maps. ``opening`` are the
+    keywords of `open_layer`.
 
     Raises ConfigError for what is not such a map, and what `open_layer` raises.
     """
@@ -49,12 +71,18 @@ def open_layers(
     for name, base in datasets.items():
         of_one = by_dataset.get(name, {})
         if not isinstance(of_one, Mapping):
-            raise ConfigError(f'layers={given!r:.200} must map names to folders or URLs: {{"teacher": PATH}}')
+            raise ConfigError(_FORM.format(given))
         found = []
         for layer, place in of_one.items():
-            if not isinstance(layer, str) or not (isinstance(place, str) or hasattr(place, "__fspath__")):
-                raise ConfigError(f'layers={given!r:.200} must map names to folders or URLs: {{"teacher": PATH}}')
-            found.append(open_layer(layer, place, base, missing, **opening))
+            if not isinstance(layer, str):
+                raise ConfigError(_FORM.format(given))
+            if isinstance(place, LayerOptions | Mapping):
+                options = as_settings(place, LayerOptions, f"layers['{layer}']")
+            elif isinstance(place, str | os.PathLike):
+                options = LayerOptions(place)
+            else:
+                raise ConfigError(_FORM.format(given))
+            found.append(open_layer(layer, options.path, base, options.missing, **opening))
         opened[name] = tuple(found)
     return opened
 

@@ -51,7 +51,8 @@ class LayerPart(NamedTuple):
         if number == NO_ROW:
             if self.layer.missing == "error":
                 raise OrderError(
-                    f"layer '{self.layer.name}' has no value for sample '{key}'; missing='mask' marks it in the batch"
+                    f"layer '{self.layer.name}' has no value for sample '{key}'; "
+                    "LayerOptions(missing='mask') marks it in the batch"
                 )
             return None
         row = self.layer.data.index.row(number)

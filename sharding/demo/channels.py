@@ -12,10 +12,11 @@ import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import crossings
-from fuelrail.sharding.demo.painter import NEAR_M, unit2global
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.sharding.demo.picture.raster import NEAR_M
+from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.rig import stream
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
@@ -111,10 +112,10 @@ def depth_map(camera: Camera, cam2global: NDArray[np.float64], solids: list[Soli
     down = np.tensordot(cam2global[2, :3], rays, 1)
     with np.errstate(divide="ignore"):
         depth = np.where(down < -1e-6, -cam2global[2, 3] / down, np.inf)
-    global2cam = inverse(cam2global)
+    global2cam = invert_rigid(cam2global)
     for solid in solids:
-        unit2cam = global2cam @ unit2global(solid)
-        for part in shape_of(solid.kind).bodies:
+        unit2cam = global2cam @ solid.unit2global()
+        for part in shape_of(solid.kind):
             vertices = part.vertices @ unit2cam[:3, :3].T + unit2cam[:3, 3]
             window = _window(vertices, camera, (height, width))
             enter, leave, _ = crossings(part, vertices, rays[:, *window])
@@ -138,7 +139,7 @@ def _window(vertices: NDArray[np.float64], camera: Camera, shape: tuple[int, int
 
 def radar_points(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (P, 7) as `RADAR` has them, on the upright sides of the actors' boxes, in ego at ``capture_us``."""
-    global2ego = inverse(clip.ego2global(capture_us))
+    global2ego = invert_rigid(clip.ego2global(capture_us))
     draw = stream("radar", clip.name, capture_us)
     rows = []
     now_s = clip.seconds(capture_us)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.sharding.demo.painter import unit2global
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.raster import normal_of
-from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.picture.raster import normal_of
+from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.shapes import Part
+    from fuelrail.sharding.demo.picture.shapes import Part
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 
@@ -34,7 +34,7 @@ _REFLECTANCE: Final = {"building": 18.0, "tree": 9.0, "crown": 7.0, "post": 30.0
 def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
-    global2lidar = inverse(lidar2global)
+    global2lidar = invert_rigid(lidar2global)
     rays = _rays()
     down = lidar2global[2, :3] @ rays.reshape(3, -1)
     with np.errstate(divide="ignore"):
@@ -43,8 +43,8 @@ def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32
     reflectance = np.full(ranges.shape, 11.0)
     for solid in solids:
         base = _REFLECTANCE.get(solid.kind, 14.0 + 26.0 * (sum(solid.colour) / 765.0))
-        unit2lidar = global2lidar @ unit2global(solid)
-        for part in shape_of(solid.kind).bodies:
+        unit2lidar = global2lidar @ solid.unit2global()
+        for part in shape_of(solid.kind):
             _hit(part, unit2lidar, rays, ranges, reflectance, base)
     shape = ranges.shape
     noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)

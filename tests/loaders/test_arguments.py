@@ -60,7 +60,6 @@ WRONG = [
     ("num_workers", 0, "it is the number of threads that decode in this process, not of worker processes"),
     ("prefetch_factor", None, "an integer >= 1"),
     ("pin_memory", "yes", "True, False or None"),
-    ("points", 3, "True, False, a PointSweeps"),
     ("transforms", None, f"a Transforms, {SETTINGS}"),
     ("transforms", Budget(cpus=2), f"a Transforms, {SETTINGS}"),
     ("storage", 3, f"a StorageOptions, {SETTINGS}"),
@@ -93,6 +92,8 @@ FIELDS = [
     ("transforms", "normalize", True, f"must be a Normalize, {SETTINGS}, or None"),
     ("transforms", "decoder", 3, "must be a decoder's name"),
     ("transforms", "box_frame", "global", "must be one of ego, lidar"),
+    ("transforms", "points", 3, "must be True, False, a PointSweeps"),
+    ("transforms", "channels", "radar", "must be a list of names of channels, or None"),
     ("num_workers", "cpus", 0, "must be an integer >= 1, or None"),
     ("num_workers", "memory_bytes", "1GB", "must be a number of bytes"),
     ("storage", "verify", "yes", "must be True or False"),
@@ -133,7 +134,7 @@ def test_a_wrong_field_is_named_in_a_dict_and_in_the_struct(root, name, field, v
         ({"transforms": "nowhere.yaml"}, "config file 'nowhere.yaml' cannot be read"),
         ({"transforms": {"image": "nowhere.yaml"}}, "transforms.image may be an ImageAugment, a dict"),
         ({"order": "lanes"}, "order may be an OrderSpec, a dict of its fields, or the path of a YAML file"),
-        ({"points": {"sweeps": 3}}, "did you mean 'num_sweeps'?"),
+        ({"transforms": {"points": {"sweeps": 3}}}, "did you mean 'num_sweeps'?"),
     ],
 )
 def test_wrong_dicts_and_files_say_what_is_meant(root, arguments, words):
@@ -182,10 +183,10 @@ def test_device_and_world_are_checked_where_they_are_used(root):
             DataLoader(root, 2, device=device, world=World())
 
 
-def test_there_are_25_arguments_torchs_first_and_all_are_checked():
+def test_there_are_22_arguments_torchs_first_and_all_are_checked():
     names = [name for name in inspect.signature(DataLoader).parameters if name != "unknown"]
     assert names == list(Arguments.__struct_fields__)
-    assert len(names) == 25
+    assert len(names) == 22
     torchs = ["dataset", "batch_size", "shuffle", "seed", "drop_last", "num_workers", "prefetch_factor", "pin_memory"]
     assert names[: len(torchs) + 1] == [*torchs, "collate_fn"]
 
@@ -224,7 +225,7 @@ def test_settings_may_be_structs_dicts_or_files(root, tmp_path):
     assert made(order=tmp_path / "order.yaml").order == made(order={"kind": "sequential"}).order
     assert made(order=OrderSpec(kind="sequential")).order == OrderSpec(kind="sequential")
     assert made(window={"frames": [-1, 0]}).window == FrameWindow(frames=(-1, 0))
-    assert made(points={"num_sweeps": 1}).points == PointSweeps(num_sweeps=1)
+    assert made(transforms={"points": {"num_sweeps": 1}}).transforms.points == PointSweeps(num_sweeps=1)
     assert made(num_workers={"cpus": 2}).budget == Budget(cpus=2)
     assert made(num_workers="auto").budget == Budget()
     assert made(num_workers=2).budget is None

@@ -109,7 +109,9 @@ AUGMENTED = Transforms(
 
 def loader(root: Any, size: int = 4, **options: Any) -> DataLoader:
     options = {"channels": NAMES, "transforms": PLAIN, "shuffle": False, "num_workers": 2, **options}
-    return DataLoader(root, size, world=World(), **options)
+    chosen = {name: options.pop(name) for name in ("channels", "points") if name in options}
+    transforms = msgspec.structs.replace(options.pop("transforms"), **chosen)
+    return DataLoader(root, size, world=World(), transforms=transforms, **options)
 
 
 def batches(made: DataLoader) -> list[dict[str, Any]]:

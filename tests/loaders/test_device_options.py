@@ -68,6 +68,7 @@ CHANNELS = [
     ),
 ]
 
+POINTS = {"transforms": {"image": IMAGE, "points": True}}
 # Name of the option: what it is set to, each a case. `DATASET` and `FRAMES` stand for what is made in the test.
 CASES: dict[str, list[dict[str, Any]]] = {
     "shuffle": [{"shuffle": False}],
@@ -81,10 +82,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "split": [{"split": "train"}],
     "mix": [{"mix": {"a": 2, "b": 1}}],
     "window": [{"window": {"frames": [-1, 0]}}, {"window": {"frames": [-2, 0]}, "transform": brightened}],
-    "channels": [{"channels": ["score", "radar"]}, {"channels": ["score"], "transform": brightened}],
-    "layers": [{"layers": ["teacher"]}, {"layers": ["teacher"], "transform": brightened}],
-    "missing": [{"layers": ["partial"], "missing": missing} for missing in ("mask", "drop")],
-    "points": [{"points": True}, {"points": {"num_sweeps": 1}}],
+    "layers": [
+        {"layers": {"teacher": {}}},
+        {"layers": {"teacher": {}}, "transform": brightened},
+        *({"layers": {"partial": {"missing": missing}}} for missing in ("mask", "drop")),
+    ],
     "transform": [{"transform": brightened}, {"transform": changed_in_place}],
     "storage": [{"storage": "pread"}, {"storage": {"verify": False}}],
     "bad_samples": [{"bad_samples": {"on_error": "substitute", "max_bad": 20}}],
@@ -99,7 +101,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"camera_groups": GROUPS, "static": True, "two_views": True}},
     ],
     "transforms.pixels": [{"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}],
-    "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO}, "points": True}],
+    "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO, "points": True}}],
+    "transforms.points": [POINTS, {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}}],
+    "transforms.channels": [
+        {"transforms": {"image": IMAGE, "channels": ["score", "radar"]}},
+        {"transforms": {"image": IMAGE, "channels": ["score"]}, "transform": brightened},
+    ],
     "transforms.undistort": [{"transforms": {"image": IMAGE, "undistort": Undistort()}}],
     "transforms.normalize": [
         {"transforms": {"image": IMAGE, "normalize": Normalize()}},
@@ -109,7 +116,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "transforms.dali": [{"transforms": {"image": IMAGE, "dali": {"check_every": 1}}}],
     "transforms.static": [
         {"transforms": {"image": IMAGE, "static": True}},
-        {"transforms": {"image": IMAGE, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}, "points": True},
+        {"transforms": {"image": IMAGE, "points": True, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}},
         {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
     ],
     "transforms.two_views": [
@@ -165,8 +172,8 @@ def arguments(roots, case: dict[str, Any], decoder: str, device: Any) -> dict[st
     given["transforms"] = Transforms(**{**given["transforms"], "decoder": decoder})
     root: Any = {name: roots / name for name in case["mix"]} if "mix" in case else roots / "a"
     if "layers" in case:
-        given["layers"] = {name: roots / name for name in case["layers"]}
-    if "channels" in case:
+        given["layers"] = {name: {"path": roots / name, **options} for name, options in case["layers"].items()}
+    if given["transforms"].channels:
         root = roots / "channels"
     if case.get("bad_samples"):
         root = roots / "bad"
@@ -235,7 +242,7 @@ def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) 
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
 def test_a_consumer_on_a_stream_of_its_own_is_served(decoder, roots, cuda):
     with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
-        assert consume(DataLoader(**arguments(roots, {"points": True}, decoder, "cuda")))
+        assert consume(DataLoader(**arguments(roots, POINTS, decoder, "cuda")))
 
 
 def broken(monkeypatch, what: str) -> None:
@@ -266,7 +273,7 @@ COPIES_A_BATCH = 3
 
 
 @pytest.mark.parametrize("decoder", ["turbo", DALI])
-@pytest.mark.parametrize("case", [{}, {"points": True}, {"window": {"frames": [-1, 0]}, "points": True}])
+@pytest.mark.parametrize("case", [{}, POINTS, {"window": {"frames": [-1, 0]}, **POINTS}])
 def test_f14_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
     read = consume(DataLoader(**arguments(roots, case, decoder, "cuda")))
     ahead = 8  # batches that the loader has made for the epoch that nobody asked for
@@ -276,9 +283,9 @@ def test_f14_a_batch_takes_few_copies_to_the_device(case, decoder, roots, cuda):
 @needs_dali
 @pytest.mark.slow
 def test_f15_the_host_pins_no_images_where_the_device_decodes(roots, cuda):
-    consume(DataLoader(**arguments(roots, {"points": True}, "turbo", "cuda")))
+    consume(DataLoader(**arguments(roots, POINTS, "turbo", "cuda")))
     with_images = cuda.pinned_bytes
-    consume(DataLoader(**arguments(roots, {"points": True}, "dali", "cuda")))
+    consume(DataLoader(**arguments(roots, POINTS, "dali", "cuda")))
     image_bytes = BATCH * 2 * 3 * IMAGE.height * IMAGE.width
     assert with_images >= image_bytes
     assert cuda.pinned_bytes - with_images < image_bytes

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from fuelrail.loaders import DataLoader
 from fuelrail.loaders.config import Transforms
-from fuelrail.loaders.schedule.layers import view_settings
+from fuelrail.loaders.schedule.layers import LayerOptions, view_settings
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, OrderError, StateMismatchError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.layers import LayerView
@@ -43,8 +45,11 @@ def part(base):
     return write_layer(base, base.parent / "part", PRESENT)
 
 
-def make(base, layers, **options):
-    return DataLoader(base, 4, transforms=SMALL, layers=layers, **{"num_workers": 1, **options})
+def make(base, layers, missing=None, channels=None, **options):
+    transforms = msgspec.structs.replace(SMALL, channels=channels)
+    if missing is not None:
+        layers = {name: LayerOptions(path, missing) for name, path in layers.items()}
+    return DataLoader(base, 4, transforms=transforms, layers=layers, **{"num_workers": 1, **options})
 
 
 def check(batch, name="t", present=range(12)) -> list[int]:
@@ -90,6 +95,20 @@ def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
         assert sorted(row for batch in loader for row in check(batch)) == [*PRESENT]
     with make(base, {"t": part}, order=OrderSpec(filter="t.loss >= 0")) as loader:  # what is left has rows
         assert sorted(row for batch in loader for row in check(batch)) == [*PRESENT]
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ({"t": 3}, "layers={'t': 3} must map names to folders, URLs or LayerOptions"),
+        ("teacher", "layers='teacher' must map names"),
+        ({"t": {"path": "x", "fill": "mask"}}, "'top level': Object contains unknown field `fill`"),
+        ({"t": {"path": "x", "missing": "skip"}}, "layers['t'].missing='skip' must be one of error, mask, drop"),
+    ],
+)
+def test_what_is_no_layer_is_refused(base, layers, words) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make(base, layers)
 
 
 def test_windows_lanes_and_two_layers(base, layer, part) -> None:

@@ -60,8 +60,7 @@ class AnnotateOptions(Settings, frozen=True, kw_only=True):
     ] = "fixed"
     seed: Annotated[int, Meta(ge=0, description="seed of the augmentation, with --view per_view")] = 0
     epoch: Annotated[int, Meta(ge=0, description="epoch of the augmentation, with --view per_view")] = 0
-    transforms: Annotated[Transforms, Meta(description="size, augmentation, normalization")] | None = None
-    points: Annotated[bool, Meta(description="give the model the first lidar's points too")] = False
+    transforms: Annotated[Transforms, Meta(description="size, augmentation, points, channels, ...")] | None = None
     device: Annotated[str, Meta(description="device of the batches, such as cuda (of this local rank)")] | None = None
     workers: Annotated[int, Meta(ge=1, description="decoding threads (default: this rank's CPUs)")] | None = None
 
@@ -185,8 +184,7 @@ class _Annotation:
         options = self._options
         return DataLoader(
             self._base, options.batch_size, shuffle=False, seed=options.seed, drop_last=False, split=split,
-            num_workers=options.workers, points=options.points, transforms=self._transforms, device=self._device,
-            world=world,
+            num_workers=options.workers, transforms=self._transforms, device=self._device, world=world,
         )  # fmt: skip
 
 

@@ -162,11 +162,10 @@ def _make(kind: type[_L], dataset: Dataset, image: ImageAugment, choice: LoaderC
         dataset,
         choice.batch_size,
         split=choice.split,
-        transforms=Transforms(image=image, decoder=choice.decoder),
+        transforms=Transforms(image=image, decoder=choice.decoder, points=choice.points),
         seed=choice.seed,
         num_workers=choice.num_workers,
         storage=StorageOptions(verify=choice.verify),
-        points=choice.points,
         device=device,
         world=World(rank=0, size=1),
     )

@@ -170,7 +170,7 @@ def test_the_dataset_is_sound_and_can_be_made_anew(dataset, tmp_path) -> None:
             assert all(np.array_equal(again[key], before[key]) for key in before)
         else:
             with pytest.raises(ConfigError, match=r"num_sweeps=3, but dataset .* stores one sweep"):
-                DataLoader(out, 1, points=PointSweeps(num_sweeps=3))
+                DataLoader(out, 1, transforms={"points": PointSweeps(num_sweeps=3)})
 
 
 def test_missing_sweep_files_are_named(made, tmp_path) -> None:

@@ -186,7 +186,7 @@ BAD = {
     ),
     "times as floats": (
         lambda log: change(log / "annotations.feather", "timestamp_ns", pa.array([1.6e18] * 12)),
-        r"column 'timestamp_ns' is double, wanted is int64",
+        r"column 'timestamp_ns' is double, expected int64",
     ),
     "quaternion that is none": (
         lambda log: change(log / "calibration" / "egovehicle_SE3_sensor.feather", "qw", pa.array([2.0] * 8)),
