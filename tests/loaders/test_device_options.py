@@ -120,7 +120,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
     ],
     "transforms.two_views": [
-        {"transforms": {"image": TRAIN, "ego": EGO, "two_views": True}, "points": True, "window": {"frames": [-1, 0]}},
+        {"transforms": {"image": TRAIN, "ego": EGO, "points": True, "two_views": True}, "window": {"frames": [-1, 0]}},
         {"transforms": {"image": TRAIN, "two_views": True, "static": True}, "transform": brightened},
         {"transforms": {"image": TRAIN, "two_views": True}, "collate_fn": stacked, "order": {"kind": "lanes"}},
     ],
