@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from fuelrail.bench.micro.fault_server import FaultServer
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError
+from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.index import tables
 from support.datasets import CAMERAS, LIDAR, build_dataset
 from support.hostile import small_dataset
 
@@ -103,6 +105,27 @@ def test_one_range_request_for_one_camera(tmp_path) -> None:
         assert [request.name for request in server.requests[before:]] == ["keys.arrow", "train-000000.tar"]
         copy = pickle.loads(pickle.dumps(dataset))
         assert (copy.url, copy.root, copy[1].key) == (dataset.url, dataset.root, here[1].key)
+
+
+@pytest.mark.network
+def test_one_request_for_a_sample_whose_tables_are_here(tmp_path, monkeypatch) -> None:
+    build_dataset(tmp_path / "d", {"train": (4,)}, size=(64, 48))
+    for module in (fetch, tables):
+        monkeypatch.setattr(module, "WHOLE_BYTES", 0)  # as of a large dataset: tables come by blocks
+    with FaultServer(tmp_path / "d") as server:
+
+        def requested(which, **options) -> list[str]:
+            before = len(server.requests)
+            dataset.read(which, **options)
+            return [request.name for request in server.requests[before:]]
+
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+        # The index's only block came when the dataset was opened. Of a large one its block comes in between: each
+        # answer says what to ask next, the row of the key, the place of the row, the sample.
+        assert requested("clip-0000-000002") == ["keys.arrow", "train-000000.tar"]
+        assert requested("clip-0000-000001") == requested(3, channels=["cam_back", "boxes"]) == ["train-000000.tar"]
+        dataset = open_dataset(server.url, cache_dir=tmp_path / "cache")
+        assert requested("clip-0000-000000") == ["train-000000.tar"]
 
 
 def test_the_table(tmp_path) -> None:
