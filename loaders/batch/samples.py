@@ -5,7 +5,6 @@ Nothing here refers to the loader itself, so that dropping the loader stops its 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
@@ -53,12 +52,14 @@ class Augments(NamedTuple):
 
     def maps(self, sizes: Sequence[Sequence[int]], epoch: int, number: int) -> list[ImageMap]:
         """Draw the maps of a sample's images, stored at ``sizes``, in rig order."""
-        draw = [partial(one.augment.draw, seed=self.seed, epoch=epoch, sample=number) for one in self.images]
-        if len(draw) == 1 and self.images[0].name is None:
-            return draw[0](sizes)
+        seed, first = self.seed, self.images[0]
+        if first.name is None:
+            return first.augment.draw(sizes, seed=seed, epoch=epoch, sample=number)
         return self._in_rig_order(
-            draw_one([sizes[camera] for camera in one.cameras], cameras=one.cameras)
-            for draw_one, one in zip(draw, self.images, strict=True)
+            one.augment.draw(
+                [sizes[camera] for camera in one.cameras], seed=seed, epoch=epoch, sample=number, cameras=one.cameras
+            )
+            for one in self.images
         )
 
     def changes(self, epoch: int, number: int) -> list[PixelChange]:
