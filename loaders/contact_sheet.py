@@ -273,7 +273,8 @@ def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
         return np.zeros((0, 3))
     lidar2ego = sample.geometry.lidar2ego[0]
     points: NDArray[np.floating[Any]] = next(iter(sample.points.values()))[:, :3] @ lidar2ego[:3, :3].T
-    return points + lidar2ego[:3, 3]
+    in_ego: NDArray[np.floating[Any]] = points + lidar2ego[:3, 3]
+    return in_ego
 
 
 def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
