@@ -150,7 +150,8 @@ class Dataset:
     def position(self, which: SupportsIndex | str) -> int:
         """The row of a sample by number or key; raises IndexError or KeyError where there is none."""
         if isinstance(which, str):
-            found = self.find(which)
+            # As `find`, but by whole rows: the row is what is read next, and its part of the index is checked once.
+            found = next((row for row in self.keys.rows(which) if self.index.row(row).key == which), None)
             if found is None:
                 raise KeyError(f"dataset '{self.location}' has no sample with the key {shown(which)!r}")
             return found
