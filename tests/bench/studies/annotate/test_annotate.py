@@ -136,3 +136,21 @@ def test_a_table_is_given_beside_ragged_outputs(base, tmp_path) -> None:
 def test_a_model_that_does_not_fit_is_refused(base, tmp_path, model, message) -> None:
     with pytest.raises((ConfigError, SchemaError), match=message):
         run(base, tmp_path / "layer", model)
+
+
+def test_groups_of_cameras_are_shown_unaugmented_and_two_views_are_refused(base, tmp_path) -> None:
+    image = {"height": 32, "width": 64, "train": True, "rotate_deg": (-20.0, 20.0)}
+    groups = {name: {"cameras": [f"cam_{name}"], "image": image} for name in ("back", "front")}
+
+    def model(batch):
+        return {"mean": batch["img"]["front"].float().flatten(1).mean(1), "ida": batch["ida_mat"][:, 0, :2, :2]}
+
+    options = {"batch_size": 4, "workers": 1, "transforms": {"camera_groups": groups}}
+    annotate(base, tmp_path / "seen", model, **options)
+    data = open_layer_data(tmp_path / "seen")
+    for row in range(NUM_SAMPLES):
+        turned = data.read(row)["ida"]
+        assert turned[0, 1] == turned[1, 0] == 0
+    options["transforms"]["two_views"] = True
+    with pytest.raises(ConfigError, match="leave two_views out"):
+        annotate(base, tmp_path / "two", model, **options)
