@@ -17,6 +17,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     VIDEOS,
     Calibration,
     Edge,
+    Fix,
     Picture,
 )
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Locator, LogFile, Message, Topic
+    from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
 class Shot(NamedTuple):
@@ -62,25 +64,28 @@ class Series(NamedTuple):
 class LogIndex:
     """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
 
-    ``cameras`` and ``lidars`` are topics. ``clock`` is "header" or "log_time". Raises SourceError.
+    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``options`` are the source's: its
+    ``poses``, ``clock``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
     """
 
     def __init__(
-        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str],
-        poses: str, clock: str, max_gap_s: float,
+        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str], gps: str,
+        options: LogSettings,
     ) -> None:  # fmt: skip
-        self.name, self._clock, self._max_gap_ns = name, clock, max_gap_s * 1e9
+        self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
+        self._only_keyframes, self._gps = options.frames == "keyframes", gps
         self.noted: dict[str, int] = {}
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[Calibration]] = {}
         self.poses: list[Edge] = []
+        self.fixes: list[Fix] = []
         self.tree = FrameTree(f"log '{name}'")
         self._found: dict[str, list[tuple[int, Shot | Sweep]]] = {}
         self._keys: dict[str, Locator] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._codecs: dict[str, str] = {}
         for file in files:
-            self._read(file, set(cameras), set(lidars), poses)
+            self._read(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sorted(topic, self._found.get(topic, [])) for topic in (*cameras, *lidars)}
 
@@ -89,7 +94,10 @@ class LogIndex:
         readers = {
             name: Reader(topic)
             for name, topic in topics.items()
-            if name in cameras or name in lidars or name == poses or topic.type in CALIBRATIONS | TRANSFORMS
+            if name in cameras
+            or name in lidars
+            or name in (poses, self._gps)
+            or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
         for message in file.walk(heads, readers.keys() - heads):
@@ -106,6 +114,9 @@ class LogIndex:
                 self._add(topic.name, self._stamp(topic, message, stamp_ns), Sweep(message.place, number))
             elif topic.name == poses:
                 self.poses.append(self._edge(topic, message, reader.pose(message)))
+            elif topic.name == self._gps:
+                fix = reader.fix(message)
+                self.fixes.append(fix._replace(stamp_ns=self._stamp(topic, message, fix.stamp_ns)))
             elif topic.type in CALIBRATIONS:
                 self.calibrations.setdefault(topic.name, []).append(reader.calibration(message))
             else:
@@ -169,6 +180,8 @@ class LogIndex:
         found.append((stamp_ns, item))
 
     def _sorted(self, topic: str, found: list[tuple[int, Shot | Sweep]]) -> Series:
+        if self._only_keyframes and topic in self._codecs:
+            found = [(stamp, one) for stamp, one in found if isinstance(one, Shot) and one.key == one.place]
         stamps = np.array([stamp for stamp, _ in found], np.int64)
         times, first = np.unique(stamps, return_index=True)
         for what, number in (

@@ -13,12 +13,12 @@ from fuelrail.sharding.sources.frames.poses import Trajectory
 from fuelrail.sharding.sources.frames.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.files.recordings import Recordings
-from fuelrail.sharding.sources.logs.frames import FrameMaker
+from fuelrail.sharding.sources.logs.frames import FIX_COLUMNS, FrameMaker
 from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
-from fuelrail.sharding.sources.logs.messages.records import CLOUDS, PICTURES, POSES, VIDEOS
+from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, PICTURES, POSES, VIDEOS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
@@ -140,6 +140,19 @@ class LogSource(FrameSource[LogSettings]):
         """Channel to topic."""
         return self.recordings.chosen("lidars", self.given.lidars, CLOUDS)
 
+    @cached_property
+    def _gps(self) -> str:
+        """The topic of positions; empty: there is none."""
+        topics = sorted(name for name, topic in self.recordings.topics.items() if topic.type in FIXES)
+        if self.given.gps and self.given.gps not in topics:
+            raise ConfigError(f"gps: '{self.given.gps}' is not one of: {', '.join(topics) or '-'}")
+        return self.given.gps or next(iter(topics), "")
+
+    @property
+    def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
+        """Of the position, where it is recorded."""
+        return dict.fromkeys(FIX_COLUMNS, float) if self._gps else {}
+
     @property
     def _reference(self) -> str:
         return self.given.reference or next(iter(self.lidar_topics), "") or next(iter(self.camera_topics))
@@ -173,7 +186,7 @@ class LogSource(FrameSource[LogSettings]):
             self._index = LogIndex(
                 log, [self.recordings.log_file(name) for name in files],
                 cameras=list(self.camera_topics.values()), lidars=list(self.lidar_topics.values()),
-                poses=self.given.poses, clock=self.given.clock, max_gap_s=self.given.max_gap_s,
+                gps=self._gps, options=self.given,
             )  # fmt: skip
         return self._index
 

@@ -1,0 +1,71 @@
+"""Options of logs: positions as attributes, keyframes alone, raw encodings that are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.logs.members import Members
+from fuelrail.sharding.sources.registry import SourceSpec
+from support.log_world import Ros, Sent, ros_messages, video_messages, write_mcap
+from support.source_suite import SourceSuite
+from support.source_world import make_world
+
+
+def test_positions_become_attributes(tmp_path):
+    """The nearest one within max_gap_s; without a fix, or far from one, null."""
+    world, ros = make_world(1, 6), Ros()
+    frames = world.clips[0].frames
+    sent = ros_messages(world, world.clips[0])
+    for at, frame in enumerate(frames[:4]):
+        status = ros.of("sensor_msgs/NavSatStatus", -1 if at == 1 else 0, 1)
+        place = (49.0 + at * 1e-5, 8.4, 120.0 + at)
+        stamp_ns = frame.timestamp_ns + 7_000_000
+        fix = ros.of("sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0)
+        sent.append(Sent("/gps/fix", "sensor_msgs/NavSatFix", stamp_ns, fix))
+    sent.sort(key=lambda one: one.stamp_ns)
+    write_mcap(tmp_path / "log.mcap", sent)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"max_gap_s": 0.15, "poses": "none"})
+    SourceSuite().make(spec, tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out" / "attributes.parquet").sort_by("key").to_pylist()
+    found = [(row["latitude"], row["longitude"], row["altitude_m"]) for row in rows]
+    none = (None, None, None)
+    assert found == [(49.0, 8.4, 120.0), none, (49.0 + 2e-5, 8.4, 122.0), (49.0 + 3e-5, 8.4, 123.0),
+                     (49.0 + 3e-5, 8.4, 123.0), none]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"gps: '/imu' is not one of: /gps/fix"):
+        scan_source(spec._replace(options={"gps": "/imu"}))
+
+
+def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
+    world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
+    write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
+    decoded: list[Members] = []
+    init = Members.__init__
+    monkeypatch.setattr(Members, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0])
+    cameras = {name: f"/{name}/video" for name in world.cameras}
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "frames": "keyframes"})
+    SourceSuite().make(spec, tmp_path / "out")
+    info = scan_source(spec)
+    assert info.num_samples == 3, "a keyframe every third message"
+    assert sum(members.num_decoded for members in decoded) == 3 * 2
+    assert scan_source(spec._replace(options={"cameras": cameras})).num_samples == 9
+
+
+@pytest.mark.parametrize("encoding", ["mono16", "16UC1", "bayer_rggb16", "32FC1"])
+def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
+    world, ros = make_world(1, 4), Ros()
+    sent = [
+        one._replace(
+            message=ros.of("sensor_msgs/Image", one.message.header, 48, 64, encoding, 0, 128, np.zeros(6144, np.uint8)),
+            type="sensor_msgs/Image",
+        )
+        if one.topic == "/cam_front/image_raw/compressed"
+        else one
+        for one in ros_messages(world, world.clips[0])
+    ]
+    write_mcap(tmp_path / "log.mcap", sent)
+    with pytest.raises(SourceError, match=rf"cam_front.*the encoding '{encoding}'; raw pictures are read of rgb8"):
+        scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
