@@ -179,7 +179,7 @@ def write_mcap(
                     schema = writer.register_schema(one.type, "protobuf", DESCRIPTOR)
                     channels[one.topic] = writer.register_channel(one.topic, "protobuf", schema)
                 else:
-                    schema = writer.register_schema(one.message.__msgtype__, "ros2msg", _text(types, one.message))
+                    schema = writer.register_schema(one.message.__msgtype__, "ros2msg", definition(types, one.message))
                     channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
             data = one.message
             if not isinstance(data, bytes):
@@ -188,7 +188,7 @@ def write_mcap(
         writer.finish()
 
 
-def _text(types, message) -> bytes:
+def definition(types, message) -> bytes:
     return types.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
 
 

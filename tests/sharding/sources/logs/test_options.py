@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from mcap.writer import Writer
 
 from fuelrail.pipeline.errors import ConfigError, SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.logs.members import Members
 from fuelrail.sharding.sources.registry import SourceSpec
-from support.log_world import Ros, Sent, ros_messages, video_messages, write_mcap
-from support.source_suite import SourceSuite
-from support.source_world import make_world
+from support.log_world import Ros, Sent, definition, ros_messages, store, video_messages, write_mcap
+from support.source_suite import SourceSuite, bytes_read
+from support.source_world import make_world, samples_of
 
 
 def test_positions_become_attributes(tmp_path):
@@ -69,3 +72,63 @@ def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
     write_mcap(tmp_path / "log.mcap", sent)
     with pytest.raises(SourceError, match=rf"cam_front.*the encoding '{encoding}'; raw pictures are read of rgb8"):
         scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
+def test_a_scan_by_indexes_reads_less_than_two_percent(tmp_path):
+    """An uncompressed log with a summary, whose pictures and clouds are as large as real ones."""
+    cameras = {f"cam_{number}": (640, 480) for number in range(2)}
+    world = make_world(1, 6, cameras=cameras, num_points=20_000, noise=True)
+    path = tmp_path / "log.mcap"
+    write_mcap(path, ros_messages(world, world.clips[0]), compression="NONE", chunk_size=1 << 20)
+    spec = SourceSpec("mcap", str(path), {})
+    scan_source(spec)  # modules that are imported on the way are not counted
+    before = bytes_read()
+    assert scan_source(spec).num_samples == 6
+    assert bytes_read() - before < path.stat().st_size / 50
+
+
+def test_types_may_be_spelled_without_msg(tmp_path, monkeypatch):
+    world = make_world(1, 4)
+    register = Writer.register_schema
+
+    def plain(self, name, encoding, data):
+        return register(self, name.replace("/msg/", "/"), encoding, data)
+
+    monkeypatch.setattr(Writer, "register_schema", plain)
+    write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
+    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}), tmp_path / "out")
+    assert len(samples_of(tmp_path / "out")) == 4
+
+
+def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
+    world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
+    sent = video_messages(world, world.clips[0])
+    first = next(one for one in sent if one.topic == "/cam_left/video")
+    write_mcap(tmp_path / "log.mcap", [one for one in sent if one is not first])
+    cameras = {name: f"/{name}/video" for name in world.cameras}
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "missing_camera": "mask"})
+    report = scan_source(spec).report
+    assert report.masked["cam_left"] == {"no keyframe before it": 2, "no message in time": 1}
+
+
+def test_a_transform_that_is_cut_off_is_named(tmp_path):
+    world = make_world(1, 4)
+    sent = ros_messages(world, world.clips[0])
+    types = store()
+    path = tmp_path / "log.mcap"
+    with path.open("wb") as file:
+        writer = Writer(file)
+        writer.start("ros2")
+        channels = {}
+        for one in sent:
+            name = one.message.__msgtype__
+            if one.topic not in channels:
+                schema = writer.register_schema(name, "ros2msg", definition(types, one.message))
+                channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
+            data = bytes(types.serialize_cdr(one.message, name))
+            data = data[:-9] if one.topic == "/tf" else data
+            writer.add_message(channels[one.topic], one.stamp_ns, data, one.stamp_ns)
+        writer.finish()
+    with pytest.raises(SourceError, match=r"topic '/tf': a message is no tf2_msgs/TFMessage"):
+        scan_source(SourceSpec("mcap", str(path), {}))
