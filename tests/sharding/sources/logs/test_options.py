@@ -42,6 +42,36 @@ def test_positions_become_attributes(tmp_path):
         scan_source(spec._replace(options={"gps": "/imu"}))
 
 
+def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
+    """Of the camera's clock, and of that of the poses: no pose is a mixture of both."""
+    world = make_world(1, 12)
+    sent, ros = [], Ros()
+    for one in ros_messages(world, world.clips[0]):
+        elapsed_ns = one.stamp_ns - world.clips[0].frames[0].timestamp_ns
+        if one.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
+            one.message.header.stamp.sec -= 100
+        elif one.topic == "/tf" and elapsed_ns > 950_000_000:
+            one.message.transforms[0].header.stamp = ros.time(one.stamp_ns - 800_000_000)
+        sent.append(one)
+    write_mcap(tmp_path / "log.mcap", sent)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"missing_camera": "mask"})
+    with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"):
+        scan_source(spec)
+    with pytest.raises(SourceError, match=r"topic '/tf \(base_link\)' goes back in time by 0.[67]"):
+        scan_source(spec._replace(options={"cameras": {"cam_left": "/cam_left/image_raw/compressed"}}))
+    dropped = spec._replace(options={**spec.options, "clock_jumps": "drop"})
+    report = scan_source(dropped).report
+    assert report.noted["/cam_front/image_raw/compressed: messages after the clock was set back"] == 4
+    assert report.noted["/tf (base_link): messages after the clock was set back"] > 5
+    SourceSuite().make(dropped, tmp_path / "out")
+    by_time = {frame.timestamp_ns: frame for frame in world.clips[0].frames}
+    samples = samples_of(tmp_path / "out").values()
+    assert len(samples) >= 9
+    for sample in samples:
+        wanted = by_time[sample.meta.timestamp_ns].ego2global
+        np.testing.assert_allclose(sample.geometry.ego2global, wanted, atol=1e-6)
+
+
 def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
     world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
     write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
