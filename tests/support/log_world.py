@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import struct
+from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
+import av
 import numpy as np
+import simplejpeg
 from scipy.spatial.transform import Rotation
 
 if TYPE_CHECKING:
@@ -125,6 +128,41 @@ def ros_messages(world: World, clip: WorldClip) -> list[Sent]:
     return sorted(sent, key=lambda one: one.stamp_ns)
 
 
+def video_messages(world: World, clip: WorldClip) -> list[Sent]:
+    """The messages of one clip, whose pictures are H.264 with a keyframe every third message."""
+    packets = {}
+    for name in world.cameras:
+        images = [frame.images[name] for frame in clip.frames]
+        for image, packet in zip(images, encoded([image.jpeg for image in images]), strict=True):
+            packets[f"/{name}/image_raw/compressed", image.timestamp_ns] = packet
+    sent, ros = [], Ros()
+    for one in ros_messages(world, clip):
+        packet = packets.get((one.topic, one.stamp_ns))
+        if packet is not None:
+            head, data = one.message.header, np.frombuffer(packet, np.uint8)
+            video = ros.of("foxglove_msgs/CompressedVideo", head.stamp, head.frame_id, data, "h264")
+            topic = one.topic.replace("image_raw/compressed", "video")
+            one = Sent(topic, "foxglove_msgs/CompressedVideo", one.stamp_ns, video)
+        sent.append(one)
+    return sent
+
+
+def encoded(jpegs: list[bytes]) -> list[bytes]:
+    """One packet of Annex B for each picture."""
+    options = {"g": "3", "bf": "0", "tune": "zerolatency", "x264-params": "scenecut=0:repeat-headers=1:annexb=1"}
+    encoder = av.CodecContext.create("libx264", "w")
+    packets = []
+    for number, jpeg in enumerate(jpegs):
+        image = simplejpeg.decode_jpeg(jpeg)
+        if not number:
+            encoder.height, encoder.width, encoder.pix_fmt = *image.shape[:2], "yuv420p"
+            encoder.time_base, encoder.options = Fraction(1, 10), options
+        frame = av.VideoFrame.from_ndarray(image, "rgb24")
+        frame.pts = number
+        packets += encoder.encode(frame)
+    return [bytes(packet) for packet in [*packets, *encoder.encode(None)]]
+
+
 def write_mcap(
     path: Path, sent: Iterable[Sent], *, compression: str = "ZSTD", chunk_size: int = 1 << 14, **options
 ) -> None:
@@ -141,7 +179,7 @@ def write_mcap(
                     schema = writer.register_schema(one.type, "protobuf", DESCRIPTOR)
                     channels[one.topic] = writer.register_channel(one.topic, "protobuf", schema)
                 else:
-                    schema = writer.register_schema(one.message.__msgtype__, "ros2msg", _text(types, one.message))
+                    schema = writer.register_schema(one.message.__msgtype__, "ros2msg", definition(types, one.message))
                     channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
             data = one.message
             if not isinstance(data, bytes):
@@ -150,7 +188,7 @@ def write_mcap(
         writer.finish()
 
 
-def _text(types, message) -> bytes:
+def definition(types, message) -> bytes:
     return types.generate_msgdef(message.__msgtype__, ros_version=2)[0].encode()
 
 

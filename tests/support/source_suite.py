@@ -179,13 +179,14 @@ class SourceSuite:
         world = self.world(noise=True, cameras=dict.fromkeys(self.world().cameras, (480, 360)))
         spec = self.spec(tmp_path, world)
         self.scan(spec, tmp_path)  # modules that are imported on the way are not counted
-        before = _bytes_read()
+        before = bytes_read()
         self.scan(spec, tmp_path)
         num_bytes = sum(len(image.jpeg) for _, _, frame in world.frames() for image in frame.images.values())
-        assert _bytes_read() - before < num_bytes / 4
+        assert bytes_read() - before < num_bytes / 4
 
 
-def _bytes_read() -> int:
+def bytes_read() -> int:
+    """What this process has read so far."""
     with contextlib.suppress(FileNotFoundError):
         for line in Path("/proc/self/io").read_text().splitlines():
             if line.startswith("rchar"):

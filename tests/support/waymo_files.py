@@ -88,7 +88,7 @@ LASERS = {
 def add_sweep(frame) -> None:
     """Give a frame range images, and the points that they are, worked out pixel by pixel."""
     rng = np.random.default_rng(frame.timestamp_ns // 1_000_000)
-    points, frame.lasers = [], []
+    points, frame.lasers, frame.range_images = [], [], {}
     late = frame.ego2global.copy()
     late[:3, 3] += (0.5, -0.25, 0.125)
     for number, (rows, columns), mount in ((1, (4, 8), TOP_MOUNT), (2, (2, 3), FRONT_MOUNT)):
@@ -111,6 +111,7 @@ def add_sweep(frame) -> None:
                 if number == 1:
                     in_ego = np.linalg.inv(frame.ego2global) @ late @ in_ego
                 points.append([*in_ego[:3], *image[row, column, 1:3]])
+        frame.range_images[number] = image, poses if number == 1 else None
         images = [(2, matrix(image)), *([(4, matrix(poses))] if number == 1 else [])]
         frame.lasers.append(message((1, number), (2, message(*images))))
     frame.sweeps = {"lidar": WorldSweep(np.array(points, np.float32), frame.timestamp_ns, np.eye(4), frame.ego2global)}

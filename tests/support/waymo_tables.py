@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from support.waymo_files import CAMERAS, IMAGE_BOXES, TYPES, to_camera_axes
+from support.waymo_files import CAMERAS, FRONT_MOUNT, IMAGE_BOXES, INCLINATIONS, TOP_MOUNT, TYPES, to_camera_axes
 
 TRANSFORM = pa.list_(pa.float64(), 16)
 
@@ -94,4 +94,33 @@ def write_segment(root, clip) -> None:
         segment: [name] * len(frames), "key.frame_timestamp_micros": micros,
         **{f"[StatsComponent].{key}": [text] * len(frames)
            for key, text in (("time_of_day", "Day"), ("location", "location_phx"), ("weather", "sunny"))},
+    })  # fmt: skip
+
+
+def write_lidar(root, clip) -> None:
+    """The components of lidar, of what `waymo_files.add_sweep` gave the frames; rows are in no order."""
+    name, segment = clip.name, "key.segment_context_name"
+    rows = [(frame.timestamp_ns // 1000, number, *images) for frame in clip.frames
+            for number, images in frame.range_images.items()][::-1]  # fmt: skip
+    part = "[LiDARComponent].range_image_return1"
+    write_table(root, "lidar", name, {
+        segment: [name] * len(rows), "key.frame_timestamp_micros": [row[0] for row in rows],
+        "key.laser_name": pa.array([row[1] for row in rows], pa.int8()),
+        f"{part}.values": pa.array([row[2].ravel().tolist() for row in rows], pa.list_(pa.float32())),
+        f"{part}.shape": pa.array([list(row[2].shape) for row in rows], pa.list_(pa.int32())),
+    })  # fmt: skip
+    rows = [row for row in rows if row[3] is not None]
+    part = "[LiDARPoseComponent].range_image_return1"
+    write_table(root, "lidar_pose", name, {
+        segment: [name] * len(rows), "key.frame_timestamp_micros": [row[0] for row in rows],
+        "key.laser_name": pa.array([row[1] for row in rows], pa.int8()),
+        f"{part}.values": pa.array([row[3].ravel().tolist() for row in rows], pa.list_(pa.float32())),
+        f"{part}.shape": pa.array([list(row[3].shape) for row in rows], pa.list_(pa.int32())),
+    })  # fmt: skip
+    part = "[LiDARCalibrationComponent]."
+    write_table(root, "lidar_calibration", name, {
+        segment: [name] * 2, "key.laser_name": pa.array([1, 2], pa.int8()),
+        f"{part}extrinsic.transform": transforms([TOP_MOUNT, FRONT_MOUNT]),
+        f"{part}beam_inclination.min": [-0.4, -0.4], f"{part}beam_inclination.max": [0.2, 0.2],
+        f"{part}beam_inclination.values": pa.array([list(INCLINATIONS), None], pa.list_(pa.float64())),
     })  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.frames.frame import Absent, Frame, Image, Sweep
@@ -17,11 +19,14 @@ from fuelrail.sharding.sources.logs.messages.records import RAWS, VIDEOS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Topic
     from fuelrail.sharding.sources.logs.settings import LogSettings
+
+
+FIX_COLUMNS: Final = ("latitude", "longitude", "altitude_m")
+"""Attributes of a position [degrees, m above the ellipsoid]."""
 
 
 class FrameMaker:
@@ -49,6 +54,7 @@ class FrameMaker:
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
         }
+        fixes = self._fixes(times)
         for at, time in enumerate(times.tolist()):
             images = {
                 channel: self._image(topic, int(rows[channel][at]), models[channel])
@@ -65,7 +71,21 @@ class FrameMaker:
                     sweeps[channel] = Sweep(
                         ref=ref, timestamp_ns=int(stamps[row]), lidar2ego=matrix, num_bytes=num_bytes
                     )
-            yield Frame(timestamp_ns=time, images=images, sweeps=sweeps)
+            yield Frame(timestamp_ns=time, images=images, sweeps=sweeps, attributes=fixes[at] if fixes else {})
+
+    def _fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
+        """The position nearest to each time, at most ``max_gap_s`` away; None where there is none."""
+        fixes = sorted(self._index.fixes)
+        if not fixes:
+            return []
+        stamps = np.array([fix.stamp_ns for fix in fixes], np.int64)
+        found: list[dict[str, float | None]] = []
+        for time, row in zip(times.tolist(), sync.nearest(stamps, times).tolist(), strict=True):
+            _, *place = fixes[row]
+            near = abs(fixes[row].stamp_ns - time) <= self._given.max_gap_s * 1e9
+            known = near and not np.isnan(place).any()
+            found.append(dict(zip(FIX_COLUMNS, place if known else (None,) * 3, strict=True)))
+        return found
 
     def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
         """The row of a channel's message for each time; -1: none. Notes the delay that was estimated."""

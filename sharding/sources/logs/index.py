@@ -17,6 +17,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
     VIDEOS,
     Calibration,
     Edge,
+    Fix,
     Picture,
 )
 from fuelrail.sharding.sources.logs.video import is_keyframe, stream_size
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.logs.files.log_file import Locator, LogFile, Message, Topic
+    from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
 class Shot(NamedTuple):
@@ -62,25 +64,29 @@ class Series(NamedTuple):
 class LogIndex:
     """One log: files in the order of recording. ``noted`` counts what was found odd on the way.
 
-    ``cameras`` and ``lidars`` are topics. ``clock`` is "header" or "log_time". Raises SourceError.
+    ``cameras`` and ``lidars`` are topics, and ``gps`` is one of positions, or "". ``options`` are the source's: its
+    ``poses``, ``clock``, ``clock_jumps``, ``frames`` and ``max_gap_s`` count here. Raises SourceError.
     """
 
     def __init__(
-        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str],
-        poses: str, clock: str, max_gap_s: float,
+        self, name: str, files: Sequence[LogFile], *, cameras: Sequence[str], lidars: Sequence[str], gps: str,
+        options: LogSettings,
     ) -> None:  # fmt: skip
-        self.name, self._clock, self._max_gap_ns = name, clock, max_gap_s * 1e9
+        self.name, self._clock, self._max_gap_ns = name, options.clock, options.max_gap_s * 1e9
+        self._clock_jumps, self._latest = options.clock_jumps, dict[str, int]()
+        self._only_keyframes, self._gps = options.frames == "keyframes", gps
         self.noted: dict[str, int] = {}
         self.frame_ids: dict[str, str] = {}
         self.calibrations: dict[str, list[Calibration]] = {}
         self.poses: list[Edge] = []
+        self.fixes: list[Fix] = []
         self.tree = FrameTree(f"log '{name}'")
         self._found: dict[str, list[tuple[int, Shot | Sweep]]] = {}
         self._keys: dict[str, Locator] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._codecs: dict[str, str] = {}
         for file in files:
-            self._read(file, set(cameras), set(lidars), poses)
+            self._read(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
         self.series = {topic: self._sorted(topic, self._found.get(topic, [])) for topic in (*cameras, *lidars)}
 
@@ -89,7 +95,10 @@ class LogIndex:
         readers = {
             name: Reader(topic)
             for name, topic in topics.items()
-            if name in cameras or name in lidars or name == poses or topic.type in CALIBRATIONS | TRANSFORMS
+            if name in cameras
+            or name in lidars
+            or name in (poses, self._gps)
+            or topic.type in CALIBRATIONS | TRANSFORMS
         }
         heads, num_lost = readers.keys() & (cameras | lidars), 0
         for message in file.walk(heads, readers.keys() - heads):
@@ -105,12 +114,17 @@ class LogIndex:
                 self.frame_ids.setdefault(topic.name, frame_id)
                 self._add(topic.name, self._stamp(topic, message, stamp_ns), Sweep(message.place, number))
             elif topic.name == poses:
-                self.poses.append(self._edge(topic, message, reader.pose(message)))
+                self.poses += self._edges(topic, message, [reader.pose(message)])
+            elif topic.name == self._gps:
+                fix = reader.fix(message)
+                stamp_ns = self._stamp(topic, message, fix.stamp_ns)
+                if not self._is_set_back(topic.name, message.place, stamp_ns):
+                    self.fixes.append(fix._replace(stamp_ns=stamp_ns))
             elif topic.type in CALIBRATIONS:
                 self.calibrations.setdefault(topic.name, []).append(reader.calibration(message))
             else:
-                edges = [self._edge(topic, message, edge) for edge in reader.transforms(message)]
-                self.tree.add(edges, is_static=topic.name.endswith("static"))
+                is_static, edges = topic.name.endswith("static"), reader.transforms(message)
+                self.tree.add(edges if is_static else self._edges(topic, message, edges), is_static=is_static)
         for what, number in file.lost.items():
             self.noted[what] = self.noted.get(what, 0) + number
 
@@ -160,15 +174,27 @@ class LogIndex:
         return found
 
     def _add(self, topic: str, stamp_ns: int, item: Shot | Sweep) -> None:
-        found = self._found.setdefault(topic, [])
-        if found and stamp_ns < found[-1][0] - self._max_gap_ns:
+        if not self._is_set_back(topic, item.place, stamp_ns):
+            self._found.setdefault(topic, []).append((stamp_ns, item))
+
+    def _is_set_back(self, what: str, place: Locator, stamp_ns: int) -> bool:
+        """Whether a message is before others of its topic by a clock that was set; raises SourceError if an error."""
+        latest = self._latest.get(what, stamp_ns)
+        if stamp_ns >= latest - self._max_gap_ns:
+            self._latest[what] = max(latest, stamp_ns)
+            return False
+        if self._clock_jumps == "error":
             raise SourceError(
-                f"log '{self.name}': topic '{topic}' goes back in time by {(found[-1][0] - stamp_ns) / 1e9:.3f} s at "
-                f"{item.place}: its clock was set; cut the log there, or try the option clock=log_time"
+                f"log '{self.name}': topic '{what}' goes back in time by {(latest - stamp_ns) / 1e9:.3f} s at {place}: "
+                "its clock was set; cut the log there, or try the options clock_jumps=drop or clock=log_time"
             )
-        found.append((stamp_ns, item))
+        text = f"{what}: messages after the clock was set back"
+        self.noted[text] = self.noted.get(text, 0) + 1
+        return True
 
     def _sorted(self, topic: str, found: list[tuple[int, Shot | Sweep]]) -> Series:
+        if self._only_keyframes and topic in self._codecs:
+            found = [(stamp, one) for stamp, one in found if isinstance(one, Shot) and one.key == one.place]
         stamps = np.array([stamp for stamp, _ in found], np.int64)
         times, first = np.unique(stamps, return_index=True)
         for what, number in (
@@ -179,9 +205,14 @@ class LogIndex:
                 self.noted[f"{topic}: messages {what}"] = number
         return Series(times, [found[at][1] for at in first.tolist()])
 
-    def _edge(self, topic: Topic, message: Message, edge: Edge) -> Edge:
-        is_static = topic.name.endswith("static")
-        return edge if is_static else edge._replace(stamp_ns=self._stamp(topic, message, edge.stamp_ns))
+    def _edges(self, topic: Topic, message: Message, edges: Sequence[Edge]) -> list[Edge]:
+        """Those of a message that are not of a clock that was set back: frames of a topic have clocks of their own."""
+        stamped = [edge._replace(stamp_ns=self._stamp(topic, message, edge.stamp_ns)) for edge in edges]
+        return [
+            edge
+            for edge in stamped
+            if not self._is_set_back(f"{topic.name} ({edge.child})", message.place, edge.stamp_ns)
+        ]
 
     def _stamp(self, topic: Topic, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":

@@ -75,9 +75,23 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     ego_frame: Annotated[str, Meta(description="frame of the vehicle")] = "base_link"
     global_frame: Annotated[str, Meta(description="frame of the world; empty: map, else odom, else the uppermost")] = ""
     poses: Annotated[str, Meta(description="tf; a topic of Odometry or PoseStamped; or none")] = "tf"
+    frames: Annotated[
+        Literal["all", "keyframes"],
+        Meta(description="keyframes: of video take those alone, so that each frame takes one decode"),
+    ] = "all"
+    gps: Annotated[
+        str, Meta(description="topic of NavSatFix for the attributes latitude, longitude, altitude_m; empty: the first")
+    ] = ""
     clock: Annotated[Literal["header", "log_time"], Meta(description="times of the messages, or of the recording")] = (
         "header"
     )
+    clock_jumps: Annotated[
+        Literal["error", "drop"],
+        Meta(
+            description="a clock set back by more than max_gap_s: error; drop (leave messages out until it is past "
+            "where it was, counted)"
+        ),
+    ] = "error"
     clip_seconds: Annotated[float, Meta(ge=0, description="length of clips [s]; 0: whole logs")] = 20.0
     max_gap_s: Annotated[float, Meta(gt=0, description="gap that ends a clip, and that poses do not reach across")] = (
         0.5

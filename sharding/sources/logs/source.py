@@ -13,12 +13,12 @@ from fuelrail.sharding.sources.frames.poses import Trajectory
 from fuelrail.sharding.sources.frames.source import FrameSource
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.files.recordings import Recordings
-from fuelrail.sharding.sources.logs.frames import FrameMaker
+from fuelrail.sharding.sources.logs.frames import FIX_COLUMNS, FrameMaker
 from fuelrail.sharding.sources.logs.geometry.transforms import edges_trajectory
 from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
-from fuelrail.sharding.sources.logs.messages.records import CLOUDS, PICTURES, POSES, VIDEOS
+from fuelrail.sharding.sources.logs.messages.records import CLOUDS, FIXES, PICTURES, POSES, VIDEOS
 from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class LogSource(FrameSource[LogSettings]):
     def clips(self) -> Iterator[Clip]:
         """The parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
         given = self.given
-        self._check_channels()
-        reference = self._reference
+        _check_channels(self)
+        reference = self.reference
         for name, files in self.recordings.logs:
             index = self._indexed(name)
             topic = {**self.camera_topics, **self.lidar_topics}[reference]
@@ -106,7 +106,7 @@ class LogSource(FrameSource[LogSettings]):
         log, times = self._cuts[clip.name]
         maker = FrameMaker(
             self._indexed(log), self.given, self.recordings.topics, self.camera_topics, self.lidar_topics,
-            self._reference, self.noted,
+            self.reference, self.noted,
         )  # fmt: skip
         return maker.frames(times)
 
@@ -141,30 +141,14 @@ class LogSource(FrameSource[LogSettings]):
         return self.recordings.chosen("lidars", self.given.lidars, CLOUDS)
 
     @property
-    def _reference(self) -> str:
-        return self.given.reference or next(iter(self.lidar_topics), "") or next(iter(self.camera_topics))
+    def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
+        """Of the position, where it is recorded."""
+        return dict.fromkeys(FIX_COLUMNS, float) if _gps(self) else {}
 
-    def _check_channels(self) -> None:
-        if not self.camera_topics:
-            listed = (
-                ", ".join(sorted(f"{topic.name} ({topic.type})" for topic in self.recordings.topics.values())) or "none"
-            )
-            raise SourceError(f"the {self.kind} source '{self.files.shown}' has no image topic; topics: {listed}")
-        known = [*self.camera_topics, *self.lidar_topics]
-        for option in ("offsets_ms", "camera_infos"):
-            for channel in getattr(self.given, option):
-                if channel not in known:
-                    raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
-        if self._reference not in known:
-            raise ConfigError(f"reference: there is no channel '{self._reference}'; channels: {', '.join(known)}")
-        if self.given.poses not in ("tf", "none"):
-            topic = self.recordings.topics.get(self.given.poses)
-            if topic is None or topic.type not in POSES:
-                names = sorted(name for name, one in self.recordings.topics.items() if one.type in POSES)
-                raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
-        needs_video = [topic for topic in self.camera_topics.values() if self.recordings.topics[topic].type in VIDEOS]
-        if needs_video:
-            check_decoder(f"topic '{needs_video[0]}'")
+    @property
+    def reference(self) -> str:
+        """The channel that makes the frames."""
+        return self.given.reference or next(iter(self.lidar_topics), "") or next(iter(self.camera_topics))
 
     def _indexed(self, log: str) -> LogIndex:
         """What is known of a log; that of the last one is kept."""
@@ -173,7 +157,7 @@ class LogSource(FrameSource[LogSettings]):
             self._index = LogIndex(
                 log, [self.recordings.log_file(name) for name in files],
                 cameras=list(self.camera_topics.values()), lidars=list(self.lidar_topics.values()),
-                poses=self.given.poses, clock=self.given.clock, max_gap_s=self.given.max_gap_s,
+                gps=_gps(self), options=self.given,
             )  # fmt: skip
         return self._index
 
@@ -196,3 +180,34 @@ class Rosbag2Source(LogSource):
 
 def _has_video(source: LogSource) -> bool:
     return any(source.recordings.topics[topic].type in VIDEOS for topic in source.camera_topics.values())
+
+
+def _gps(source: LogSource) -> str:
+    """The topic of positions; empty: there is none. Raises ConfigError for another one that is asked for."""
+    topics = sorted(name for name, topic in source.recordings.topics.items() if topic.type in FIXES)
+    if source.given.gps and source.given.gps not in topics:
+        raise ConfigError(f"gps: '{source.given.gps}' is not one of: {', '.join(topics) or '-'}")
+    return source.given.gps or next(iter(topics), "")
+
+
+def _check_channels(source: LogSource) -> None:
+    if not source.camera_topics:
+        listed = (
+            ", ".join(sorted(f"{topic.name} ({topic.type})" for topic in source.recordings.topics.values())) or "none"
+        )
+        raise SourceError(f"the {source.kind} source '{source.files.shown}' has no image topic; topics: {listed}")
+    known = [*source.camera_topics, *source.lidar_topics]
+    for option in ("offsets_ms", "camera_infos"):
+        for channel in getattr(source.given, option):
+            if channel not in known:
+                raise ConfigError(f"{option}: there is no channel '{channel}'; channels: {', '.join(known)}")
+    if source.reference not in known:
+        raise ConfigError(f"reference: there is no channel '{source.reference}'; channels: {', '.join(known)}")
+    if source.given.poses not in ("tf", "none"):
+        topic = source.recordings.topics.get(source.given.poses)
+        if topic is None or topic.type not in POSES:
+            names = sorted(name for name, one in source.recordings.topics.items() if one.type in POSES)
+            raise ConfigError(f"poses: '{source.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
+    needs_video = [topic for topic in source.camera_topics.values() if source.recordings.topics[topic].type in VIDEOS]
+    if needs_video:
+        check_decoder(f"topic '{needs_video[0]}'")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyarrow import feather
 
 from fuelrail.pipeline.errors import SourceError
@@ -90,3 +92,62 @@ def check_unique(names: Sequence[Any], where: str, what: str) -> None:
     if len(set(names)) != len(names):
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise SourceError(f"{where} has two rows for {what} {twice}")
+
+
+def read_parquet(
+    files: SourceFiles, name: str, types: Mapping[str, pa.DataType], *, whole: bool = False
+) -> dict[str, NDArray[Any]]:
+    """These columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in :func:`open_parquet`."""
+    where = f"table '{files.shown}/{name}'"
+    with open_parquet(files, name, whole=whole) as file:
+        try:
+            known = [column for column in types if column in file.schema_arrow.names]
+            table = file.read(known, use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
+        names = file.schema_arrow.names
+    if missing := [column for column in types if column not in names]:
+        raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(names)}")
+    return columns(table, where, types)
+
+
+class _Ranges(io.RawIOBase):
+    """A file of a source, read by ranges."""
+
+    def __init__(self, files: SourceFiles, name: str, num_bytes: int) -> None:
+        self._files, self._name, self._num_bytes, self._at = files, name, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        length = self._num_bytes - self._at if size < 0 else size
+        data = self._files.read(self._name, self._at, length) if length > 0 else b""
+        self._at += len(data)
+        return data
+
+
+def open_parquet(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
+    """The file; at a URL by ranges, which a scan can, or ``whole``. Raises SourceError for one that is no Parquet."""
+    where = f"table '{files.shown}/{name}'"
+    path = files.path(name)
+    try:
+        if path is None and whole:
+            return pq.ParquetFile(pa.BufferReader(files.read(name)))
+        facts = files.facts_of([name])[0]
+        if facts is None:
+            raise SourceError(f"{where} is not there")
+        return pq.ParquetFile(pa.PythonFile(_Ranges(files, name, facts.num_bytes), "r") if path is None else path)
+    except (pa.ArrowException, OSError) as error:
+        text = " ".join(str(error).split())
+        raise SourceError(f"{where} cannot be read as Parquet: {text}") from error

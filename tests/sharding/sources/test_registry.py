@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import fuelrail as fr
+import fuelrail.sharding.sources
 from fuelrail.__main__ import main
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.sharding.sources.registry import SourceSpec, make_source, options_of_texts, parse_source
@@ -73,3 +76,17 @@ def test_bad_options_are_named(text, match):
         options_of_texts("nuscenes", [text])
     with pytest.raises(ConfigError, match="given twice"):
         options_of_texts("nuscenes", ["sweeps=1", "sweeps=2"])
+
+
+def test_nothing_is_unpickled():
+    """Sources hold the files of strangers: none of their readers takes pickles, of Python or of numpy."""
+    root = Path(fuelrail.sharding.sources.__file__).parent
+    found = {
+        path.relative_to(root).as_posix(): line.strip()
+        for path in root.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "pickle" in line and "allow_pickle=False" not in line and "nothing is unpickled" not in line
+    }
+    assert not found
+    loads = [path for path in root.rglob("*.py") if "np.load(" in path.read_text()]
+    assert all("allow_pickle=False" in path.read_text() for path in loads)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
-    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Picture
+    from fuelrail.sharding.sources.logs.messages.records import Calibration, Cloud, Edge, Fix, Picture
 
 T = TypeVar("T")
 
@@ -51,6 +51,11 @@ class Reader:
     def pose(self, message: Message) -> Edge:
         """A whole Odometry or PoseStamped; the child frame of a PoseStamped is ""."""
         return self._guard(self._form.pose, message.data)
+
+    def fix(self, message: Message) -> Fix:
+        """A whole NavSatFix."""
+        assert isinstance(self._form, Ros), "a type of ROS"
+        return self._guard(self._form.fix, message.data)
 
     def cloud(self, message: Message) -> Cloud:
         """A whole point cloud."""

@@ -25,6 +25,7 @@ TRANSFORMS: Final = frozenset(
     }
 )
 POSES: Final = frozenset({"nav_msgs/Odometry", "geometry_msgs/PoseStamped", "geometry_msgs/PoseWithCovarianceStamped"})
+FIXES: Final = frozenset({"sensor_msgs/NavSatFix"})
 CLOUDS: Final = frozenset({"sensor_msgs/PointCloud2", "foxglove.PointCloud"})
 
 
@@ -68,6 +69,15 @@ class Edge(NamedTuple):
     stamp_ns: int
     wxyz: tuple[float, float, float, float]
     xyz: tuple[float, float, float]
+
+
+class Fix(NamedTuple):
+    """A position by satellites [degrees, m above the ellipsoid] at a time; NaN without a fix."""
+
+    stamp_ns: int
+    latitude: float
+    longitude: float
+    altitude: float
 
 
 class PointField(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.sharding.sources.logs.messages.records import RAWS, Calibration, Cloud, Edge, Picture, PointField
+from fuelrail.sharding.sources.logs.messages.records import RAWS, Calibration, Cloud, Edge, Fix, Picture, PointField
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -94,6 +95,12 @@ class Ros:
         child = getattr(one, "child_frame_id", "")
         stamp_ns = _time_ns(one.header.stamp)
         return Edge(one.header.frame_id, child, stamp_ns, _wxyz(pose.orientation), _xyz(pose.position))
+
+    def fix(self, data: Buffer) -> Fix:
+        """A NavSatFix; its status is -1 without a fix."""
+        one = self._read(data)
+        place = (one.latitude, one.longitude, one.altitude) if one.status.status >= 0 else (math.nan,) * 3
+        return Fix(_time_ns(one.header.stamp), *map(float, place))
 
     def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
         """Stamp, frame and number of points."""

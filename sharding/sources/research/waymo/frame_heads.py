@@ -284,7 +284,7 @@ def read_camera_labels(data: bytes) -> ImageLabels:
             name = value
         elif number == 2 and isinstance(value, bytes):
             found: dict[int, Any] = {at: one for at, _, one in fields(value)}
-            values = {at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64}
+            values: dict[int, Any] = {at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64}
             if not values.keys() >= {1, 2, 4, 5}:
                 raise ValueError(f"a label of camera {name} without a box")
             sides = [_DOUBLE.unpack(values[at])[0] for at in (1, 2, 5, 4)]  # its length is along x

@@ -7,19 +7,23 @@ are taken by name and cast: files of one release differ in types. Conventions ar
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, ImageBoxRows, Sensors
+from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
+from fuelrail.sharding.sources.frames.members import POINTS
 from fuelrail.sharding.sources.frames.source import FrameSource
-from fuelrail.sharding.sources.research.tables import check_unique, columns, names_in, stacked
+from fuelrail.sharding.sources.research.tables import check_unique, names_in, open_parquet, read_parquet, stacked
 from fuelrail.sharding.sources.research.waymo.frame_heads import CAMERAS, LABEL_TYPES, LabelColumns, calibration
+from fuelrail.sharding.sources.research.waymo.parquet_lidar import bytes_by_time, sweeps
+from fuelrail.sharding.sources.research.waymo.range_images import POINT_COLUMNS
 from fuelrail.sharding.sources.research.waymo.source import (
+    LIDAR,
     SPLITS,
     WaymoSettings,
     box_rows,
@@ -38,7 +42,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.research.waymo.frame_heads import CameraCalibration
 
 _F64: Final = pa.float64()
@@ -58,6 +61,9 @@ _BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z",
 """In the order of version 1: width before length."""
 _CAMERA_BOX: Final = "[CameraBoxComponent]."
 _SIDES: Final = tuple(f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y"))
+_NEEDED: Final = ("camera_image", "camera_calibration", "vehicle_pose")
+_OPTIONAL: Final = ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats")
+_LIDAR: Final = ("lidar", "lidar_calibration", "lidar_pose")
 _ROWS_AT_ONCE: Final = 16
 
 
@@ -72,8 +78,12 @@ class WaymoParquet(FrameSource[WaymoSettings]):
     license = "Waymo Dataset License Agreement for Non-Commercial Use"
 
     def sensors(self) -> Sensors:
-        """The five cameras in the order of their numbers."""
-        return rig()
+        """The five cameras in the order of their numbers, and the five lidars as one, where they are there."""
+        names = self.files.listed()
+        folders = [folder for folder in SPLITS if folder in names] or [""]
+        has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
+        lidars = [LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)] if has_lidar else []
+        return rig()._replace(lidars=lidars)
 
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
@@ -91,10 +101,10 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             prefix = f"{folder}/" if folder else ""
             for name in names_in(self.files, folder, "vehicle_pose"):
                 if name.endswith(".parquet"):
-                    needed = ("camera_image", "camera_calibration", "vehicle_pose")
-                    more = [one for one in ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats") if name in
-                            names_in(self.files, folder, one)]  # fmt: skip
-                    files = tuple(f"{prefix}{part}/{name}" for part in (*needed, *more))
+                    more = [part for part in _OPTIONAL if name in names_in(self.files, folder, part)]
+                    if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
+                        more += _LIDAR
+                    files = tuple(f"{prefix}{part}/{name}" for part in (*_NEEDED, *more))
                     yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -106,6 +116,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         boxes = self._boxes(files)
         boxes2d = self._boxes2d(files["camera_box"]) if self.given.boxes2d and "camera_box" in files else None
         stats = self._stats(files.get("stats"))
+        sweep_bytes = bytes_by_time(self.files, files["lidar"]) if "lidar" in files else {}
         if unknown := images.keys() - set(poses[_TIME].tolist()):
             raise SourceError(
                 f"table '{self.files.shown}/{files['vehicle_pose']}' has no pose at {min(unknown)} us, where there are "
@@ -113,10 +124,16 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             )
         for row in order.tolist():
             time = int(poses[_TIME][row])
+            pose = poses[_POSE][row].reshape(4, 4)
+            sweep = Sweep(
+                ref=f"{files.get('lidar')}@{time}", timestamp_ns=time * 1000, lidar2ego=np.eye(4), ego2global=pose,
+                num_bytes=sweep_bytes.get(time, 0),
+            )  # fmt: skip
             yield Frame(
                 timestamp_ns=time * 1000,
-                ego2global=poses[_POSE][row].reshape(4, 4),
+                ego2global=pose,
                 images=images.get(time, {}),
+                sweeps={LIDAR: sweep} if time in sweep_bytes else {},
                 boxes=None if boxes is None else box_rows(boxes.get(time, _NO_LABELS)),
                 boxes2d={}
                 if boxes2d is None
@@ -132,7 +149,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             wanted.setdefault(name, set()).add(int(row))
         for name, rows in wanted.items():
             at = 0
-            with _opened(self.files, name, whole=True) as file:
+            with open_parquet(self.files, name, whole=True) as file:
                 for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False):
                     column = batch.column(0)
                     for number in range(at, at + len(column)):
@@ -140,18 +157,25 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                             yield f"{name}@{number}", column[number - at].as_buffer()
                     at += len(column)
 
+    def points(self, ref: str) -> NDArray[np.float32]:
+        """(P, 5) first returns of all lidars; reads the file up to these."""
+        name, _, time = ref.rpartition("@")
+        return next(points for _, points in sweeps(self.files, name, [int(time)]))
+
+    def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Yield pictures, then sweeps: each file is read once, from its first row to its last."""
+        wanted: dict[str, list[int]] = {}
+        for ref in refs:
+            if ref.startswith(POINTS):
+                name, _, time = ref.removeprefix(POINTS).rpartition("@")
+                wanted.setdefault(name, []).append(int(time))
+        yield from super().read_clip([ref for ref in refs if not ref.startswith(POINTS)])
+        for name, times in wanted.items():
+            for at, points in sweeps(self.files, name, times):
+                yield f"{POINTS}{name}@{at}", encode_points(points)
+
     def _read(self, name: str, types: Mapping[str, pa.DataType]) -> dict[str, NDArray[Any]]:
-        where = f"table '{self.files.shown}/{name}'"
-        with _opened(self.files, name) as file:
-            try:
-                known = [column for column in types if column in file.schema_arrow.names]
-                table = file.read(known, use_threads=False)
-            except (pa.ArrowException, OSError) as error:
-                raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
-            names = file.schema_arrow.names
-        if missing := [column for column in types if column not in names]:
-            raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(names)}")
-        return columns(table, where, types)
+        return read_parquet(self.files, name, types)
 
     def _cameras(self, name: str) -> dict[int, CameraCalibration]:
         """By number of the camera."""
@@ -210,7 +234,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
 
     def _image_bytes(self, name: str) -> int:
         """The mean size of a picture, by the file's metadata: no picture is read."""
-        with _opened(self.files, name) as file:
+        with open_parquet(self.files, name) as file:
             about = file.metadata
             sizes = [
                 about.row_group(group).column(column).total_uncompressed_size
@@ -288,45 +312,3 @@ class WaymoParquet(FrameSource[WaymoSettings]):
 
 _NONE: Final = image_rows(np.empty((0, 4)), [], [])
 _NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
-
-
-class _Ranges(io.RawIOBase):
-    """A file of a source, read by ranges."""
-
-    def __init__(self, files: SourceFiles, name: str, num_bytes: int) -> None:
-        self._files, self._name, self._num_bytes, self._at = files, name, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        length = self._num_bytes - self._at if size < 0 else size
-        data = self._files.read(self._name, self._at, length) if length > 0 else b""
-        self._at += len(data)
-        return data
-
-
-def _opened(files: SourceFiles, name: str, *, whole: bool = False) -> pq.ParquetFile:
-    """The file; at a URL by ranges, or ``whole``. Raises SourceError where it is not there, or is no Parquet."""
-    where = f"table '{files.shown}/{name}'"
-    path = files.path(name)
-    try:
-        if path is None and whole:
-            return pq.ParquetFile(pa.BufferReader(files.read(name)))
-        facts = files.facts_of([name])[0]
-        if facts is None:
-            raise SourceError(f"{where} is not there")
-        return pq.ParquetFile(pa.PythonFile(_Ranges(files, name, facts.num_bytes), "r") if path is None else path)
-    except (pa.ArrowException, OSError) as error:
-        text = " ".join(str(error).split())
-        raise SourceError(f"{where} cannot be read as Parquet: {text}") from error

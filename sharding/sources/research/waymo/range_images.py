@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from fuelrail.sharding.sources.research.waymo.frame_heads import transform
 from fuelrail.sharding.sources.research.waymo.records import doubles, fields
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
@@ -67,27 +69,55 @@ def _message(data: bytes) -> dict[int, Any]:
 
 
 def _points(images: dict[int, Any], calibration: bytes, pose: NDArray[np.float64]) -> NDArray[np.float32]:
-    image = _matrix(images[2], 4)
     plain = _message(calibration)
     mount = np.array(transform(plain[5])).reshape(4, 4)
+    low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
+    inclination = Inclination(doubles(calibration, 2), low, high)
+    poses = _matrix(images[4], 6) if 4 in images else None
+    return first_returns(_matrix(images[2], 4), inclination, mount, pose, poses)
+
+
+class Inclination(NamedTuple):
+    """Of the rows of a range image from bottom to top [rad], or none: evenly between ``low`` and ``high``."""
+
+    stated: Sequence[float]
+    low: float
+    high: float
+
+    def of_rows(self, number: int) -> NDArray[np.float64]:
+        """One for each row."""
+        if len(self.stated):
+            return np.array(self.stated, np.float64)
+        return self.low + (np.arange(number) + 0.5) / number * (self.high - self.low)
+
+
+def first_returns(
+    image: NDArray[np.float32],
+    inclination: Inclination,
+    mount: NDArray[np.float64],
+    pose: NDArray[np.float64],
+    poses: NDArray[np.float32] | None,
+) -> NDArray[np.float32]:
+    """Points (P, 5) of a range image (H, W, 4) in the vehicle's frame at ``pose``.
+
+    ``mount`` is lidar to vehicle. ``poses`` (H, W, 6) are roll, pitch, yaw and place of the vehicle for each pixel;
+    None: they are ``pose``. Raises ValueError for another number of inclinations or poses than of rows.
+    """
     rows, columns = image.shape[:2]
-    inclination = np.array(doubles(calibration, 2))
-    if not len(inclination):
-        low, high = (doubles(calibration, number)[0] for number in (3, 4))
-        inclination = low + (np.arange(rows) + 0.5) / rows * (high - low)
-    if len(inclination) != rows:
-        raise ValueError(f"{len(inclination)} inclinations for {rows} rows")
+    steep = inclination.of_rows(rows)
+    if len(steep) != rows or (poses is not None and poses.shape[:2] != image.shape[:2]):
+        raise ValueError(f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels")
     azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - np.arctan2(mount[1, 0], mount[0, 0])
     row, column = np.nonzero(image[..., 0] > 0)
     seen = image[row, column].astype(np.float64)
-    up, around = inclination[::-1][row], azimuth[column]
+    up, around = steep[::-1][row], azimuth[column]
     level = np.cos(up)
     ray = np.stack([np.cos(around) * level, np.sin(around) * level, np.sin(up)], 1)
     place = (seen[:, :1] * ray) @ mount[:3, :3].T + mount[:3, 3]
-    if 4 in images:
-        poses = _matrix(images[4], 6)[row, column].astype(np.float64)
+    if poses is not None:
+        own = poses[row, column].astype(np.float64)
         to_frame = invert_rigid(pose)
-        place = np.einsum("pij,pj->pi", _rotations(poses[:, :3]), place) + poses[:, 3:]
+        place = np.einsum("pij,pj->pi", _rotations(own[:, :3]), place) + own[:, 3:]
         place = place @ to_frame[:3, :3].T + to_frame[:3, 3]
     return np.concatenate([place, seen[:, 1:3]], 1).astype(np.float32)
 

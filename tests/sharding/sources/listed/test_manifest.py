@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
@@ -102,6 +103,7 @@ BAD_WIDE = {
     "no range": (put(0, cam__cam_left__path="drive-0/cam_left/0.jpg#9+999999"), "999999 bytes in a file of"),
     "no tar": (put(0, cam__cam_left__path="tar:x.tar#1.jpg"), r"x.tar"),
     "no member": (put(0, cam__cam_left__path="tar:drive-0#1.jpg"), r"drive-0"),
+    "other bytes": (put(0, cam__cam_left__num_bytes=5), r"image 'drive-0/cam_left/0.jpg' has \d+ bytes .*stated are 5"),
     "absent video": (put(0, cam__cam_left__path="a.mp4#frame=3"), r"a.mp4.*no file.*missing_camera=mask"),
     "time in a video": (put(0, cam__cam_left__path="a.mp4#pts=3"), r"row 0, column path.*by their numbers.*frame=12"),
     "no number": (put(0, cam__cam_left__path="a.mp4#frame=x"), r"row 0, column path.*must be VIDEO#frame=N"),
@@ -320,12 +322,15 @@ def test_points_in_all_forms():
     forms = [points.tobytes(), (head + "binary\n").encode() + table.tobytes(), (head + "ascii\n" + text).encode()]
     for data in forms:
         np.testing.assert_array_equal(parse_points(data, ("x", "y", "z", "intensity"), "lidar"), points)
+    objects = io.BytesIO()
+    np.save(objects, np.array([{"x": 1}], object), allow_pickle=True)
     for data, match in (
         (forms[0][:-3], "rows of 4 float32"),
         (forms[1][:-3], "no sound PCD"),
         ((head + "binary_compressed\n").encode(), "binary_compressed"),
         (head.encode(), "without a line DATA"),
         (b"\x93NUMPY garbage", "no sound .npy"),
+        (objects.getvalue(), "no sound .npy"),
         (b"version https://git-lfs", "git-LFS"),
     ):
         with pytest.raises(SourceError, match=match):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 from typing import TYPE_CHECKING, ClassVar
 
 import av
+import fsspec
 import numpy as np
 import pytest
 import simplejpeg
@@ -234,3 +236,29 @@ def test_a_clip_whose_video_has_changed_is_staged_again(tmp_path):
     write_video(tmp_path / "a.mp4", [numbered(at + 20) for at in range(5)])
     make(tmp_path, tmp_path / "out")
     assert numbers_in(tmp_path / "out") == {"front": [20, 21, 22, 23, 24]}
+
+
+def test_a_rotation_flag_is_refused_by_name(tmp_path):
+    """The matrix of the track's header (ISO/IEC 14496-12, 8.3.2), turned by 90 degrees."""
+    write_video(tmp_path / "a.mp4", [numbered(at) for at in range(5)])
+    data = bytearray((tmp_path / "a.mp4").read_bytes())
+    at = data.index(b"tkhd") + 4 + 40
+    one = 1 << 16
+    assert struct.unpack_from(">9i", data, at) == (one, 0, 0, 0, one, 0, 0, 0, 1 << 30)
+    struct.pack_into(">9i", data, at, 0, one, 0, -one, 0, 0, 0, 0, 1 << 30)
+    (tmp_path / "a.mp4").write_bytes(data)
+    write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
+    with pytest.raises(SourceError, match=r"a.mp4' has a rotation flag of -?90 degrees"):
+        make(tmp_path, tmp_path / "out")
+
+
+def test_a_video_at_a_url_is_refused(tmp_path):
+    write_rows(tmp_path, {"front": ["a.mp4#frame=0"]})
+    url = "memory://test_video_at_a_url"
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/test_video_at_a_url/frames.jsonl", (tmp_path / "frames.jsonl").read_bytes())
+    try:
+        with pytest.raises(SourceError, match=r"row 0, column path: video 'a.mp4' is at the URL .*copy the source"):
+            scan_source(SourceSpec("manifest", url, {}))
+    finally:
+        fs.rm("/test_video_at_a_url", recursive=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import ClassVar
 
-import av
 import numpy as np
-import simplejpeg
 
-from support.log_world import Ros, Sent, foxglove_messages, ros_messages, write_mcap, write_rosbag2
+from support.log_world import foxglove_messages, ros_messages, video_messages, write_mcap, write_rosbag2
 from support.source_suite import SourceSuite
 
 CAMERAS = ("cam_front", "cam_left", "cam_back")
@@ -73,38 +70,8 @@ class TestVideo(TestUncompressed):
 
     def write(self, world, root):
         for clip in world.clips:
-            packets = {}
-            for name in world.cameras:
-                images = [frame.images[name] for frame in clip.frames]
-                for image, packet in zip(images, encoded([image.jpeg for image in images]), strict=True):
-                    packets[f"/{name}/image_raw/compressed", image.timestamp_ns] = packet
-            sent, ros = [], Ros()
-            for one in ros_messages(world, clip):
-                packet = packets.get((one.topic, one.stamp_ns))
-                if packet is not None:
-                    head, data = one.message.header, np.frombuffer(packet, np.uint8)
-                    video = ros.of("foxglove_msgs/CompressedVideo", head.stamp, head.frame_id, data, "h264")
-                    topic = one.topic.replace("image_raw/compressed", "video")
-                    one = Sent(topic, "foxglove_msgs/CompressedVideo", one.stamp_ns, video)
-                sent.append(one)
-            write_mcap(root / f"{clip.name}.mcap", sent)
+            write_mcap(root / f"{clip.name}.mcap", video_messages(world, clip))
         return str(root)
-
-
-def encoded(jpegs):
-    """One packet of Annex B for each picture."""
-    options = {"g": "3", "bf": "0", "tune": "zerolatency", "x264-params": "scenecut=0:repeat-headers=1:annexb=1"}
-    encoder = av.CodecContext.create("libx264", "w")
-    packets = []
-    for number, jpeg in enumerate(jpegs):
-        image = simplejpeg.decode_jpeg(jpeg)
-        if not number:
-            encoder.height, encoder.width, encoder.pix_fmt = *image.shape[:2], "yuv420p"
-            encoder.time_base, encoder.options = Fraction(1, 10), options
-        frame = av.VideoFrame.from_ndarray(image, "rgb24")
-        frame.pts = number
-        packets += encoder.encode(frame)
-    return [bytes(packet) for packet in [*packets, *encoder.encode(None)]]
 
 
 class TestFoxglove(TestUncompressed):

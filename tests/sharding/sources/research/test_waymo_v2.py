@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +13,12 @@ import pytest
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.run import scan_source
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
+from fuelrail.sharding.sources.research.waymo import parquet_lidar
 from support.shared_data import shared_data
 from support.source_at_url import AtUrl
 from support.source_suite import SourceSuite
-from support.waymo_files import CAMERAS
-from support.waymo_tables import write_segment
+from support.waymo_files import CAMERAS, add_sweep
+from support.waymo_tables import write_lidar, write_segment
 
 
 class TestWaymoParquet(AtUrl, SourceSuite):
@@ -41,6 +43,55 @@ class TestWaymoParquet(AtUrl, SourceSuite):
         assert {(row["night"], row["rain"], row["location"]) for row in rows} == {(False, False, "location_phx")}
         _, info, _ = self.scan(SourceSpec("waymo_v2", str(tmp_path / "source"), {}), tmp_path)
         assert info.splits == {"train": ["drive-0"], "val": ["drive-1"]}
+
+
+class TestWithLidar(TestWaymoParquet):
+    """Range images, whose points are the same as those of version 1."""
+
+    compare: ClassVar = {"points_m": 1e-4}
+
+    def world(self, **changes):
+        world = super().world(**changes)
+        for _, _, frame in world.frames():
+            add_sweep(frame)
+        return world
+
+    def write(self, world, root):
+        for number, clip in enumerate(world.clips):
+            write_lidar(root / ("training", "validation")[number % 2], clip)
+        return super().write(world, root)
+
+    def test_each_range_image_is_read_once(self, tmp_path, monkeypatch):
+        spec, read = self.spec(tmp_path), []
+        plain = parquet_lidar._image
+
+        def counted(batch, row, column, depth, where):
+            read.append((column, batch.column("key.frame_timestamp_micros")[row].as_py(), where))
+            return plain(batch, row, column, depth, where)
+
+        monkeypatch.setattr(parquet_lidar, "_image", counted)
+        self.make(spec, tmp_path / "out")
+        assert len(read) == len(set(read)) == 2 * 4 * (2 + 1)
+
+    def test_bad_range_images_are_named(self, tmp_path):
+        spec = self.spec(tmp_path)
+        root = tmp_path / "source" / "training"
+        part = "[LiDARComponent].range_image_return1"
+        shapes = pq.read_table(root / "lidar" / "drive-0.parquet").column(f"{part}.shape").to_pylist()
+        source = make_source(spec)
+        _, _, table = self.scan(spec, tmp_path)
+        (ref,) = [one.ref for one in table.row(0).members if one.name == "lidar.npy"]
+        for values, message in (
+            ([[2, *shape[1:]] for shape in shapes], r"drive-0.parquet': lidar \d: .*\d+ numbers"),
+            (None, r"has no column '\[LiDARComponent\].range_image_return1.shape'"),
+        ):
+            change(root, "lidar", f"{part}.shape", values)
+            with pytest.raises(SourceError, match=message):
+                source.open(ref)
+        (root / "lidar_calibration" / "drive-0.parquet").unlink()
+        with pytest.raises(SourceError, match=r"lidar_calibration/drive-0.parquet.*not there"):
+            scan_source(spec)
+        assert not scan_source(spec._replace(options={"points": False})).report.masked
 
 
 def one_segment(tmp_path):

@@ -1,0 +1,164 @@
+"""Options of logs: positions as attributes, keyframes alone, raw encodings that are refused."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from mcap.writer import Writer
+
+from fuelrail.pipeline.errors import ConfigError, SourceError
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.logs.members import Members
+from fuelrail.sharding.sources.registry import SourceSpec
+from support.log_world import Ros, Sent, definition, ros_messages, store, video_messages, write_mcap
+from support.source_suite import SourceSuite, bytes_read
+from support.source_world import make_world, samples_of
+
+
+def test_positions_become_attributes(tmp_path):
+    """The nearest one within max_gap_s; without a fix, or far from one, null."""
+    world, ros = make_world(1, 6), Ros()
+    frames = world.clips[0].frames
+    sent = ros_messages(world, world.clips[0])
+    for at, frame in enumerate(frames[:4]):
+        status = ros.of("sensor_msgs/NavSatStatus", -1 if at == 1 else 0, 1)
+        place = (49.0 + at * 1e-5, 8.4, 120.0 + at)
+        stamp_ns = frame.timestamp_ns + 7_000_000
+        fix = ros.of("sensor_msgs/NavSatFix", ros.header(stamp_ns, "gps"), status, *place, np.zeros(9), 0)
+        sent.append(Sent("/gps/fix", "sensor_msgs/NavSatFix", stamp_ns, fix))
+    sent.sort(key=lambda one: one.stamp_ns)
+    write_mcap(tmp_path / "log.mcap", sent)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"max_gap_s": 0.15, "poses": "none"})
+    SourceSuite().make(spec, tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out" / "attributes.parquet").sort_by("key").to_pylist()
+    found = [(row["latitude"], row["longitude"], row["altitude_m"]) for row in rows]
+    none = (None, None, None)
+    assert found == [(49.0, 8.4, 120.0), none, (49.0 + 2e-5, 8.4, 122.0), (49.0 + 3e-5, 8.4, 123.0),
+                     (49.0 + 3e-5, 8.4, 123.0), none]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"gps: '/imu' is not one of: /gps/fix"):
+        scan_source(spec._replace(options={"gps": "/imu"}))
+
+
+def test_messages_after_a_clock_was_set_back_are_dropped_and_counted(tmp_path):
+    """Of the camera's clock, and of that of the poses: no pose is a mixture of both."""
+    world = make_world(1, 12)
+    sent, ros = [], Ros()
+    for one in ros_messages(world, world.clips[0]):
+        elapsed_ns = one.stamp_ns - world.clips[0].frames[0].timestamp_ns
+        if one.topic == "/cam_front/image_raw/compressed" and elapsed_ns > 750_000_000:
+            one.message.header.stamp.sec -= 100
+        elif one.topic == "/tf" and elapsed_ns > 950_000_000:
+            one.message.transforms[0].header.stamp = ros.time(one.stamp_ns - 800_000_000)
+        sent.append(one)
+    write_mcap(tmp_path / "log.mcap", sent)
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"missing_camera": "mask"})
+    with pytest.raises(SourceError, match=r"cam_front.*goes back in time by 99.* s.*clock_jumps=drop"):
+        scan_source(spec)
+    with pytest.raises(SourceError, match=r"topic '/tf \(base_link\)' goes back in time by 0.[67]"):
+        scan_source(spec._replace(options={"cameras": {"cam_left": "/cam_left/image_raw/compressed"}}))
+    dropped = spec._replace(options={**spec.options, "clock_jumps": "drop"})
+    report = scan_source(dropped).report
+    assert report.noted["/cam_front/image_raw/compressed: messages after the clock was set back"] == 4
+    assert report.noted["/tf (base_link): messages after the clock was set back"] > 5
+    SourceSuite().make(dropped, tmp_path / "out")
+    by_time = {frame.timestamp_ns: frame for frame in world.clips[0].frames}
+    samples = samples_of(tmp_path / "out").values()
+    assert len(samples) >= 9
+    for sample in samples:
+        wanted = by_time[sample.meta.timestamp_ns].ego2global
+        np.testing.assert_allclose(sample.geometry.ego2global, wanted, atol=1e-6)
+
+
+def test_keyframes_alone_take_one_decode_each(tmp_path, monkeypatch):
+    world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
+    write_mcap(tmp_path / "log.mcap", video_messages(world, world.clips[0]))
+    decoded: list[Members] = []
+    init = Members.__init__
+    monkeypatch.setattr(Members, "__init__", lambda self, *given: (init(self, *given), decoded.append(self))[0])
+    cameras = {name: f"/{name}/video" for name in world.cameras}
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "frames": "keyframes"})
+    SourceSuite().make(spec, tmp_path / "out")
+    info = scan_source(spec)
+    assert info.num_samples == 3, "a keyframe every third message"
+    assert sum(members.num_decoded for members in decoded) == 3 * 2
+    assert scan_source(spec._replace(options={"cameras": cameras})).num_samples == 9
+
+
+@pytest.mark.parametrize("encoding", ["mono16", "16UC1", "bayer_rggb16", "32FC1"])
+def test_raw_pictures_of_over_8_bits_are_refused_by_name(tmp_path, encoding):
+    world, ros = make_world(1, 4), Ros()
+    sent = [
+        one._replace(
+            message=ros.of("sensor_msgs/Image", one.message.header, 48, 64, encoding, 0, 128, np.zeros(6144, np.uint8)),
+            type="sensor_msgs/Image",
+        )
+        if one.topic == "/cam_front/image_raw/compressed"
+        else one
+        for one in ros_messages(world, world.clips[0])
+    ]
+    write_mcap(tmp_path / "log.mcap", sent)
+    with pytest.raises(SourceError, match=rf"cam_front.*the encoding '{encoding}'; raw pictures are read of rgb8"):
+        scan_source(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes read are counted in /proc")
+def test_a_scan_by_indexes_reads_less_than_two_percent(tmp_path):
+    """An uncompressed log with a summary, whose pictures and clouds are as large as real ones."""
+    cameras = {f"cam_{number}": (640, 480) for number in range(2)}
+    world = make_world(1, 6, cameras=cameras, num_points=20_000, noise=True)
+    path = tmp_path / "log.mcap"
+    write_mcap(path, ros_messages(world, world.clips[0]), compression="NONE", chunk_size=1 << 20)
+    spec = SourceSpec("mcap", str(path), {})
+    scan_source(spec)  # modules that are imported on the way are not counted
+    before = bytes_read()
+    assert scan_source(spec).num_samples == 6
+    assert bytes_read() - before < path.stat().st_size / 50
+
+
+def test_types_may_be_spelled_without_msg(tmp_path, monkeypatch):
+    world = make_world(1, 4)
+    register = Writer.register_schema
+
+    def plain(self, name, encoding, data):
+        return register(self, name.replace("/msg/", "/"), encoding, data)
+
+    monkeypatch.setattr(Writer, "register_schema", plain)
+    write_mcap(tmp_path / "log.mcap", ros_messages(world, world.clips[0]))
+    SourceSuite().make(SourceSpec("mcap", str(tmp_path / "log.mcap"), {}), tmp_path / "out")
+    assert len(samples_of(tmp_path / "out")) == 4
+
+
+def test_frames_of_video_before_the_first_keyframe_are_absent(tmp_path):
+    world = make_world(1, 9, cameras={"cam_front": (64, 48), "cam_left": (64, 48)}, lidars=())
+    sent = video_messages(world, world.clips[0])
+    first = next(one for one in sent if one.topic == "/cam_left/video")
+    write_mcap(tmp_path / "log.mcap", [one for one in sent if one is not first])
+    cameras = {name: f"/{name}/video" for name in world.cameras}
+    spec = SourceSpec("mcap", str(tmp_path / "log.mcap"), {"cameras": cameras, "missing_camera": "mask"})
+    report = scan_source(spec).report
+    assert report.masked["cam_left"] == {"no keyframe before it": 2, "no message in time": 1}
+
+
+def test_a_transform_that_is_cut_off_is_named(tmp_path):
+    world = make_world(1, 4)
+    sent = ros_messages(world, world.clips[0])
+    types = store()
+    path = tmp_path / "log.mcap"
+    with path.open("wb") as file:
+        writer = Writer(file)
+        writer.start("ros2")
+        channels = {}
+        for one in sent:
+            name = one.message.__msgtype__
+            if one.topic not in channels:
+                schema = writer.register_schema(name, "ros2msg", definition(types, one.message))
+                channels[one.topic] = writer.register_channel(one.topic, "cdr", schema)
+            data = bytes(types.serialize_cdr(one.message, name))
+            data = data[:-9] if one.topic == "/tf" else data
+            writer.add_message(channels[one.topic], one.stamp_ns, data, one.stamp_ns)
+        writer.finish()
+    with pytest.raises(SourceError, match=r"topic '/tf': a message is no tf2_msgs/TFMessage"):
+        scan_source(SourceSpec("mcap", str(path), {}))
