@@ -48,7 +48,7 @@ demo: setup
 	$(FUELRAIL) synth $(DEMO)/nuscenes --seed 7
 	$(FUELRAIL) shard nuscenes:$(DEMO)/nuscenes $(DEMO)/dataset -o version=v1.0-mini --seed 7 --shard-size 8MB --workers 2
 	$(FUELRAIL) verify $(DEMO)/dataset --deep
-	$(FUELRAIL) view $(DEMO)/dataset --image configs/images/bevdet-704x256.yaml --train --output $(DEMO)/sample.png
+	$(FUELRAIL) view $(DEMO)/dataset --image bevdet-704x256 --train --output $(DEMO)/sample.png
 	$(FUELRAIL) bench train $(DEMO)/dataset --ranks 2 --out $(DEMO)/bench
 	@echo
 	@echo "Look at:"

@@ -72,9 +72,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def shipped() -> set[str]:
     """What must be in a wheel: the package's face, all files of the four folders, and the configs that they load."""
-    places = {folder: f"fuelrail/{folder}" for folder in FOLDERS} | {
-        "configs/accelerators": "fuelrail/configs/accelerators"
-    }
+    configs = [f"configs/{name}" for name in ("accelerators", "bev", "clusters", "images", "orders", "pixels")]
+    places = {folder: f"fuelrail/{folder}" for folder in (*FOLDERS, *configs)}
     files = {
         f"{place}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, place in places.items()

@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.top import TopOptions as TopOptions
     from fuelrail.pipeline.runtime.top import top as top
     from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
+    from fuelrail.pipeline.settings import PresetsReport as PresetsReport
+    from fuelrail.pipeline.settings import presets as presets
     from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
     from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
     from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
@@ -172,6 +174,8 @@ _PUBLIC: Final = {
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",
     "RetryPolicy": "fuelrail.pipeline.storage.retry",
+    "presets": "fuelrail.pipeline.settings",
+    "PresetsReport": "fuelrail.pipeline.settings",
     "top": "fuelrail.pipeline.runtime.top",
     "TopOptions": "fuelrail.pipeline.runtime.top",
     "TraceRecorder": "fuelrail.pipeline.runtime.trace",

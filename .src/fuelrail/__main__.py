@@ -45,6 +45,7 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.bench.planner.command",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
     ),
+    "presets": _Entry("fuelrail.pipeline.cli", "list the settings that can be given by name, such as bevdet-704x256"),
     "top": _Entry("fuelrail.pipeline.cli", "watch running loaders: stages, queues, and how well they feed the trainer"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
