@@ -202,7 +202,7 @@ def _run_log(args: argparse.Namespace) -> int:
 
 
 def _configure_diff(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare two datasets by manifests and tables. Shards are not read."
+    parser.description = "Compare two datasets, or two layers, by manifests and tables. Shards are not read."
     parser.add_argument("a", metavar="DATASET", help=_DATASET)
     parser.add_argument("b", metavar="OTHER", help="the dataset to compare it with")
     add_flags(parser, PrintOptions)

@@ -57,7 +57,6 @@ WIDE = {
     "bench/micro": "one benchmark a file; becomes fewer when the benchmarks are rewritten",
     "bench/peers": "plug-ins, one loader a file",
     "bench/results": "data, one result a file",
-    "sharding/demo": "the painters, which a smaller renderer replaces",
     "sharding/sources": "plug-ins, one format each",
 }
 

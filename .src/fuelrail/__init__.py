@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.settings import presets as presets
     from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
     from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
+    from fuelrail.pipeline.transforms.image import CameraGroup as CameraGroup
     from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
     from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
     from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
@@ -163,6 +164,7 @@ _PUBLIC: Final = {
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
+    "CameraGroup": "fuelrail.pipeline.transforms.image",
     "ClassBalance": "fuelrail.pipeline.order.weights",
     "Dataset": "fuelrail.pipeline.format.dataset",
     "FileWeights": "fuelrail.pipeline.order.weights",

@@ -141,7 +141,7 @@ def _pipeline(images: Sequence[bytes], device: torch.device, *, load: float, bat
 
 
 def _first_run(graph: str, device: torch.device) -> dict[str, Any]:
-    bench = Bench(device, *(2 * [None]))  # type: ignore[arg-type]  # it reads and writes no files
+    bench = Bench(device, *(3 * [None]))  # type: ignore[arg-type]  # it reads and writes no files
     batch, seconds = bench.pick((126, 3.0), (4, 0.1))
     pipeline = _pipeline([jpeg("plain")], device, load=1.0, batch=batch, graph=graph)
     started_s, runs = time.perf_counter(), 0

@@ -28,11 +28,12 @@ _CLOCK_RISES_S = 1.0
 
 
 class Bench(NamedTuple):
-    """Input of a check: the torch device, a dataset with boxes and a lidar, and a folder to write to."""
+    """Input of a check: the torch device, a dataset with boxes and a lidar, a folder to write to, one to keep."""
 
     device: torch.device
     dataset: Path
     work: Path
+    keep: Path
 
     @property
     def on_gpu(self) -> bool:

@@ -98,7 +98,9 @@ CHECKS: list[Check] = [
     *_each("graphs beside the loader", feeding.graphs_beside_the_loader, 15),
     *_each("ranks of one", training.ranks_of_one, 40),
     *_each("memory stays", feeding.memory_stays, 60),
+    *_each("trace of steps", training.trace_of_steps, 15),
     Check("training runs", training.training_runs, 90),
+    *_each("batches stay right", device.batches_stay_right, 90),
 ]
 """All checks, the most valuable first: what a run of ten minutes must show stands before what it may miss."""
 
@@ -235,7 +237,7 @@ def main(arguments: Sequence[str]) -> int:
         started_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="fuelrail-gpu-check-") as folder:
             dataset = options.dataset or synthesise(Path(folder))
-            bench = Bench(torch.device("cuda", 0), dataset, Path(folder))
+            bench = Bench(torch.device("cuda", 0), dataset, Path(folder), options.out.parent)
             left_s = None if options.seconds is None else options.seconds - (time.monotonic() - started_s)
             result = run_checks(bench, options.out, only=options.only, seconds=left_s)
     except FuelrailError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import time
@@ -10,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fuelrail.bench.gpu.base import CheckFailed, cycles_per_ms, keep_busy, make_loader, raise_clock, require_dali
+from fuelrail.bench.gpu.base import (
+    CheckFailed,
+    cycles_per_ms,
+    endless,
+    keep_busy,
+    make_loader,
+    raise_clock,
+    require_dali,
+)
 from fuelrail.bench.gpu.images import jpeg
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, Accelerator, EmulatedAccelerator, load_profile
 from fuelrail.bench.measure.clock import NS_PER_MS, MonotonicClock
@@ -133,6 +142,28 @@ def batches_outlive_their_release(bench: Bench, facts: dict[str, Any], decoder: 
             raise CheckFailed(
                 f"with {name} samples batches {wrong} of {len(quiet)} were overwritten before they were read"
             )
+
+
+def batches_stay_right(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
+    """Ten thousand batches hold what those of the first epoch held, while the trainer's stream is busy now and then.
+
+    A checksum of each is made on the device, where every pixel's weight is its place; the host waits for none of them.
+    """
+    num_batches = bench.pick(10_000, 40)
+    sums: list[torch.Tensor] = []
+    with make_loader(bench, bench.dataset, 1, decoder, shuffle=False) as loader:
+        per_epoch = len(loader)
+        for number, batch in enumerate(itertools.islice(endless(loader), num_batches)):
+            if bench.on_gpu and number % 7 == 0:
+                keep_busy(_DELAY_CYCLES // 10)
+            pixels = batch["img"].flatten().long()
+            sums.append((pixels * torch.arange(1, len(pixels) + 1, device=pixels.device)).sum())
+            del batch, pixels
+    values = [int(value) for value in sums]
+    wrong = [number for number, value in enumerate(values) if value != values[number % per_epoch]]
+    facts |= {"batches": len(values), "batches_of_an_epoch": per_epoch, "different_sums": len(set(values))}
+    if wrong:
+        raise CheckFailed(f"{len(wrong)} of {len(values)} batches changed between epochs, the first is {wrong[0]}")
 
 
 def _halved(sample: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fuelrail.bench.gpu.base import CheckFailed, make_loader, require_dali, train
+from fuelrail.bench.gpu.base import CheckFailed, endless, make_loader, require_dali, train
 from fuelrail.bench.gpu.images import cameras
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
@@ -155,6 +155,33 @@ def no_wait_in_a_step(bench: Bench, facts: dict[str, Any], decoder: str) -> None
     facts |= {"steps": _NUM_SYNC_STEPS, "watched": bench.on_gpu, "waits": waits}
     if places:
         raise CheckFailed(f"a step waits for the device at {sorted(set(places))}")
+
+
+def trace_of_steps(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
+    """Keep torch's trace of some steps beside the result file: loader, copies and kernels on one time line."""
+    model = build_model(MODELS[bench.pick("base", "light")]).to(bench.device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if bench.on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with make_loader(bench, bench.dataset, 2, decoder) as loader:
+        batches = endless(loader)
+
+        def step() -> None:
+            inputs = (tensor.to(bench.device, non_blocking=True) for tensor in model.inputs(next(batches)))
+            with torch.autocast(bench.device.type, torch.bfloat16, enabled=bench.on_gpu):
+                loss = model(*inputs)
+            loss.backward()
+
+        for _ in range(3):
+            step()
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(bench.pick(10, 2)):
+                step()
+    path = bench.keep / f"gpu-check-trace-{decoder}.json.gz"
+    profile.export_chrome_trace(str(path))
+    facts |= {"file": path.name, "bytes": path.stat().st_size, "events": len(profile.events())}
+    if bench.on_gpu and not any(event.device_type == torch.profiler.DeviceType.CUDA for event in profile.events()):
+        raise CheckFailed("the profiler saw no kernel on the GPU: CUPTI is missing, or another profiler holds it")
 
 
 def ranks_of_one(bench: Bench, facts: dict[str, Any], decoder: str) -> None:

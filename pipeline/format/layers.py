@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -20,11 +20,12 @@ from msgspec import Meta
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import BOXES_CHANNEL, CAMERA, LIDAR
 from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, ManifestError, OrderError, SchemaError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import Dataset, open_kind
 from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 from fuelrail.pipeline.format.manifest import DATASETS, Manifest
+from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.sample.schema import GEOMETRY, META
 from fuelrail.pipeline.settings import Settings, must_be
 
@@ -94,6 +95,11 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
 
     base: BaseEntry
     view: LayerView
+
+    @property
+    def known_channels(self) -> tuple[Channel, ...]:
+        """The table, and the sensors of the base, which its laws may name."""
+        return (*self.base.sensors, *self.channels)
 
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken, or that has what only a base has."""
@@ -230,12 +236,12 @@ def read_rows(data: Dataset) -> NDArray[np.int64] | None:
             )
         return None
     try:
-        rows: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        rows = map_npy(path)
+    except (OSError, ValueError, SchemaError) as error:
         raise IndexFileError(f"'{path}' cannot be read: {error}") from error
-    if not isinstance(rows, np.ndarray) or rows.dtype != ROWS_DTYPE or rows.shape != (num_samples,):
+    if rows.dtype != ROWS_DTYPE or rows.shape != (num_samples,):
         raise IndexFileError(f"'{path}' must hold int64 [{num_samples}], a row for each sample of the base")
-    return rows
+    return cast("NDArray[np.int64]", rows)
 
 
 def check_base(layer: Layer, base: Dataset) -> None:

@@ -4,16 +4,17 @@
 
     source --> [stage: n threads] --link--> [stage: m threads] --link--> consumer
 
-Every item has a sequence number, and links restore the order of the numbers (:mod:`fuelrail.pipeline.runtime.links`),
-so what
-comes out does not depend on timing or thread counts; those may change while the pipeline runs. An exception travels as
-an item in its place and is raised at the consumer. Each thread keeps its clock: *busy* in the stage's work, *starved*
-waiting for input, *blocked* waiting for room. The harness, the metrics and the autotuner read these.
+Every item has a sequence number, and links restore the order of the numbers (:mod:`fuelrail.pipeline.runtime.links`).
+What comes out therefore does not depend on timing or thread counts; those may change while the pipeline runs. An
+exception travels as an item in its place and is raised at the consumer. Each thread keeps its clock: *busy* in the
+stage's work, *starved* waiting for input, *blocked* waiting for room. The harness, the metrics and the autotuner read
+these.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
 import logging
 import os
 import threading
@@ -160,6 +161,20 @@ class _Crew:
         )
 
 
+class _Run:
+    """The threads of one pipeline, and what they wait at; never the pipeline itself."""
+
+    def __init__(self, pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:
+        self.pid, self.parts, self.crews = pid, parts, crews
+
+    def threads(self) -> list[threading.Thread]:
+        return [thread for crew in self.crews for thread in list(crew.threads.values())]
+
+
+_RUNNING: Final[set[_Run]] = set()
+"""Pipelines whose threads have not all been waited for."""
+
+
 def add_clocks(before: Sequence[StageClock], now: Sequence[StageClock]) -> tuple[StageClock, ...]:
     """Return the clocks of one chain of stages over two runs; ``before`` may be empty."""
     if not before:
@@ -202,7 +217,9 @@ class Pipeline:
         self._taken = 0
         self._waited_s = 0.0
         self._parts: list[Source | Link] = [head, *self._links]
-        self._finalizer = weakref.finalize(self, _shut_down, self._pid, self._parts, self._crews)
+        run = _Run(self._pid, self._parts, self._crews)
+        _RUNNING.add(run)
+        self._finalizer = weakref.finalize(self, _shut_down, run)
         for crew in self._crews:
             for thread in crew.resize(crew.stage.num_threads):
                 thread.start()
@@ -366,32 +383,43 @@ def _text(subject: object) -> str:
         return f"a {type(subject).__name__} without a text"
 
 
-def _shut_down(pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:
-    if os.getpid() != pid:
+def _shut_down(run: _Run) -> None:
+    if os.getpid() != run.pid:
         return  # in a fork the threads do not exist, and locks may be held for ever by those that held them
-    threads = [thread for crew in crews for thread in list(crew.threads.values())]
-    if threading.current_thread() in threads:
+    if threading.current_thread() in run.threads():
         # Garbage collection ran this inside one of the threads, which may hold a link's lock at this moment.
-        _thread.start_new_thread(_stop, (parts,))
+        _thread.start_new_thread(_end, (run,))
         return
     try:
-        _end(parts, threads)
+        _end(run)
     except KeyboardInterrupt:
-        # This is called once. Threads that outlived the interpreter would be torn out of C++ code, and it would abort.
-        _end(parts, threads)
+        _end(run)  # this function is called once
         raise
 
 
-def _end(parts: Sequence[Source | Link], threads: Sequence[threading.Thread]) -> None:
+@atexit.register
+def _end_all() -> None:
+    """End what Ctrl-C left running, wherever it struck: after a start without its join, or in the middle of a join.
+
+    A thread that outlives the interpreter is torn out of C++ code, and the process aborts.
+    """
+    for run in list(_RUNNING):
+        if run.pid == os.getpid():
+            _end(run)
+
+
+def _end(run: _Run) -> None:
     """Release all threads and wait for them; work that was started and cancelled can be done again."""
-    _stop(parts)
+    _stop(run.parts)
     deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+    threads = run.threads()
     for thread in threads:
         if thread.ident is not None:
             thread.join(max(0.0, deadline_s - time.monotonic()))
     stuck = [thread.name for thread in threads if thread.is_alive()]
     if stuck:
         _LOG.warning("threads still at work %g s after the pipeline was closed: %s", _JOIN_TIMEOUT_S, ", ".join(stuck))
+    _RUNNING.discard(run)
 
 
 def _stop(parts: Sequence[Source | Link]) -> None:

@@ -12,10 +12,10 @@ import ast
 import functools
 import io
 import math
+import mmap
 import re
 import sys
-import threading
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from fuelrail.pipeline.errors import SchemaError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -52,12 +53,12 @@ _MAX_NPY_HEADER_BYTES: Final = 10_000  # numpy's own bound on what it evaluates 
 _NPY_MAGIC: Final = b"\x93NUMPY\x01\x00"
 
 
-_PLAIN_NPY_HEADER: Final = re.compile(
-    rb"\{'descr': '([<|][biuf]\d)', 'fortran_order': False, 'shape': (\([0-9, ]{0,99}\)), \} *\n"
+_NPY_HEADER: Final = re.compile(
+    rb"\{'descr': (.{1,9000}), 'fortran_order': (True|False), 'shape': \(([\d, ]{0,600})\), \} *\n"
 )
-_AST_LOCK: Final = threading.Lock()
-"""In Python 3.11 and 3.12 two threads that make syntax trees at a time get a SystemError now and then
-(https://github.com/python/cpython/issues/106905)."""
+
+
+_SIZE: Final = re.compile(rb"0|[1-9]\d{0,17}")
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -203,8 +204,12 @@ def _npy_start(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def read_npy(data: Buffer) -> NDArray[np.generic]:
-    """Read a ``.npy`` 1.0 buffer as a read-only view; raises SchemaError for anything else, object arrays included."""
+def read_npy(data: Buffer, *, any_order: bool = False) -> NDArray[np.generic]:
+    """Read a ``.npy`` 1.0 buffer as a read-only view, in Fortran order too with ``any_order``.
+
+    Raises SchemaError for anything else, object arrays included. ``numpy.load`` evaluates each header as a Python
+    literal, which in CPython 3.11 may fail in threads (https://github.com/python/cpython/issues/106905); this does not.
+    """
     view = memoryview(data)
     if bytes(view[:8]) != _NPY_MAGIC or len(view) < 10:
         raise SchemaError("not a .npy file of version 1.0")
@@ -212,11 +217,11 @@ def read_npy(data: Buffer) -> NDArray[np.generic]:
     if start > min(len(view), _MAX_NPY_HEADER_BYTES):
         raise SchemaError(f".npy header of {start} bytes in a buffer of {len(view)}")
     try:
-        dtype, shape = _npy_header(bytes(view[10:start]))
-        array = np.frombuffer(view, dtype, math.prod(shape), start).reshape(shape)
-    except (
-        ValueError, SyntaxError, AttributeError, TypeError, OverflowError, MemoryError, RecursionError,
-    ) as error:  # fmt: skip
+        dtype, shape, order = _npy_header(bytes(view[10:start]))
+        if order == "F" and not any_order:
+            raise ValueError("Fortran order is refused")
+        array = np.frombuffer(view, dtype, math.prod(shape), start).reshape(shape, order=order)
+    except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise SchemaError(f".npy header: {error}") from error
     if start + array.nbytes != len(view):
         raise SchemaError(f".npy of {array.dtype}{list(array.shape)} in {len(view)} bytes")
@@ -224,24 +229,43 @@ def read_npy(data: Buffer) -> NDArray[np.generic]:
     return array
 
 
-def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of a header; whatever is wrong raises one of the errors that :func:`read_npy` expects."""
-    plain = _PLAIN_NPY_HEADER.fullmatch(header)
-    if plain is not None:  # what numpy writes for numbers and booleans; the general way below takes 30 us
-        numbers = tuple(map(int, re.findall(rb"\d{1,18}", plain[2])))
-        if repr(numbers).encode() == plain[2]:
-            return np.dtype(plain[1].decode()), numbers
-    with _AST_LOCK:
-        entries = ast.literal_eval(header.decode("latin-1"))
-    if entries.keys() != {"descr", "fortran_order", "shape"}:
-        raise ValueError("its keys are not descr, fortran_order and shape")
-    descr, shape = entries["descr"], entries["shape"]
-    if not isinstance(descr, str | list) or not isinstance(shape, tuple) or entries["fortran_order"] is not False:
-        raise ValueError("Fortran order and odd types are refused")
-    dtype = np.dtype(descr)
-    if dtype.hasobject or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("object arrays and odd shapes are refused")
-    return dtype, shape
+def map_npy(path: Path) -> NDArray[np.generic]:
+    """Map a ``.npy`` 1.0 file; raises SchemaError for what :func:`read_npy` refuses, ValueError for an empty file."""
+    with path.open("rb") as file:
+        return read_npy(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+
+
+def _npy_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Literal["C", "F"]]:
+    """Dtype, shape and order of a header as numpy writes it; whatever is wrong raises one of :func:`read_npy`'s."""
+    found = _NPY_HEADER.fullmatch(header)
+    if found is None:
+        raise ValueError("not as numpy writes it for an array of numbers")
+    dtype = _npy_dtype(found[1])
+    sizes = found[3].replace(b" ", b"").split(b",")
+    if not sizes[-1]:
+        sizes.pop()
+    elif len(sizes) == 1:
+        raise ValueError("its shape is no tuple")
+    if not all(map(_SIZE.fullmatch, sizes)):
+        raise ValueError("odd shapes are refused")
+    return dtype, tuple(map(int, sizes)), "F" if found[2] == b"True" else "C"
+
+
+@functools.lru_cache(maxsize=512)
+def _npy_dtype(descr: bytes) -> np.dtype[Any]:
+    text = descr.decode("latin-1")
+    for _ in range(20):
+        try:
+            value = ast.literal_eval(text)
+            dtype: np.dtype[Any] = np.dtype(value)
+        except SystemError:  # the interpreter's own fault, see `read_npy`; not when asked again
+            continue
+        except (SyntaxError, AttributeError, RecursionError, KeyError) as error:
+            raise ValueError(f"its dtype {text:.100} is none") from error
+        if dtype.hasobject or not isinstance(value, str | list):
+            raise ValueError("object arrays and odd types are refused")
+        return dtype
+    raise ValueError(f"its dtype {text:.100} could not be read")
 
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

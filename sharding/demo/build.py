@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MARKER: Final = "synth.json"
-_RENDERING: Final = 1  # raised when the same spec gives other bytes
+_RENDERING: Final = 2  # raised when the same spec gives other bytes
 _MAP_PX: Final = 8
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 
 from fuelrail.pipeline.errors import FuelrailError
 from fuelrail.pipeline.format.zstd_frames import FRAMED_SUFFIX, SHARD_SUFFIX
 from fuelrail.pipeline.runtime.workers import one_at_a_time
+from fuelrail.pipeline.sample.arrays import map_npy
 from fuelrail.pipeline.sample.schema import (
     BOXES,
     GEOMETRY,
@@ -111,8 +111,8 @@ class ShardWriter:
         self._job = job
         self._out = open_output(job.out)
         self._table = ScanTable(job.scan_table)
-        self._rows = np.load(job.plan_rows, mmap_mode="r")
-        self._selection = np.load(job.selection, mmap_mode="r")
+        self._rows = map_npy(job.plan_rows)
+        self._selection = map_npy(job.selection)
         self._source = make_source(job.source) if job.staging is None else StagedSource(job.staging)
         self._buffer = ReadBuffer()
         self._place = f"{job.source.kind}:{job.source.location}"

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import psutil
 import pytest
 
@@ -126,11 +127,11 @@ def test_a_dropped_loader_gives_its_files_back_at_once(tiny, storage):
 
     def counts():
         process = psutil.Process()
-        return (
+        return np.array((
             process.num_fds(),
-            threading.active_count(),
+            sum(thread.name.startswith("fuelrail") for thread in threading.enumerate()),
             sum(str(tiny) in mapped.path for mapped in process.memory_maps()),
-        )
+        ))  # fmt: skip
 
     list(make_loader(tiny, 2, num_workers=1, backend=storage))  # what libraries open on first use stays open
     gc.collect()
@@ -144,8 +145,8 @@ def test_a_dropped_loader_gives_its_files_back_at_once(tiny, storage):
                 loader.close()
             del loader
         deadline = time.monotonic() + 20  # the last thread's own ending, after it was let go, takes a moment
-        while counts() != before and time.monotonic() < deadline:
+        while (counts() > before).any() and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert counts() == before
+        assert (counts() <= before).all()  # fewer where an earlier test's last thread was still ending
     finally:
         gc.enable()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.errors import SchemaError, SourceError
+from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.
 
 def _npy(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
     try:
-        found = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        found = read_npy(data, any_order=True)
+    except SchemaError as error:
         raise SourceError(f"{where} is no sound .npy: {error}") from error
     if found.ndim != 2 or found.shape[1] != len(columns) or found.dtype.kind not in "fiu":
         raise SourceError(

@@ -17,15 +17,12 @@ import torch
 from fuelrail.bench.gpu import bare, base, check, device, feeding, images, pixels
 from fuelrail.bench.gpu.base import Bench, CheckFailed
 from fuelrail.bench.gpu.check import Check, GpuCheck, run_checks
-from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train import run as train_run
-from fuelrail.loaders.batch.transfer import CudaTransfer
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.image_header import probe
-from support.backends import HAS_DALI, dali_on_host, needs_dali
-from support.datasets import build_dataset
-from support.fake_cuda import FakeCuda
+from support.backends import HAS_DALI, needs_dali
+from support.nvml_watch import Watch
 
 ROOT = Path(__file__).resolve().parents[3]
 CUDA = torch.device("cuda", 0)
@@ -33,13 +30,6 @@ NEEDS_DALI = {
     "DALI decodes by hardware", "first runs of the decoder", "share of the bare decoder", "decoders agree",
     "pixels do not depend on company", *(each.name for each in check.CHECKS if "(dali)" in each.name),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpu-check")
-    build_dataset(folder / "data", {"train": (8, 8)})
-    return Bench(torch.device("cpu"), folder / "data", folder)
 
 
 def read(path):
@@ -62,7 +52,7 @@ def test_all_checks_hold_and_the_result_is_kept(bench, tmp_path):
 @pytest.mark.slow
 def test_f1_a_gpu_without_dali_fails_every_check_that_needs_it(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "_require_gpu", lambda: None)
-    monkeypatch.setattr(check, "Bench", lambda _, dataset, work: Bench(torch.device("cpu"), dataset, work))
+    monkeypatch.setattr(check, "Bench", lambda _, *paths: Bench(torch.device("cpu"), *paths))
     monkeypatch.setattr(base, "has_dali", lambda: False)
     monkeypatch.setattr(check, "CHECKS", [each for each in check.CHECKS if each.name in NEEDS_DALI])
     path = tmp_path / "out.json"
@@ -208,32 +198,6 @@ def test_f7_f31_pixels_that_depend_on_their_place_are_found(bench, monkeypatch):
         pixels.pixels_do_not_depend_on_company(bench, {})
 
 
-class Watch:
-    """In the place of `NvmlWatch`."""
-
-    jpeg: float | None = 0.5
-    reason: str | None = None
-
-    def __init__(self, num_gpus):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def use(self):
-        if self.reason:
-            return None
-        return [
-            GpuUse(
-                index=0, kernels=0.9, memory_traffic=0.1, decoder=0.0, jpeg=self.jpeg, peak_memory_bytes=1,
-                mean_sm_clock_mhz=1980.0, num_samples=9,
-            )
-        ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("jpeg", "reason", "problem"),
     [
@@ -304,77 +268,6 @@ def _dying(folder):
     script.write_text("#!/bin/sh\nkill -SEGV $$\n")
     script.chmod(0o755)
     return str(script)
-
-
-@pytest.fixture
-def on_fake_gpu(bench, monkeypatch):
-    """A bench on a fake device, with the sizes of the twin."""
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(Bench, "pick", lambda self, on_gpu, on_cpu: on_cpu)
-    monkeypatch.setattr(base, "NvmlWatch", Watch)
-    monkeypatch.setattr(device, "NvmlWatch", Watch)
-    monkeypatch.setattr(base, "_CLOCK_RISES_S", 0.0)
-    yield bench._replace(device=CUDA)
-    assert cuda.finish() == []
-
-
-DALI = pytest.param("dali", marks=needs_dali)
-ON_FAKE_GPU = [
-    device.batches_outlive_their_release, feeding.loader_alone, feeding.occupancy_curve, feeding.memory_stays,
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decoder", ["turbo", DALI])
-@pytest.mark.parametrize("run", ON_FAKE_GPU, ids=lambda run: run.__name__)
-def test_f27_the_arm_of_the_gpu_runs_on_fake_devices(run, decoder, on_fake_gpu, monkeypatch):
-    if decoder == "dali":
-        dali_on_host(monkeypatch)
-    facts = {}
-    run(on_fake_gpu, facts, decoder)
-    assert facts
-
-
-@pytest.mark.parametrize("run", [device.transfer_is_exact, device.copies_overlap])
-def test_f27_transfers_are_checked_on_fake_devices(run, on_fake_gpu):
-    facts = {}
-    run(on_fake_gpu, facts)
-    assert facts
-
-
-@needs_dali
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [pixels.decoders_agree, pixels.pixels_do_not_depend_on_company])
-def test_f32_pixels_are_checked_on_fake_devices(run, on_fake_gpu, monkeypatch):
-    dali_on_host(monkeypatch)
-    facts = {}
-    run(on_fake_gpu, facts)
-    assert facts
-
-
-def test_f27_a_copy_that_waits_for_the_computation_is_found(on_fake_gpu, monkeypatch):
-    honest = CudaTransfer.__call__
-
-    def waiting(self, batch):
-        torch.cuda.synchronize()
-        return honest(self, batch)
-
-    monkeypatch.setattr(CudaTransfer, "__call__", waiting)
-    with pytest.raises(CheckFailed, match="the copy waited for"):
-        device.copies_overlap(on_fake_gpu, {})
-
-
-@pytest.mark.parametrize(("occupancies", "holds"), [({10.0: 0.985}, False), ({5.0: 0.5, 10.0: 0.995}, True)])
-def test_f24_occupancy_is_judged_from_ten_milliseconds_on(occupancies, holds, on_fake_gpu, monkeypatch):
-    monkeypatch.setattr(feeding, "_point", lambda bench, batches, ms, compute: {"occupancy": occupancies.get(ms, 1.0)})
-    monkeypatch.setattr(Bench, "pick", lambda self, on_gpu, on_cpu: on_gpu if isinstance(on_gpu, tuple) else on_cpu)
-    facts = {}
-    if holds:
-        feeding.occupancy_curve(on_fake_gpu, facts, "turbo")
-    else:
-        with pytest.raises(CheckFailed, match=r"98.5% at 10 ms \(600 images/s needed\), not 99%"):
-            feeding.occupancy_curve(on_fake_gpu, facts, "turbo")
-    assert {name for name in facts if name.startswith("step")} == {f"step_{ms:g}_ms" for ms in (1, 2, 5, 10, 20, 50)}
 
 
 def test_f26_the_host_waits_for_a_step_only_when_two_more_are_queued(bench, monkeypatch):

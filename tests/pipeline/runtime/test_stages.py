@@ -311,6 +311,27 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), next(pipeline))
         assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
     @pytest.mark.process
+    def test_threads_that_a_lost_finalizer_left_are_waited_for(self):
+        """As after a Ctrl-C in the middle of closing: no thread may outlive the interpreter, it may be in C++ code."""
+        done = _python(
+            """
+import threading, time
+from fuelrail.pipeline.runtime.stages import Pipeline, Stage
+entered = threading.Event()
+
+def work(item):
+    entered.set()
+    time.sleep(0.3)
+    print("done", flush=True)
+
+pipeline = Pipeline(iter([1]), [Stage("a", work, 1, 1)], name="test")
+entered.wait()
+pipeline._finalizer.detach()
+"""
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+    @pytest.mark.process
     def test_ctrl_c_reaches_a_consumer_that_waits(self):
         code = """
 import sys, threading

@@ -3,10 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in_box
-from fuelrail.sharding.demo.painter import unit2global
-from fuelrail.sharding.demo.poses import inverse
-from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.sharding.demo.picture.shapes import shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
 
@@ -39,9 +38,9 @@ def test_points_lie_on_the_ground_or_on_something(index: int) -> None:
     explained = np.abs(places[:, 2]) < 0.03
     assert 0.3 < explained.mean() < 0.95
     for solid in solids:
-        for part in shape_of(solid.kind).bodies:
+        for part in shape_of(solid.kind):
             # Inside the body's own bounding box in unit coordinates, up to the range noise.
-            unit = np.c_[places, np.ones(len(places))] @ inverse_affine(unit2global(solid)).T
+            unit = np.c_[places, np.ones(len(places))] @ inverse_affine(solid.unit2global()).T
             slack = 0.03 / np.array(solid.size_lwh)
             low, high = part.vertices.min(0) - slack, part.vertices.max(0) + slack
             explained |= ((unit[:, :3] >= low) & (unit[:, :3] <= high)).all(1)
@@ -66,12 +65,12 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
     clip, solids, capture_us = _sweep(0)
     points = cast(clip, solids, capture_us)
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
-    global2lidar = inverse(lidar2global)
+    global2lidar = invert_rigid(lidar2global)
     bodies = [
         (part.vertices @ m[:3, :3].T + m[:3, 3], part.faces)
         for solid in solids
-        for m in [global2lidar @ unit2global(solid)]
-        for part in shape_of(solid.kind).bodies
+        for m in [global2lidar @ solid.unit2global()]
+        for part in shape_of(solid.kind)
     ]
     ground = (global2lidar[:3, :3] @ [0, 0, 1.0], global2lidar[:3, 3])
     for point in points[:: len(points) // 25].astype(np.float64):
