@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.lens import Undistort as Undistort
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
+    from fuelrail.loaders.records import Batch as Batch
+    from fuelrail.loaders.records import BatchDescription as BatchDescription
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
@@ -151,6 +153,8 @@ _PUBLIC: Final = {
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
+    "Batch": "fuelrail.loaders.records",
+    "BatchDescription": "fuelrail.loaders.records",
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
