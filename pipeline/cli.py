@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from functools import partial
@@ -195,7 +196,8 @@ def _configure_top(parser: argparse.ArgumentParser) -> None:
 def _run_top(args: argparse.Namespace) -> int:
     from fuelrail.pipeline.runtime.top import TopOptions, show
 
-    show(args.endpoints, from_flags(args, TopOptions))
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        show(args.endpoints, from_flags(args, TopOptions))
     return 0
 
 

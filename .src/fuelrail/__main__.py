@@ -6,14 +6,15 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fuelrail import __version__
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fuelrail.pipeline.cli import Command
 
@@ -68,6 +69,27 @@ def _overview() -> str:
     width = max(map(len, _COMMANDS))
     lines = [f"  {word:<{width}}  {entry.help}" for word, entry in _COMMANDS.items()]
     return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` lists its options.\n\n" + _EXIT_CODES
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was probably meant in the place of an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message to stderr, and exit with 2."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown is not None:
+            close = difflib.get_close_matches(unknown[1], _options(self), n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        super().error(message)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a parser and of its subcommands."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for one in action.choices.values():
+                yield from _options(one)
 
 
 class _OutputClosed(BaseException):
@@ -138,7 +160,7 @@ def _run(argv: Sequence[str] | None) -> int:
         top.error(f"unknown command '{word}'; {hint}")
     try:
         command = _load(word)
-        parser = argparse.ArgumentParser(prog=f"fuelrail {word}", description=command.help)
+        parser = _Parser(prog=f"fuelrail {word}", description=command.help)
         command.configure(parser)
         return command.run(parser.parse_args(arguments[1:]))
     except FuelrailError as error:
