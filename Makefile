@@ -17,7 +17,7 @@ DEVKIT := nuscenes-devkit==1.2.0
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast test-floors lint fix types bench dali gpu-check clean
+.PHONY: help setup demo pictures test test-fast test-floors lint fix types docs wheel bench dali gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
@@ -27,6 +27,8 @@ help:
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
 	@echo "make types      mypy, strict"
+	@echo "make docs       the documentation as a site in build/site; a warning is an error"
+	@echo "make wheel      sdist, and a wheel with the native decoder (manylinux on x86-64), in dist/"
 	@echo "make bench      the micro-benchmarks of this repository, as ratios"
 	@echo "make pictures   make the pictures of docs/ again (needs chromium)"
 	@echo "make dali       also install NVIDIA DALI and NVML, for the driver here; tests of DALI run then (on the CPU)"
@@ -59,9 +61,9 @@ demo: setup
 # A small sample and the first screen of the report: pictures of README.md.
 pictures: demo
 	sed 's/^height: 256/height: 120/; s/^width: 704/width: 330/' configs/images/bevdet-704x256.yaml >$(DEMO)/small.yaml
-	$(FUELRAIL) view $(DEMO)/dataset scene-9003-000004 --image $(DEMO)/small.yaml --train --output docs/sample.png
+	$(FUELRAIL) view $(DEMO)/dataset scene-9003-000004 --image $(DEMO)/small.yaml --train --output docs/assets/sample.png
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,705 \
-		--screenshot=docs/report.png "file://$(abspath $(DEMO))/bench/report.html"
+		--screenshot=docs/assets/report.png "file://$(abspath $(DEMO))/bench/report.html"
 
 test: setup
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
@@ -83,6 +85,18 @@ fix: setup
 
 types: setup
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "file://$(abspath build/site)/index.html"
+
+wheel: setup
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[release]"
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --sdist --outdir dist .
+	$(BIN)/python -m build --wheel --outdir build/wheel .
+	.ci/repair-wheel build/wheel dist
 
 bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.order

@@ -13,6 +13,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path("loaders", "decode", "native")
+FACE = Path(".src", "fuelrail")
+HALLS = ("bench", "loaders", "pipeline", "sharding")
 
 
 class NativeDecoderHook(BuildHookInterface):  # type: ignore[type-arg]  # the configuration's type is of no interest
@@ -20,8 +22,16 @@ class NativeDecoderHook(BuildHookInterface):  # type: ignore[type-arg]  # the co
 
     PLUGIN_NAME = "custom"
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Compile in place; a library in the wheel makes it one of this platform, for any Python 3."""
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile in place; a library in the wheel makes it one of this platform, for any Python 3.
+
+        An editable install finds the halls by links in the package's face. A checkout has them; an sdist cannot hold
+        links, so they are made here.
+        """
+        for hall in HALLS if version == "editable" else ():
+            link = Path(self.root) / FACE / hall
+            if not link.exists():
+                link.symlink_to(Path("..", "..", hall), target_is_directory=True)
         folder = Path(self.root) / NATIVE
         spec = importlib.util.spec_from_file_location("native_build", folder / "build.py")
         assert spec is not None

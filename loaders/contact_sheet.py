@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 NEAR_M: Final = 0.2
 """Edges are cut where they come nearer to the camera than this."""
+ABOVE_M: Final = 51.2
+"""The view from above reaches this far along x and y."""
 
 _GAP_PX: Final = 4
 _COLUMNS: Final = 3
@@ -138,7 +140,14 @@ def view(
         maps = image.draw(sample.geometry.img_wh.tolist(), seed=options.seed, epoch=options.epoch, sample=row)
         values = _values(opened, row, options, Motion(dict(zip(cameras, maps, strict=True))))
         sheet = contact_sheet(
-            batch["img"][0].numpy(), batch["ego2img"][0].numpy(), cameras, sample.boxes, opened.manifest.classes, values
+            batch["img"][0].numpy(),
+            batch["ego2img"][0].numpy(),
+            cameras,
+            sample.boxes,
+            opened.manifest.classes,
+            values,
+            ida_mat=batch["ida_mat"][0].numpy(),
+            points=_points_in_ego(sample),
         )
         encoded = b"" if output is None else cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
     except MemoryError as error:
@@ -198,8 +207,11 @@ def contact_sheet(
     boxes: Boxes | None,
     classes: Sequence[str],
     values: Sequence[tuple[Channel, Any]] = (),
+    *,
+    ida_mat: NDArray[np.floating[Any]] | None = None,
+    points: NDArray[np.floating[Any]] | None = None,
 ) -> NDArray[np.uint8]:
-    """Draw N camera images, and boxes and values of channels on them.
+    """Draw N camera images, values of channels and boxes on them; nearer boxes hide those behind them.
 
     Args:
         images: uint8 [N, 3, H, W], RGB.
@@ -208,6 +220,8 @@ def contact_sheet(
         boxes: in ego, or None.
         classes: names that the boxes' labels number.
         values: channels and their values; those on images as the images are.
+        ida_mat: [N, 4, 4], stored to drawn pixels: a mirrored or rotated image says so in its caption.
+        points: [P, 3] in ego: they and the boxes are drawn from above too, beside the cameras; None: they are not.
 
     Returns:
         uint8 [H', W', 3], RGB, cameras in three columns.
@@ -221,13 +235,17 @@ def contact_sheet(
             if entry.law.camera == channel and entry.law.name in _ON_IMAGES:
                 _draw_value(tile, entry, value)
         if boxes is not None and corners is not None:
-            order = np.argsort(-np.linalg.norm(boxes.boxes3d[:, :2], axis=1))
-            for box in order:
-                _draw_box(tile, corners[box], ego2img[number].astype(np.float64), _colour(int(boxes.label[box])))
-        _caption(tile, channel)
+            plain, projection = tile.copy(), ego2img[number].astype(np.float64)
+            depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
+            for box in np.argsort(-depths):
+                _hide_behind(tile, plain, corners[box], projection)
+                _draw_box(tile, corners[box], projection, _colour(int(boxes.label[box])))
+        _caption(tile, channel if ida_mat is None else f"{channel}{_turned(ida_mat[number])}")
         tiles[channel] = tile
     placed = [c for c in _PLACES if c in tiles] if set(tiles) <= set(_PLACES) else list(tiles)
     sheet = _grid([tiles[channel] for channel in placed])
+    if points is not None:
+        sheet = np.concatenate([sheet, _from_above(len(sheet), boxes, corners, points)], 1)
     parts = [sheet] if boxes is None else [sheet, _legend(sheet.shape[1], boxes, classes)]
     parts += [_line(sheet.shape[1], channel, value) for channel, value in values]
     return np.concatenate(parts)
@@ -247,6 +265,69 @@ def project_segment(
         cut = a + (b - a) * (NEAR_M - a[2]) / (b[2] - a[2])
         a, b = (cut, b) if a[2] < NEAR_M else (a, cut)
     return a[:2] / a[2], b[:2] / b[2]
+
+
+def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
+    """Points of the first lidar, [P, 3] in ego at the sample's time; none where there is no lidar."""
+    if not sample.points:
+        return np.zeros((0, 3))
+    lidar2ego = sample.geometry.lidar2ego[0]
+    points: NDArray[np.floating[Any]] = next(iter(sample.points.values()))[:, :3] @ lidar2ego[:3, :3].T
+    return points + lidar2ego[:3, 3]
+
+
+def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
+    """What an image went through that is easily taken for a fault: a mirror, a rotation of half a degree or more."""
+    # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v that points down.
+    mirrored, (c, d) = bool(np.linalg.det(ida_mat[:2, :2]) < 0), ida_mat[1, :2]
+    degrees = math.degrees(math.atan2(c if mirrored else -c, d))
+    return f"{'  mirrored' if mirrored else ''}{f'  {degrees:+.1f} deg' if abs(degrees) >= 0.5 else ''}"
+
+
+def _hide_behind(
+    tile: NDArray[np.uint8], plain: NDArray[np.uint8], corners: NDArray[np.float64], ego2img: NDArray[np.float64]
+) -> None:
+    """Restore the picture inside a box's outline: what lies behind it is not seen."""
+    found = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
+    if found[:, 2].min() < NEAR_M:
+        return
+    pixels = found[:, :2] / found[:, 2:3]
+    if np.abs(pixels).max() > 20 * max(tile.shape):
+        return
+    inside = np.zeros(tile.shape[:2], np.uint8)
+    cv2.fillConvexPoly(inside, cv2.convexHull(pixels.round().astype(np.int32)), 1)
+    tile[inside > 0] = plain[inside > 0]
+
+
+def _from_above(
+    size_px: int, boxes: Boxes | None, corners: NDArray[np.float64] | None, points: NDArray[np.floating[Any]]
+) -> NDArray[np.uint8]:
+    """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its heading."""
+    pane = np.full((size_px, size_px, 3), 24, np.uint8)
+    scale, middle = size_px / (2 * ABOVE_M), size_px / 2
+
+    def pixels(xy: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
+        return np.stack([middle - xy[..., 1] * scale, middle - xy[..., 0] * scale], -1).round().astype(np.int32)
+
+    near = points[(np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)]
+    at = pixels(near)
+    height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
+    pane[np.clip(at[:, 1], 0, size_px - 1), np.clip(at[:, 0], 0, size_px - 1)] = 70 + 150 * height
+    for radius in (20, 40):
+        cv2.circle(pane, (int(middle), int(middle)), round(radius * scale), (70, 70, 70), 1, cv2.LINE_AA)
+        _caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
+    if boxes is not None and corners is not None:
+        for box, label in zip(corners, boxes.label.tolist(), strict=True):
+            if np.abs(box[:, :2]).max() < ABOVE_M:
+                outline = box[[0, 2, 6, 4], :2]  # the upper or lower face, around
+                cv2.polylines(pane, [pixels(outline)], True, _colour(label), 1, cv2.LINE_AA)
+                centre, front = box[:, :2].mean(0), box[:4, :2].mean(0)
+                line = pixels(np.stack([centre, front + 0.5 * (front - centre)]))
+                cv2.line(pane, line[0].tolist(), line[1].tolist(), _colour(label), 2, cv2.LINE_AA)
+    ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
+    cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
+    _caption(pane, "from above [ego]")
+    return pane
 
 
 def _draw_box(

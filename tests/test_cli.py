@@ -357,3 +357,25 @@ def test_l1_arguments_out_of_range_are_one_sentence(invoke, dataset, words, said
 def test_l1_two_hyphens_end_the_options(invoke, dataset) -> None:
     """As in every POSIX command: nothing behind them is a key that is empty."""
     assert invoke("inspect", str(dataset), "--") == invoke("inspect", str(dataset))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("line", "wanted", "unwanted"),
+    [
+        ("fuelrail ve", {"verify"}, {"shard"}),
+        ("fuelrail verify --", {"--deep", "--repair"}, {"--seed"}),
+        ("fuelrail shard --layout ", {"frame", "member", "none"}, set()),
+        ("fuelrail bench dia", {"diagnose"}, {"diff"}),
+    ],
+)
+def test_shells_complete_commands_options_and_values(line, wanted, unwanted, tmp_path) -> None:
+    """As the function that register-python-argcomplete prints asks for it."""
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "IFS": "\n"}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
+    process = start(env={**os.environ, **asked})
+    process.communicate()
+    found = {text.strip() for text in (tmp_path / "out").read_text().splitlines()}
+    assert wanted <= found
+    assert not unwanted & found

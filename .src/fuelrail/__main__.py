@@ -43,7 +43,7 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
     ),
     "plan": _Entry(
-        "fuelrail.bench.planner.command",
+        "fuelrail.bench.studies.plan.command",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
     ),
     "presets": _Entry("fuelrail.pipeline.cli", "list the settings that can be given by name, such as bevdet-704x256"),
@@ -140,7 +140,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = output
 
 
+def _complete() -> int:
+    """Answer the shell function of argcomplete, which runs ``fuelrail`` with the line so far in the environment."""
+    try:
+        import argcomplete
+    except ImportError:  # the function was registered by another environment
+        return 1
+    parser = argparse.ArgumentParser(prog="fuelrail")
+    words = parser.add_subparsers()
+    given = os.environ.get("COMP_LINE", "").split()
+    for word, entry in _COMMANDS.items():
+        one = words.add_parser(word, help=entry.help)
+        if word in given:
+            _load(word).configure(one)
+    argcomplete.autocomplete(parser)  # ends the process
+    return 1
+
+
 def _run(argv: Sequence[str] | None) -> int:
+    if "_ARGCOMPLETE" in os.environ:
+        return _complete()
     arguments = list(sys.argv[1:] if argv is None else argv)
     top = argparse.ArgumentParser(
         prog="fuelrail",

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
+from fuelrail.bench.measure.collectives import link_of
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
-from fuelrail.bench.measure.link import link_of
 from fuelrail.bench.measure.processes import peak_rss_bytes, storage_bytes_read
 from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 _EXTRAS: Final = {
-    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
-    "http": "http", "https": "http",
+    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "az", "abfs": "az", "abfss": "az",
+    "http": "http", "https": "http", "hf": "hf",
 }  # fmt: skip
 
 
-_VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation")
+_VERSIONS: Final = ("ETag", "etag", "e_tag", "md5Hash", "generation", "blob_id")
 
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

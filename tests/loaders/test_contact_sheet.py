@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.loaders import ImageAugment, World
+from fuelrail.loaders import contact_sheet as sheet_module
 from fuelrail.loaders.contact_sheet import NEAR_M, contact_sheet, decode_single, project_segment
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.transforms.image_map import ida_mats
 from support.datasets import build_dataset, make_boxes
 from support.loaders import make_loader
 
@@ -92,7 +94,7 @@ class TestCommand:
         out = tmp_path / "sheet.png"
         assert main(["view", str(root), "clip-0001-000000", "--train", "--output", str(out)]) == 0
         assert "clip-0001-000000: 2 cameras, 4 boxes" in capsys.readouterr().out
-        assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4
+        assert cv2.imread(str(out)).shape[1] == 2 * 704 + 3 * 4 + (256 + 2 * 4)  # and the view from above
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -193,3 +195,54 @@ def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     assert "seen.depth, seen.marks" in capsys.readouterr().out
     assert fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")}).channels == ()
     assert main(["view", str(root), "--layers", "seen"]) == 2
+
+
+def box_at(*rows):
+    boxes = make_boxes(np.random.default_rng(0), len(rows))
+    for number, (x, y, yaw) in enumerate(rows):
+        boxes.boxes3d[number] = (x, y, 1.0, 4, 2, 1.6, yaw)
+        boxes.rotation_wxyz[number] = (np.cos(yaw / 2), 0, 0, np.sin(yaw / 2))
+        boxes.label[number] = number
+    return boxes
+
+
+def test_a_box_behind_another_is_not_seen_through_it():
+    images = np.full((1, 3, 200, 320), 90, np.uint8)
+    near, far = box_at((9, 0, 0.0)), box_at((9, 0, 0.0), (30, 0, 0.0))
+    sheets = [contact_sheet(images, EGO2IMG[None], ["cam_front"], boxes, ["car", "bus"])[:200] for boxes in (near, far)]
+    np.testing.assert_array_equal(*sheets)
+    beside = contact_sheet(images, EGO2IMG[None], ["cam_front"], box_at((9, 0, 0.0), (30, 9, 0.0)), ["car", "bus"])[
+        :200
+    ]
+    assert (beside != sheets[0]).any()
+
+
+@pytest.mark.parametrize("degrees", [-7.0, 0.0, 5.0])
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_captions_say_what_turned_the_picture(degrees, flip):
+    turned = (degrees, degrees + 1e-9)
+    image = ImageAugment(height=40, width=60, train=True, flip_prob=flip, rotate_deg=turned)
+    (image_map,) = image.draw([(100, 80)], seed=1, epoch=0, sample=0)
+    caption = sheet_module._turned(ida_mats([image_map])[0])
+    assert ("mirrored" in caption) == (flip == 1.0)
+    assert (f"{degrees:+.1f} deg" in caption) == (degrees != 0.0)
+
+
+def test_the_view_from_above_has_ahead_on_top_and_left_on_the_left():
+    pane = sheet_module._from_above(512, None, None, np.array([[30.0, 20.0, 1.0], [80.0, 0.0, 1.0]]))
+    bare = sheet_module._from_above(512, None, None, np.zeros((0, 3)))
+    rows, columns = np.nonzero((pane != bare).any(-1))
+    assert (rows.tolist(), columns.tolist()) == ([106], [156])  # 5 pixels for a metre, from the middle
+    boxes = box_at((20, -10, np.pi / 2))
+    drawn = sheet_module._from_above(512, boxes, boxes.corners().astype(np.float64), np.zeros((0, 3))) != bare
+    rows, columns = np.nonzero(drawn.any(-1))
+    assert abs((rows.min() + rows.max()) / 2 - 156) <= 2
+    assert columns.max() <= 306 + 12  # 4 m along y
+    assert columns.min() < 306 - 12, "the heading points to the left, beyond the front"
+
+
+def test_view_draws_lidar_and_boxes_from_above_beside_the_cameras(root):
+    report = fuelrail.view(root, image={"height": 48, "width": 64})
+    height, width = report.sheet.shape[:2]
+    assert width == 2 * (64 + 4) + 4 + (48 + 2 * 4)
+    assert height == 48 + 2 * 4 + 26

@@ -32,7 +32,7 @@ LEAST_DB = {
     ("dali", "bicubic"): 43.0,
     ("dali", "bilinear"): 40.0,
 }
-"""On a made picture; `docs/decoders.md` has those of real ones too."""
+"""On a made picture; `docs/measured/decoders.md` has those of real ones too."""
 
 
 @pytest.mark.parametrize("file", IMAGES, ids=lambda file: file.stem)

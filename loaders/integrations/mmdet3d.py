@@ -1,0 +1,179 @@
+"""A batch as mmdetection3d 1.x and BEVDet take it: `img_inputs`, data samples, boxes whose z is their bottom's.
+
+::
+
+    loader = DataLoader("DATASET", 8, transforms=Transforms(box_frame="lidar"))   # BEVFormer, bevfusion, StreamPETR
+    for batch in loader:
+        data = mmdet3d_samples(batch, as_data_samples=True)
+        losses = model(**data, mode="loss")
+
+    loader = DataLoader("DATASET", 8)                                            # BEVDet: its boxes are in ego
+    for batch in loader:
+        data = mmdet3d_samples(batch, box_frame="ego")
+        imgs, sensor2ego, ego2global, intrinsics, post_rotations, post_translations, bda = img_inputs(batch)
+
+Sources: mmdetection3d 1.4, ``structures/bbox_3d/base_box3d.py`` (rows and origin of boxes),
+``datasets/transforms/transforms_3d.py`` (`ObjectRangeFilter`), `Pack3DDetInputs` (names); BEVDet,
+``mmdet3d/datasets/pipelines/loading.py`` (`PrepareImageInputs`, `LoadAnnotationsBEVDepth`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fuelrail.loaders.config import BoxFrame
+
+
+class ImgInputs(NamedTuple):
+    """BEVDet's ``img_inputs``, in its order; float32 but for the images.
+
+    A point p of the stored image at depth d is, in the augmented ego frame of the sample,
+    ``bda @ (sensor2ego @ inverse(intrinsics) @ (d p))``. Exposure times are in ``sensor2ego`` already, so
+    ``ego2global`` is the same for all cameras, and the model's own compensation between cameras changes nothing.
+    """
+
+    imgs: torch.Tensor
+    """[B, N, 3, H, W], as in the batch: uint8, or as `Normalize` made it."""
+    sensor2ego: torch.Tensor
+    """[B, N, 4, 4]: camera at its exposure to ego at the sample's time, not augmented."""
+    ego2global: torch.Tensor
+    """[B, N, 4, 4]: of the sample, not augmented; the identity where the dataset has no poses."""
+    intrinsics: torch.Tensor
+    """[B, N, 3, 3]: K of the stored image."""
+    post_rotations: torch.Tensor
+    """[B, N, 3, 3]: stored pixels to pixels of ``imgs``, with ``post_translations`` [B, N, 3]."""
+    post_translations: torch.Tensor
+    bda: torch.Tensor
+    """[B, 3, 3]: ego to augmented ego."""
+
+
+def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
+    """Return BEVDet's ``img_inputs`` of a batch without temporal windows.
+
+    Raises ConfigError for windows, and where the augmentation of the ego frame has a translation, which BEVDet's 3 x 3
+    ``bda`` cannot hold.
+    """
+    _require_single_frames(batch)
+    ida, bda = batch["ida_mat"], batch["bda_mat"]
+    if bda[:, :3, 3].any():
+        raise ConfigError(
+            "img_inputs cannot hold a translation of the ego frame: BEVDet's bda is a 3 x 3 matrix; leave "
+            "translate_std_m out of BevAugment"
+        )
+    rotations = torch.zeros_like(ida[..., :3, :3])
+    rotations[..., :2, :2], rotations[..., 2, 2] = ida[..., :2, :2], 1.0
+    translations = torch.zeros_like(ida[..., :3, 2])
+    translations[..., :2] = ida[..., :2, 2]
+    poses = batch["ego2global"] @ bda.double() if "ego2global" in batch else torch.eye(4).to(bda).expand_as(bda)
+    return ImgInputs(
+        imgs=batch["img"],
+        sensor2ego=torch.linalg.inv(bda)[:, None] @ batch["cam2keyego"],
+        ego2global=poses.float()[:, None].expand_as(batch["cam2keyego"]).contiguous(),
+        intrinsics=torch.linalg.inv(ida[..., :3, :3]) @ batch["intrinsics"],
+        post_rotations=rotations,
+        post_translations=translations,
+        bda=bda[:, :3, :3].contiguous(),
+    )
+
+
+def mmdet3d_samples(
+    batch: Mapping[str, Any],
+    *,
+    box_frame: BoxFrame = "lidar",
+    point_range: Sequence[float] | None = None,
+    as_data_samples: bool = False,
+) -> dict[str, Any]:
+    """Return ``{"inputs": {"img", "points"}, "data_samples": [...]}``, as mmdetection3d collates its samples.
+
+    Boxes are float32 [M, 9] on their own device: x y z of the bottom's centre, length, width, height, yaw in
+    -pi .. pi, velocity x y (0 where unknown). Left out are boxes outside the dataset's classes, without lidar or radar
+    points (``use_valid_flag``), and, with ``point_range`` [x, y, z, x, y, z], those whose centre is not above its
+    rectangle (`ObjectRangeFilter`).
+
+    ``box_frame`` must be the loader's. Points are given in this frame, and ``lidar2img`` leads from it to ``img``.
+    A data sample is a dict with ``gt_bboxes_3d``, ``gt_labels_3d`` and ``metainfo``; with ``as_data_samples`` it is
+    mmdetection3d's ``Det3DDataSample`` with ``LiDARInstance3DBoxes``, which needs mmdet3d.
+
+    Raises ConfigError for batches with temporal windows or without labels.
+    """
+    _require_single_frames(batch)
+    if "gt_boxes_3d" not in batch:
+        raise ConfigError("mmdet3d_samples needs labels: the samples of this batch have no boxes")
+    inputs: dict[str, Any] = {"img": list(batch["img"])}
+    if "points" in batch:
+        inputs["points"] = _points(batch, box_frame)
+    found = []
+    for at in range(len(batch["sample_key"])):
+        boxes, labels = _boxes(batch, at, point_range)
+        found.append({"gt_bboxes_3d": boxes, "gt_labels_3d": labels, "metainfo": _facts(batch, at, box_frame)})
+    return {"inputs": inputs, "data_samples": [_data_sample(one) for one in found] if as_data_samples else found}
+
+
+def _require_single_frames(batch: Mapping[str, Any]) -> None:
+    if batch["ida_mat"].ndim != 4:
+        raise ConfigError(
+            f"img has {batch['ida_mat'].ndim - 3} axes before the cameras: the adapters for mmdetection3d take batches "
+            "without a temporal window; give them one frame at a time"
+        )
+
+
+def _points(batch: Mapping[str, Any], box_frame: BoxFrame) -> list[torch.Tensor]:
+    if box_frame == "lidar":
+        return list(batch["points"])
+    moved = []
+    for points, lidar2ego in zip(batch["points"], batch["lidar2ego"], strict=True):
+        xyz = points[:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+        moved.append(torch.cat([xyz, points[:, 3:]], 1))
+    return moved
+
+
+def _boxes(batch: Mapping[str, Any], at: int, point_range: Sequence[float] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    boxes, labels = batch["gt_boxes_3d"][at], batch["gt_labels_3d"][at]
+    velocity = torch.nan_to_num(batch["gt_velocity"][at][:, :2], nan=0.0)
+    keep = (labels >= 0) & batch["gt_valid"][at]
+    if point_range is not None:
+        x0, y0, _, x1, y1, _ = point_range
+        keep &= (boxes[:, 0] > x0) & (boxes[:, 0] < x1) & (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
+    rows = torch.cat([boxes, velocity], 1)[keep]
+    rows[:, 2] -= rows[:, 5] / 2
+    rows[:, 6] = torch.remainder(rows[:, 6] + torch.pi, 2 * torch.pi) - torch.pi
+    return rows, labels[keep]
+
+
+def _facts(batch: Mapping[str, Any], at: int, box_frame: BoxFrame) -> dict[str, Any]:
+    """Return the ``metainfo`` of a sample, with mmdetection3d's names; matrices as numpy arrays."""
+    height, width = batch["img"].shape[-2:]
+    cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
+    cam2img[:, :3, :3] = batch["intrinsics"][at].cpu()
+    lidar2img = batch[f"{box_frame}2img"][at].cpu()
+    moved = batch["ida_mat"][at].cpu().clone()
+    moved[:, :2, 3], moved[:, :2, 2] = moved[:, :2, 2], 0.0  # there it acts on (u, v, 0, 1)
+    return {
+        "sample_idx": batch["sample_key"][at],
+        "img_shape": (height, width),
+        "num_views": len(cam2img),
+        "cam2img": cam2img.numpy(),
+        "lidar2img": lidar2img.numpy(),
+        "lidar2cam": (torch.linalg.inv(cam2img) @ lidar2img).numpy(),
+        "img_aug_matrix": moved.numpy(),
+        "lidar_aug_matrix": batch["bda_mat"][at].cpu().numpy(),
+    }
+
+
+def _data_sample(sample: dict[str, Any]) -> Any:  # noqa: ANN401 - mmdetection3d has no types
+    from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
+    from mmengine.structures import InstanceData
+
+    boxes = sample["gt_bboxes_3d"]
+    made = Det3DDataSample(metainfo={**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes})
+    made.gt_instances_3d = InstanceData(
+        bboxes_3d=LiDARInstance3DBoxes(boxes, box_dim=boxes.shape[1]), labels_3d=sample["gt_labels_3d"]
+    )
+    return made

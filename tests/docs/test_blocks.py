@@ -1,0 +1,80 @@
+"""Every block of Python on every page runs, in a task, in a test of its own, or here; or its reason not to is given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fuelrail as fr
+from fuelrail.__main__ import main
+from support import pages
+from support.pages import ROOT, Block, blocks_of, run
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_TASKS = {"quickstart.md", "frames.md", "own-source.md", "migrate.md", "large-scale.md", "parallelism.md"}
+WITH_TASKS |= {"diagnose.md", "distillation.md"}
+ELSEWHERE = {
+    "README.md": "tests/loaders/test_box_frame.py",
+    "sources.md": "tests/sharding/sources/listed/test_page.py",
+}
+NOT_RUN = {("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU"}
+
+
+def python_blocks(page: Path) -> list[Block]:
+    return [block for block in blocks_of(page) if block.language == "python"]
+
+
+RUN_HERE = [p for p in PAGES if python_blocks(p) and p.name not in WITH_TASKS | ELSEWHERE.keys()]
+
+
+def test_the_lists_name_pages_with_code() -> None:
+    named = {page.name for page in PAGES if python_blocks(page)}
+    assert named >= WITH_TASKS | ELSEWHERE.keys() | {name for name, _ in NOT_RUN}
+    assert all((ROOT / test).is_file() for test in ELSEWHERE.values())
+    tasks = (Path(__file__).parent / "test_tasks.py").read_text(encoding="utf-8")
+    assert all(f'"{name}"' in tasks for name in WITH_TASKS)
+
+
+def test_blocks_are_found_with_language_title_and_heading(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        '# A\n\n```text\n# no heading\n```\n\n1. item\n\n    ```python title="x.py"\n    a = 1\n\n    b = 2\n    ```\n'
+    )
+    text, python = blocks_of(page)
+    assert text == Block("text", None, "# no heading\n", "A", 4)
+    assert python == Block("python", "x.py", "a = 1\n\nb = 2\n", "A", 10)
+
+
+def test_a_command_that_fails_fails_the_page(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="inspect nothing"):
+        pages.run_command("fuelrail inspect nothing")
+    with pytest.raises(AssertionError, match="nosuch"):
+        pages.run_command('pip install "fuelrail[nosuch]"')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
+def test_blocks_run(page, desk, monkeypatch) -> None:
+    """Names that pages use for a reader's own things are given: a model, losses, folders."""
+    monkeypatch.syspath_prepend(str(desk))
+    fr.reshard("dataset", "DATASET", splits={"train": 1.0}, workers=1)
+    image = fr.ImageAugment(height=64, width=176)
+    batch = next(iter(fr.DataLoader("DATASET", batch_size=8)))
+    names = {"fr": fr, "torch": torch, "image": image, "batch": batch, "losses": torch.ones(8), "__name__": "page"}
+    if page.name == "layers.md":
+        (desk / "filler.py").write_text(
+            "def fill(batch):\n"
+            "    known = batch['img'].float().mean(dim=(1, 2, 3, 4))\n"
+            "    return {'logits': known[:, None], 'loss': known * 0 + 1}\n"
+        )
+        monkeypatch.delitem(sys.modules, "filler", raising=False)
+        assert main(["annotate", "DATASET", "layers/teacher", "--model", "filler:fill"]) == 0
+        names["np"] = np
+    for block in python_blocks(page):
+        if (page.name, block.heading) not in NOT_RUN:
+            run(block, names, page.name)

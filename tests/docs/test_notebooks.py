@@ -1,0 +1,42 @@
+"""The notebooks run from top to bottom, are stored without output, and show what their text says."""
+
+from __future__ import annotations
+
+import re
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from support.pages import ROOT
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def test_all_notebooks_are_listed_and_stored_without_output() -> None:
+    page = (ROOT / "docs" / "notebooks" / "README.md").read_text(encoding="utf-8")
+    assert {path.name for path in NOTEBOOKS} == set(re.findall(r"\]\((\w+\.ipynb)\)", page))
+    for path in NOTEBOOKS:
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+        assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")], path.name
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.network
+@pytest.mark.filterwarnings("ignore::Warning")  # of Jupyter's own parts
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path, tmp_path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    text = "\n".join(output.get("text", "") for output in outputs)
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    if path.stem == "look":
+        assert len(pictures) == 2 and "ego2img" in text
+    if path.stem == "train":
+        assert "12 steps, loss" in text
+    if path.stem == "waiting":
+        assert len(pictures) == 1
+        assert text.count("waited ") == 2 and re.search(r"transform took \d+ times as long", text)

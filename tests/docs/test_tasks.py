@@ -1,0 +1,172 @@
+"""Ten tasks of three roles, each done by the blocks of one page alone, word by word."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import fuelrail as fr
+from support.neutral_source import install_plugin
+from support.pages import ROOT, blocks_of, follow
+
+pytestmark = pytest.mark.slow
+
+GUIDES = ROOT / "docs" / "guides"
+
+
+def jpeg(file, shade=0) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    picture = np.add.outer(np.arange(180), np.arange(320))[..., None].repeat(3, 2) // 4 + shade
+    file.write_bytes(cv2.imencode(".jpg", picture.astype(np.uint8))[1].tobytes())
+
+
+# A perception engineer
+
+
+def test_1_see_and_train_on_a_dataset_without_having_one(desk, quickstart) -> None:
+    assert (quickstart / "sample.png").stat().st_size > 10_000
+    names = follow(GUIDES / "quickstart.md", "Train")
+    assert names["batch"]["img"].shape == (2, 6, 3, 128, 352)
+    assert math.isfinite(float(names["loss"].detach()))
+    assert names["checkpoint"]["loader"] == names["loader"].state_dict()
+    assert next(iter(names["loader"]))["epoch"] == 2
+
+
+def test_2_load_a_batch_of_ones_own_files(desk, capsys) -> None:
+    for number in range(6):
+        jpeg(desk / "mydata" / "front" / f"{number:04d}.jpg", shade=number)
+    follow(GUIDES / "quickstart.md", "Your own files")
+    assert "torch.Size([2, 1, 3, 256, 704])" in capsys.readouterr().out
+    assert len(fr.open("mydataset")) == 6
+
+
+def test_2_it_takes_five_commands_or_fewer() -> None:
+    (commands,) = [
+        b.code for b in blocks_of(GUIDES / "quickstart.md") if (b.heading, b.language) == ("Your own files", "sh")
+    ]
+    assert commands.startswith("pip install")
+    assert len(commands.splitlines()) <= 5
+
+
+def test_3_augment_without_losing_the_boxes(desk, capsys) -> None:
+    names = follow(GUIDES / "frames.md")
+    inside, total = map(int, capsys.readouterr().out.split(" box centres")[0].split(" of "))
+    assert 0 < inside < total
+    # The flip of the page puts the boxes where the flipped pixels are.
+    plain, flipped = names["plain"], names["flipped"]
+    centres = torch.cat([plain["gt_boxes_3d"][0][:, :3], torch.ones(len(plain["gt_boxes_3d"][0]), 1)], 1)
+    u, v, depth, _ = plain["ego2img"][0, 1] @ centres.T
+    u_flipped, v_flipped, depth_flipped, _ = flipped["ego2img"][0, 1] @ centres.T
+    ahead = depth > 1
+    torch.testing.assert_close((703 - u / depth)[ahead], (u_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close((v / depth)[ahead], (v_flipped / depth_flipped)[ahead], atol=1e-2, rtol=1e-4)
+
+
+def test_4_bring_a_source_and_a_channel_of_ones_own(desk, monkeypatch, capsys) -> None:
+    forward = [[0, 0, 1, 1.5], [-1, 0, 0, 0], [0, -1, 0, 1.6], [0, 0, 0, 1]]
+    rows = []
+    for number in range(3):
+        jpeg(desk / "drives" / "monday" / f"{number}.jpg", shade=number)
+        rows.append({
+            "image": f"monday/{number}.jpg", "timestamp_ns": 1_600_000_000_000_000_000 + number * 100_000_000,
+            "intrinsics": [[200, 0, 160], [0, 200, 90], [0, 0, 1]], "cam2ego": forward,
+            "ego2global": [[1, 0, 0, number], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+            "boxes": [{"xyzlwh_yaw": [10, 0, 0.8, 4.5, 1.9, 1.6, 0.1], "category": "car"}],
+        })  # fmt: skip
+    (desk / "drives" / "monday.json").write_text(json.dumps(rows))
+    install_plugin(desk, "drives", "fuelrail_drives:Drives")  # what `pip install -e .` leaves
+    monkeypatch.syspath_prepend(str(desk))
+    monkeypatch.delitem(sys.modules, "fuelrail_drives", raising=False)
+    names = follow(GUIDES / "own-source.md")
+    assert "drives" in capsys.readouterr().out
+    batch = next(iter(names["loader"]))
+    assert batch["gt_boxes_3d"][0].tolist()[0][3:6] == pytest.approx([4.5, 1.9, 1.6])
+    assert batch["weather.wetness"].shape == (1,)
+
+
+def test_5_move_from_other_loaders(desk) -> None:
+    names = follow(GUIDES / "migrate.md")
+    batch, data = names["batch"], names["data"]
+    boxes = data["data_samples"][0]["gt_bboxes_3d"]
+    assert boxes.shape[1] == 9
+    assert (names["imgs"] is batch["img"]) and names["bda"].shape == (2, 3, 3)
+    config = {}
+    exec((desk / "config.py").read_text(), config)
+    options = dict(config["train_dataloader"]["dataset"])
+    assert options.pop("type") == "FuelrailDataset"
+    options["transforms"] = {name: str(ROOT / file) for name, file in options["transforms"].items()}
+    assert next(iter(fr.DataLoader(**options)))["img"].shape == (2, 6, 3, 256, 704)
+
+
+# A platform engineer
+
+
+def test_6_plan_and_permit_a_petabyte(desk, capsys) -> None:
+    shutil.copy(ROOT / "configs" / "scenarios" / "vit-2b-64-gpus.yaml", desk)
+    follow(GUIDES / "large-scale.md")
+    assert "on 64 devices (8x8-h100)" in capsys.readouterr().out
+    for policy in ("writer-policy.json", "reader-policy.json"):
+        assert json.loads((desk / policy).read_text())["Version"] == "2012-10-17"
+    assert json.loads((desk / "lifecycle.json").read_text())["Rules"][0]["Status"] == "Enabled"
+    (container,) = yaml.safe_load((desk / "shard-job.yaml").read_text())["spec"]["template"]["spec"]["containers"]
+    parsed = container["args"]
+    assert parsed[0] == "shard" and parsed[2].startswith("s3://")
+    assert (desk / "cache").is_dir()
+
+
+@pytest.mark.process
+def test_7_train_on_two_ranks_and_resume_on_one(desk, capfd) -> None:
+    names = follow(GUIDES / "parallelism.md")
+    assert capfd.readouterr().out.strip().endswith("1")
+    assert len(names["parts"][0]) == len(names["parts"][1]) > 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    keys = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert len(keys) == len(set(keys)) >= 2
+
+
+@pytest.mark.process
+def test_8_find_out_why_the_gpus_wait(desk, capsys) -> None:
+    names = follow(GUIDES / "diagnose.md")
+    out = capsys.readouterr().out
+    assert "waited" in out and "decode" in out and "http://127.0.0.1:" in out
+    report = json.loads((desk / "occupancy" / "report.json").read_text())
+    assert report["figures"]["occupancy"]
+    assert names["trace"].spans() and (desk / "trace.json").stat().st_size > 1000
+    for file in ("alerts.yaml", "grafana.json"):
+        assert (ROOT / "configs" / "monitoring" / file).is_file()
+
+
+def test_9_distil_a_teacher(desk, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(desk))
+    monkeypatch.delitem(sys.modules, "teacher", raising=False)
+    names = follow(GUIDES / "distillation.md")
+    assert names["teacher"].shape == (2, 10) and names["known"].all()
+    assert math.isfinite(float(names["loss"].detach()))
+
+
+# A maintainer
+
+
+def test_10_know_what_to_run_before_a_change_and_a_release() -> None:
+    make = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in ("CONTRIBUTING.md", "RELEASING.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        used = {word for line in re.findall(r"(?:^|`)make ([a-z -]+)", text, re.MULTILINE) for word in line.split()}
+        assert used, page
+        for target in used:
+            assert re.search(rf"^{target}:", make, re.MULTILINE), f"{page}: make {target}"
+        for path in re.findall(r"pytest -q ((?:tests/)[\w/.]+)", text):
+            assert (ROOT / path).exists(), path
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["license"] == "Apache-2.0"
