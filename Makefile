@@ -22,7 +22,7 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the whole test suite: about 10 minutes on two idle cores"
-	@echo "make test-fast  set up and run the unit lane: about a minute on two cores"
+	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
