@@ -22,7 +22,7 @@ SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
 	@echo "make test       set up and run the whole test suite: about 10 minutes on two idle cores"
-	@echo "make test-fast  set up and run the unit lane: about a minute on two cores"
+	@echo "make test-fast  set up and run the unit lane: about 75 seconds on two cores"
 	@echo "make test-floors  the unit lane with the lowest torch, numpy, pyarrow and DALI, in .venv-floors"
 	@echo "make lint       ruff check, format check and codespell"
 	@echo "make fix        apply what ruff can fix and format"
@@ -50,7 +50,7 @@ demo: setup
 	$(FUELRAIL) synth $(DEMO)/nuscenes --seed 7
 	$(FUELRAIL) shard nuscenes:$(DEMO)/nuscenes $(DEMO)/dataset -o version=v1.0-mini --seed 7 --shard-size 8MB --workers 2
 	$(FUELRAIL) verify $(DEMO)/dataset --deep
-	$(FUELRAIL) view $(DEMO)/dataset --image configs/images/bevdet-704x256.yaml --train --output $(DEMO)/sample.png
+	$(FUELRAIL) view $(DEMO)/dataset --image bevdet-704x256 --train --output $(DEMO)/sample.png
 	$(FUELRAIL) bench train $(DEMO)/dataset --ranks 2 --out $(DEMO)/bench
 	@echo
 	@echo "Look at:"

@@ -1,8 +1,11 @@
-"""``fuelrail bench WORD``: the harness on the command line."""
+"""``fuelrail bench WORD``: the harness on the command line; and ``inspect``, which may need a loader."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from fuelrail.bench.studies.compare import command as compare_command
 from fuelrail.bench.studies.diagnose import command as diagnose_command
@@ -10,13 +13,17 @@ from fuelrail.bench.studies.diff import command as diff_command
 from fuelrail.bench.studies.loader import command as loader_command
 from fuelrail.bench.studies.scale import command as scale_command
 from fuelrail.bench.studies.train import command as train_command
-from fuelrail.pipeline.cli import Command
+from fuelrail.pipeline.cli import Command, add_flags, from_flags
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
+from fuelrail.pipeline.settings import Settings
+from fuelrail.sharding.commands import COMMANDS as OFFLINE
 
 if TYPE_CHECKING:
     import argparse
 
 
+INSPECT = OFFLINE["inspect"]
 _WORDS = {
     "train": train_command,
     "loader": loader_command,
@@ -41,4 +48,31 @@ def _run(arguments: argparse.Namespace) -> int:
     return code
 
 
-COMMANDS = {"bench": Command("measure loaders and training runs", _configure, _run)}
+class BatchOption(Settings, frozen=True, kw_only=True):
+    """The flag of ``inspect`` that needs a loader."""
+
+    batch: Annotated[
+        bool, Meta(description="show what a loader's batch of 2 samples holds: name, shape, dtype, meaning")
+    ] = False
+
+
+def _configure_inspect(parser: argparse.ArgumentParser) -> None:
+    INSPECT.configure(parser)
+    add_flags(parser, BatchOption)
+
+
+def _run_inspect(arguments: argparse.Namespace) -> int:
+    if not from_flags(arguments, BatchOption).batch:
+        return INSPECT.run(arguments)
+    from fuelrail.loaders.loader import DataLoader  # takes seconds: torch
+
+    split = next(name for name, entry in open_dataset(arguments.dataset).splits.items() if entry.num_samples)
+    loader = DataLoader(arguments.dataset, 2, split=split, drop_last=False, num_workers=1)
+    sys.stdout.write(f"{loader.describe()}\n")
+    return 0
+
+
+COMMANDS = {
+    "bench": Command("measure loaders and training runs", _configure, _run),
+    "inspect": Command(INSPECT.help, _configure_inspect, _run_inspect),
+}

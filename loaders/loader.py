@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -20,6 +21,7 @@ from fuelrail.loaders.config import Arguments, StorageOptions, Transforms, refus
 from fuelrail.loaders.decode import BatchDecoder, decodes_on_device
 from fuelrail.loaders.decode.protocol import MAX_LANES, MIN_LANES
 from fuelrail.loaders.distributed import check_ranks_agree, detect_world, resolve_world, warn_of_workers
+from fuelrail.loaders.records import describe_batch
 from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy, BadSamples
 from fuelrail.loaders.schedule.datasets import open_all, require_lidar
 from fuelrail.loaders.schedule.layers import check_epoch, check_views, open_layers
@@ -28,7 +30,7 @@ from fuelrail.loaders.schedule.schedule import ScheduleRequest, make_schedule
 from fuelrail.loaders.schedule.state import STATE_VERSION, LoaderState, decode_state, encode_state, sample_settings
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.protocol import add_stats
-from fuelrail.pipeline.errors import FuelrailError, WorldError
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, WorldError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, WorkerShard
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.counterfactual import LoaderPart
     from fuelrail.loaders.batch.points import Points
     from fuelrail.loaders.config import Budget
+    from fuelrail.loaders.records import BatchDescription
     from fuelrail.loaders.schedule.datasets import DatasetLike
     from fuelrail.loaders.schedule.schedule import Schedule
     from fuelrail.pipeline.format.dataset import Dataset
@@ -61,23 +64,22 @@ DEFAULT_STORAGE = StorageOptions()
 DEFAULT_POLICY = BadSamplePolicy()
 
 
-class DataLoader:
+class DataLoader(AbstractContextManager["DataLoader"]):
     """Iterates over batches of a Fuelrail dataset, as torch's DataLoader does over its own.
 
     ::
 
         loader = DataLoader("DATASET", batch_size=8, shuffle=True, seed=7)
         for epoch in range(epochs):
-            loader.set_epoch(epoch)
             for batch in loader:
                 loss = model(batch["img"], batch["ego2img"], ...)
 
-    A batch is a dict; :mod:`fuelrail.loaders.batch.assemble` lists names, shapes, dtypes and frames of reference.
-    The content of a step's batch depends on the dataset, ``order`` (or ``shuffle`` and ``seed``), the epoch, the global
-    batch size and the step. It does not depend on ranks, threads or timing.
+    A batch is a dict with entries of `Batch`; :meth:`describe` shows this loader's.
+    It depends on dataset, ``order`` (or ``shuffle`` and ``seed``), epoch, global batch size and step, and not on ranks,
+    threads or timing.
 
-    Wherever settings are taken (``order``, ``window``, ``transforms``, ``storage``, ``bad_samples``, a `Budget`), a
-    dict of their fields or the path of a YAML file is taken too.
+    Settings (``order``, ``window``, ``transforms``, ``storage``, ``bad_samples``, a `Budget`) may be a dict of their
+    fields, or the path of a YAML file.
 
     Args:
         dataset: folder or fsspec URL of a dataset, or an open one; or a dict of names to several of these, to ``mix``.
@@ -119,9 +121,8 @@ class DataLoader:
             collective operation that every process must take part in; for debugging.
 
     Raises:
-        ConfigError: an argument out of range; TypeError: an argument that does not exist;
-        WorldError: ranks and batch do not fit together;
-        DatasetNotReadyError and other DatasetErrors: the folder is not a finished dataset.
+        ConfigError: an argument out of range; TypeError: one that does not exist; WorldError: ranks and batch do not
+        fit together; DatasetNotReadyError and other DatasetErrors: the folder is not a finished dataset.
 
     """
 
@@ -213,9 +214,8 @@ class DataLoader:
         """Start the epoch, from its beginning or from a restored position; ends a running iteration.
 
         That one raises FuelrailError if it is continued, so that no epoch is short without an error.
-
-        Once it is exhausted the next iteration is the next epoch, whose first batches are loaded by then: the threads
-        continue over the epoch's end, until :meth:`close` or garbage collection.
+        Once exhausted, the next iteration is the next epoch, whose first batches are loaded by then: threads continue
+        over the epoch's end, until :meth:`close` or garbage collection.
         """
         if self._world_is_detected and (world := detect_world()) != self.world:
             raise WorldError(
@@ -291,8 +291,7 @@ class DataLoader:
     def take_share(self, index: int, count: int) -> None:
         """Make only every ``count``-th step of this rank from ``index`` on; for worker processes that take turns.
 
-        The decoding threads are shared out as well. State then counts ``count`` steps a batch, and fits a loader with
-        the same share.
+        Decoding threads are shared out too. State then counts ``count`` steps a batch, for loaders of the same share.
         """
         assert 0 <= index < count, "a share is one of count"
         if self._share.of == 1 < count:
@@ -311,8 +310,17 @@ class DataLoader:
         arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
         return _unpickle, (arguments, datasets, self.state_dict(), self._start.epoch if self._epoch_is_set else None)
 
-    def __enter__(self) -> Self:
-        return self
+    def describe(self) -> BatchDescription:
+        """Return name, form and meaning of each entry of the next batch, which is loaded apart from the iteration.
+
+        Raises ConfigError where there is none, or where it is no dict.
+        """
+        make, (arguments, *position) = self.__reduce__()
+        with make(msgspec.structs.replace(arguments, check_ranks=False, trace=None), *position) as other:
+            batch = next(iter(other), None)
+        if not isinstance(batch, dict):
+            raise ConfigError(f"the next batch must be a dict, and it is {type(batch).__name__}")
+        return describe_batch(batch, self._make.channels.channels, self.transforms.box_frame)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -364,7 +372,7 @@ class DataLoader:
     def stages(self) -> list[Stage]:
         """Return the stages that samples go through to become batches, unstarted.
 
-        A subclass may wrap them, to watch or to disturb what a loader does; how many there are decides nothing.
+        A subclass may wrap them, to watch or to disturb a loader.
         """
         return self._make.stages(Tuning(self.num_workers, self.prefetch_factor))
 

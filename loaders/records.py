@@ -9,7 +9,7 @@ slot      `Requested`            `Task`                  its place in a batch bu
 fetch     `Task`                 `Fetched`               checked bytes of every frame
 parse     `Fetched`              `Parsed`                samples with images still encoded; the augmentation drawn
 decode    `Parsed`               `DecodedSample`         pixels in the slot; `DecodedWindow` with all frames
-collate   list of DecodedSample  batch                   tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
+collate   list of DecodedSample  `Batch`                 tensors, matrices, labels (`fuelrail.loaders.batch.assemble`)
 transfer  batch                  batch                   on the device, normalised (`fuelrail.loaders.batch.transfer`)
 ========= ====================== ======================= ==========================================================
 
@@ -18,7 +18,9 @@ The ``str`` of a record is what an error message names. A substituted bad sample
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from html import escape
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 import torch
 
@@ -26,13 +28,14 @@ from fuelrail.pipeline.order.epoch import NO_FLAGS
 from fuelrail.pipeline.transforms.ego import IDENTITY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.loaders.storage.protocol import PendingSample, SampleStorage
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
@@ -308,3 +311,96 @@ class DecodedSample(NamedTuple):
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"
+
+
+class Batch(TypedDict, total=False):
+    """What a batch holds, for type checkers and readers: ``batch = cast(fr.Batch, batch)``.
+
+    B samples, N cameras, M boxes, P points. With a temporal window an axis of T frames follows B in what belongs to a
+    frame (`fuelrail.loaders.batch.temporal`). `fuelrail.loaders.batch.assemble` says more about frames of reference.
+    Selected channels and layers add entries of their own.
+    """
+
+    img: Annotated[torch.Tensor, "RGB planes [B, N, 3, H, W]; 0 where cam_valid is False; a dict with camera_groups"]
+    cam_valid: Annotated[torch.Tensor, "the camera's image exists"]
+    intrinsics: Annotated[torch.Tensor, "K of the output image"]
+    dist: Annotated[torch.Tensor, "lens coefficients of the stored image; 0 without, and where they were undone"]
+    ida_mat: Annotated[torch.Tensor, "stored pixels to output pixels, homogeneous"]
+    cam2ego: Annotated[torch.Tensor, "static extrinsics"]
+    cam2keyego: Annotated[torch.Tensor, "camera at its exposure to ego at the sample's time"]
+    ego2img: Annotated[torch.Tensor, "ego to (u d, v d, d, 1) of the output image"]
+    lidar2img: Annotated[torch.Tensor, "first lidar at its time to (u d, v d, d, 1) of the output image"]
+    lidar2ego: Annotated[torch.Tensor, "first lidar at its time to ego, not augmented"]
+    ego2global: Annotated[torch.Tensor, "ego pose"]
+    ego2key: Annotated[torch.Tensor, "ego at the frame's time to ego at the key frame's"]
+    bda_mat: Annotated[torch.Tensor, "stored ego frame to augmented ego frame"]
+    timestamp_ns: Annotated[torch.Tensor, "the sample's time"]
+    img_timestamp_ns: Annotated[torch.Tensor, "each camera's exposure"]
+    gt_boxes_3d: Annotated[list[torch.Tensor], "x y z l w h yaw; x y z is the gravity centre; in box_frame"]
+    gt_labels_3d: Annotated[list[torch.Tensor], "class, -1 outside the dataset's classes"]
+    gt_velocity: Annotated[list[torch.Tensor], "m/s over ground, axes of box_frame, NaN if unknown"]
+    gt_valid: Annotated[list[torch.Tensor], "has lidar or radar points, or unknown"]
+    gt_mask: Annotated[torch.Tensor, "static batches: which rows are boxes"]
+    instance_id: Annotated[list[torch.Tensor], "track"]
+    points: Annotated[list[torch.Tensor], "first lidar, its own frame and columns"]
+    points_mask: Annotated[torch.Tensor, "static batches: which rows are points"]
+    sample_key: Annotated[list[str], "name of the sample"]
+    clip_id: Annotated[list[str], "clip of the sample"]
+    frame: Annotated[torch.Tensor, "number in the clip"]
+    global_index: Annotated[torch.Tensor, "row of the dataset's index"]
+    frame_valid: Annotated[torch.Tensor, "False: the clip has no such frame, another stands in for it"]
+    frame_global_index: Annotated[torch.Tensor, "row of the dataset's index that is shown"]
+    valid: Annotated[torch.Tensor, "False: a repeated sample (drop_last=False, lanes that ended)"]
+    lane: Annotated[torch.Tensor, "lane of the global batch"]
+    prev_exists: Annotated[torch.Tensor, "the lane showed the frame before; False: forget the past"]
+    dataset: Annotated[list[str], "name of the sample's dataset in the mix"]
+    seed: Annotated[int, "of a sample before `transform`: take randomness from it only"]
+    view: Annotated[torch.Tensor, "number of the sample's draw with two_views"]
+    epoch: Annotated[int, "which epoch this is"]
+    step: Annotated[int, "which global batch of the epoch this is"]
+
+
+class BatchDescription(NamedTuple):
+    """The entries of a batch: (name, form, meaning) of each. Its text is a table."""
+
+    entries: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        widths = [max(len(entry[column]) for entry in self.entries) for column in (0, 1)]
+        rows = (f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}" for name, form, meaning in self.entries)
+        return "\n".join(row.rstrip() for row in rows)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.entries)
+        return f"<table><tr><th>name</th><th>form</th><th>meaning</th></tr>{rows}</table>"
+
+
+def describe_batch(batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str) -> BatchDescription:
+    """Return form and meaning of each entry of a batch with these selected channels, and with boxes in this frame."""
+    known = {name: hint.__metadata__[0] for name, hint in get_type_hints(Batch, include_extras=True).items()}
+    for one in channels:
+        frame = f", frame {one.frame}" if one.frame else ""
+        known[one.name] = f"channel: {one.kind}{frame}, moved by law {one.law.name}"
+        known[f"{one.name}_valid"] = f"the sample has {one.name}"
+    known = {name: text.replace("box_frame", f"the {box_frame} frame") for name, text in known.items()}
+    return BatchDescription(tuple((name, _form(value), known.get(name, "")) for name, value in batch.items()))
+
+
+def _form(value: Any) -> str:  # noqa: ANN401 - whatever is in a batch
+    """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a length that differs."""
+    if isinstance(value, torch.Tensor):
+        where = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
+    if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) for one in value):
+        dims = [set(sizes) for sizes in zip(*(one.shape for one in value), strict=False)]
+        shape = ", ".join(str(*sizes) if len(sizes) == 1 else "*" for sizes in dims)
+        return f"list of {len(value)} {_form(value[0]).partition(' ')[0]} [{shape}]"
+    if isinstance(value, list):
+        forms = dict.fromkeys(map(_form, value))
+        return f"list of {len(value)} {' or '.join(forms)}"
+    if isinstance(value, Mapping):
+        return "dict of " + ", ".join(f"{name}: {_form(one)}" for name, one in value.items())
+    return type(value).__name__

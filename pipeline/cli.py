@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from functools import partial
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import inspect
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert, load_yaml
+from fuelrail.pipeline.settings import Settings, convert, load_yaml, preset_files, presets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -128,7 +129,8 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             help_text += f" (default: {default})"
         parse, metavar = about.get("parse"), "N" if isinstance(types[0], inspect.IntType) else field.name.upper()
         if parse is None and isinstance(types[0], inspect.StructType):
-            parse, metavar = partial(load_yaml, to=types[0].cls), "YAML"
+            kind = types[0].cls
+            parse, metavar = partial(load_yaml, to=kind), "PRESET_OR_YAML" if preset_files(kind) else "YAML"
         arguments: dict[str, Any] = {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
         if about.get("repeat"):
             arguments.update(action="append")
@@ -194,12 +196,24 @@ def _configure_top(parser: argparse.ArgumentParser) -> None:
 def _run_top(args: argparse.Namespace) -> int:
     from fuelrail.pipeline.runtime.top import TopOptions, show
 
-    show(args.endpoints, from_flags(args, TopOptions))
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        show(args.endpoints, from_flags(args, TopOptions))
+    return 0
+
+
+def _run_presets(args: argparse.Namespace) -> int:
+    report = presets()
+    print_json(report) if from_flags(args, PrintOptions).json else print(report.as_text())  # noqa: T201
     return 0
 
 
 COMMANDS = {
+    "presets": Command(
+        "list the settings that can be given by name: images, ego frame, pixel values, orders",
+        lambda parser: add_flags(parser, PrintOptions),
+        _run_presets,
+    ),
     "top": Command(
         "watch running loaders: stages, queues, and how well they feed the trainer", _configure_top, _run_top
-    )
+    ),
 }

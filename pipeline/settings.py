@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import errno
+import itertools
 import os
 import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import msgspec
 import yaml
@@ -60,6 +61,64 @@ class Settings(
     A subclass repeats ``frozen=True`` so that type checkers see it; ``kw_only=True`` is a subclass's own choice, for
     msgspec does not hand it down.
     """
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """Return the settings of a name that `fuelrail presets` lists; raises ConfigError for an unknown one."""
+        known = preset_files(cls)
+        if name not in known:
+            names = f"it has: {', '.join(known)}{did_you_mean(name, known)}" if known else "this type has none"
+            raise ConfigError(f"{cls.__name__} has no preset {name!r}; {names}")
+        return load_yaml(known[name], cls)
+
+
+# `configs/` is beside `pipeline/` in a checkout (whose package is a link, hence resolve) and in an installed package.
+_CONFIGS: Final = Path(__file__).resolve().parents[1] / "configs"
+_PRESETS: Final = {"ImageAugment": "images", "BevAugment": "bev", "PixelAugment": "pixels", "OrderSpec": "orders"}
+"""Folder of the presets of each type of settings that has some."""
+
+
+def preset_files(kind: type) -> dict[str, Path]:
+    """Return the files of the presets of a type of settings, by name."""
+    folder = _PRESETS.get(kind.__name__)
+    return {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))} if folder is not None else {}
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """Settings with a name; ``summary`` is the comment at the start of their file."""
+
+    kind: str
+    name: str
+    summary: str
+    file: str
+
+
+class PresetsReport(msgspec.Struct, frozen=True):
+    """The presets of all kinds of settings."""
+
+    presets: list[Preset]
+
+    def as_text(self) -> str:
+        """Return a table for people."""
+        lines = []
+        for kind, group in itertools.groupby(self.presets, lambda one: one.kind):
+            found = list(group)
+            width = max(len(one.name) for one in found)
+            lines += [kind, *(f"  {one.name:<{width}}  {one.summary}" for one in found), ""]
+        lines.append(
+            "In Python: `fr.ImageAugment.preset(NAME)`. On the command line: the name in place of a YAML file."
+        )
+        return "\n".join(lines)
+
+
+def presets() -> PresetsReport:
+    """Return the settings that can be given by name: images, ego frame, pixel values, orders."""
+    found = []
+    for kind, folder in _PRESETS.items():
+        for file in sorted((_CONFIGS / folder).glob("*.yaml")):
+            comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+            found.append(Preset(kind, file.stem, " ".join(line.lstrip("# ") for line in comment), str(file)))
+    return PresetsReport(found)
 
 
 def must_be(words: str) -> msgspec.Meta:
@@ -175,7 +234,8 @@ def _allowed(annotation: object) -> str | None:
 
 def _forms(kind: type) -> str:
     name = kind.__name__
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}, a dict of its fields, or the path of a YAML file"
+    preset = ", a preset's name" if name in _PRESETS else ""
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}, a dict of its fields{preset}, or the path of a YAML file"
 
 
 def _short(value: object) -> str:
@@ -210,12 +270,17 @@ def read_text(file: Path) -> str:
 
 
 def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
-    """Read a YAML file into the settings type ``to``; raises ConfigError naming file, line and path in the file."""
-    file = Path(path)
+    """Read a YAML file, or a preset by its name, into the settings type ``to``.
+
+    Raises ConfigError naming file, line and path in the file.
+    """
+    known = preset_files(to)
+    file = known.get(str(path), Path(path))
     try:
         text = read_text(file)
     except OSError as error:
-        raise ConfigError(f"config file '{shown(file)}' cannot be read: {error.strerror}") from error
+        hint = f"; presets: {', '.join(known)}{did_you_mean(str(path), known)}" if known else ""
+        raise ConfigError(f"config file '{shown(file)}' cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"config file '{file}' cannot be read: {error}") from error
     try:

@@ -125,6 +125,20 @@ def test_every_command_refuses_an_unknown_option(invoke, word) -> None:
     assert "error:" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("inspect", "x", "--bacth"), "--batch"),
+        (("bench", "train", "x", "--stpes", "3"), "--steps"),
+        (("top", "--7"), None),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_was_meant(invoke, words, meant) -> None:
+    code, out, err = invoke(*words)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith(f"; did you mean {meant}?") is (meant is not None)
+
+
 def test_an_unknown_word_names_the_one_that_was_meant(invoke) -> None:
     code, out, err = invoke("shrad")
     assert (code, out) == (2, "")

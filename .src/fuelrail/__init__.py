@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.lens import Undistort as Undistort
     from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
     from fuelrail.loaders.loader import DataLoader as DataLoader
+    from fuelrail.loaders.records import Batch as Batch
+    from fuelrail.loaders.records import BatchDescription as BatchDescription
     from fuelrail.loaders.schedule.bad_samples import BadSamplePolicy as BadSamplePolicy
     from fuelrail.loaders.schedule.layers import LayerOptions as LayerOptions
     from fuelrail.pipeline.errors import BadSamplesError as BadSamplesError
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.top import TopOptions as TopOptions
     from fuelrail.pipeline.runtime.top import top as top
     from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
+    from fuelrail.pipeline.settings import PresetsReport as PresetsReport
+    from fuelrail.pipeline.settings import presets as presets
     from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
     from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
     from fuelrail.pipeline.transforms.image import CameraGroup as CameraGroup
@@ -149,6 +153,8 @@ _PUBLIC: Final = {
     "Budget": "fuelrail.loaders.config",
     "DaliOptions": "fuelrail.loaders.decode.protocol",
     "DataLoader": "fuelrail.loaders.loader",
+    "Batch": "fuelrail.loaders.records",
+    "BatchDescription": "fuelrail.loaders.records",
     "doctor": "fuelrail.loaders.commands",
     "DoctorReport": "fuelrail.loaders.commands",
     "Normalize": "fuelrail.loaders.config",
@@ -174,6 +180,8 @@ _PUBLIC: Final = {
     "PixelAugment": "fuelrail.pipeline.transforms.pixels",
     "PointSweeps": "fuelrail.pipeline.transforms.points",
     "RetryPolicy": "fuelrail.pipeline.storage.retry",
+    "presets": "fuelrail.pipeline.settings",
+    "PresetsReport": "fuelrail.pipeline.settings",
     "top": "fuelrail.pipeline.runtime.top",
     "TopOptions": "fuelrail.pipeline.runtime.top",
     "TraceRecorder": "fuelrail.pipeline.runtime.trace",

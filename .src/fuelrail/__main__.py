@@ -6,14 +6,15 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fuelrail import __version__
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fuelrail.pipeline.cli import Command
 
@@ -30,7 +31,7 @@ _COMMANDS: dict[str, _Entry] = {
     "sources": _Entry("fuelrail.sharding.commands", "list the kinds of sources, their options, and what to install"),
     "reshard": _Entry("fuelrail.sharding.commands", "merge, split, reshuffle or recompress datasets, or append to one"),
     "verify": _Entry("fuelrail.sharding.commands", "check every byte of a dataset against its checksums"),
-    "inspect": _Entry("fuelrail.sharding.commands", "show the contents of a dataset or of one sample"),
+    "inspect": _Entry("fuelrail.bench.commands", "show the contents of a dataset or of one sample"),
     "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
     "annotate": _Entry("fuelrail.bench.studies.annotate.command", "run a model over a dataset and store a layer"),
     "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
@@ -45,6 +46,7 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.bench.studies.plan.command",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
     ),
+    "presets": _Entry("fuelrail.pipeline.cli", "list the settings that can be given by name, such as bevdet-704x256"),
     "top": _Entry("fuelrail.pipeline.cli", "watch running loaders: stages, queues, and how well they feed the trainer"),
     "bench": _Entry("fuelrail.bench.commands", "measure loaders and training runs"),
 }
@@ -67,6 +69,27 @@ def _overview() -> str:
     width = max(map(len, _COMMANDS))
     lines = [f"  {word:<{width}}  {entry.help}" for word, entry in _COMMANDS.items()]
     return "commands:\n" + "\n".join(lines) + "\n\n`fuelrail COMMAND --help` lists its options.\n\n" + _EXIT_CODES
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was probably meant in the place of an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message to stderr, and exit with 2."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown is not None:
+            close = difflib.get_close_matches(unknown[1], _options(self), n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        super().error(message)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a parser and of its subcommands."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            for one in action.choices.values():
+                yield from _options(one)
 
 
 class _OutputClosed(BaseException):
@@ -156,7 +179,7 @@ def _run(argv: Sequence[str] | None) -> int:
         top.error(f"unknown command '{word}'; {hint}")
     try:
         command = _load(word)
-        parser = argparse.ArgumentParser(prog=f"fuelrail {word}", description=command.help)
+        parser = _Parser(prog=f"fuelrail {word}", description=command.help)
         command.configure(parser)
         return command.run(parser.parse_args(arguments[1:]))
     except FuelrailError as error:

@@ -254,7 +254,8 @@ def _narrow(selected: Rows | None, among: Rows, what: str) -> Rows:
     both = among if selected is None else np.intersect1d(selected, among, assume_unique=True)
     if not both.size:
         rest = "" if selected is None or not among.size else f" out of the {len(selected)} selected before"
-        raise OrderError(f"{what} selects no sample{rest}")
+        shows = "; `fuelrail inspect DATASET` shows the values of its attributes" if what.startswith("filter") else ""
+        raise OrderError(f"{what} selects no sample{rest}{shows}")
     return both
 
 

@@ -214,6 +214,9 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="fuelrail-metrics", daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        return f"MetricsServer({self.url})"
+
     def close(self) -> None:
         """Stop serving and free the port; may be called twice."""
         self._server.shutdown()

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, TruncatedShardError
+from fuelrail.pipeline.format.attributes import TEXTS
 from fuelrail.pipeline.format.dataset import Dataset, check_span, open_kind, read_members
+from fuelrail.pipeline.format.index.attributes_file import AttributesFile
 from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.rules import Rig, check_sample
 from fuelrail.pipeline.format.zstd_frames import is_framed, span_bytes
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
 
 _NS_PER_MS = 1_000_000
+_MAX_VALUES, _SHOWN_VALUES = 1000, 4
+"""Different texts of an attribute that are counted, and that are shown."""
 _MAX_CELL = 2000
 """Characters of one cell of a table: it may list a few hundred classes."""
 
@@ -84,17 +90,21 @@ def describe_dataset(root: str | os.PathLike[str]) -> Description:
         (m["name"], m["codec"], f"{m['count']:,}", f"{m['stored_bytes'] / 1e6:,.2f}", f"{m['raw_bytes'] / 1e6:,.2f}")
         for m in members
     ]
+    attributes = _attribute_statistics(dataset)
     text = "\n\n".join(
         [
             _table((), head),
             _table(("split", "samples", "clips", "shards"), splits),
             _table(("channel", "source name", "pixels or columns"), channels),
             *([_table(("channel", "kind", "values", "frame", "law", "description"), others)] if others else []),
+            *([_table(("attribute", "type", "values and samples"), attributes)] if attributes else []),
             _table(("member", "codec", "samples", "stored MB", "raw MB"), fields),
             "",
         ]
     ).removesuffix("\n")
-    return Description({"manifest": msgspec.to_builtins(manifest), "members": members}, text)
+    named = [dict(zip(("name", "type", "values"), one, strict=True)) for one in attributes]
+    facts = {"manifest": msgspec.to_builtins(manifest), "members": members, "attributes": named}
+    return Description(facts, text)
 
 
 def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
@@ -284,6 +294,38 @@ def _member_statistics(dataset: Dataset) -> list[dict[str, Any]]:
         for c, codec in enumerate(codecs)
         if totals[0, n, c]
     ]
+
+
+def _attribute_statistics(dataset: Dataset) -> list[tuple[str, str, str]]:
+    """Name, type and values of each attribute that filters and weights may name, from ``attributes.parquet``."""
+    file = AttributesFile(dataset.attributes_file())
+    if not file.exists:
+        return []
+    schema = file.schema(len(dataset.index))
+    names = [name for name in schema.names if name not in TEXTS]
+    counts: dict[str, Counter[Any]] = {name: Counter() for name in names}
+    for batch in file.batches(names):
+        for name, array in zip(names, batch.columns, strict=True):
+            if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+                counts[name].update(pc.min_max(array).as_py().values())
+            elif len(counts[name]) <= _MAX_VALUES:
+                counts[name].update({one["values"]: one["counts"] for one in pc.value_counts(array).to_pylist()})
+    return [(name, str(schema.field(name).type), _values_said(counts[name])) for name in names]
+
+
+def _values_said(counts: Counter[Any]) -> str:
+    values = [value for value in counts if value is not None]
+    if not values:
+        return "unknown"
+    if all(isinstance(value, bool) for value in values):
+        said = [f"{'true' if value else 'false'} ({counts[value]:,})" for value in sorted(values, reverse=True)]
+        return ", ".join([*said, *([f"unknown ({counts[None]:,})"] if counts[None] else [])])
+    if all(isinstance(value, int | float) for value in values):
+        low, high = min(values), max(values)
+        return str(low) if low == high else f"{low} to {high}"
+    some = ", ".join(f"{value!s:.40} ({count:,})" for value, count in counts.most_common(_SHOWN_VALUES))
+    many = f"more than {_MAX_VALUES:,}" if len(counts) > _MAX_VALUES else str(len(counts))
+    return some if len(counts) <= _SHOWN_VALUES else f"{many} values, such as {some}"
 
 
 def _boxes(sample: Sample, classes: Sequence[str]) -> str:

@@ -37,6 +37,7 @@ def root(tmp_path_factory):
 
 
 SETTINGS = "a dict of its fields, or the path of a YAML file"
+PRESET = "a dict of its fields, a preset's name, or the path of a YAML file"
 WRONG = [
     ("batch_size", "4", "an integer >= 1"),
     ("batch_size", 2.5, "an integer >= 1"),
@@ -54,7 +55,7 @@ WRONG = [
     ("seed", "7", "an integer >= 0"),
     ("seed", -1, "an integer >= 0"),
     ("seed", None, "an integer >= 0"),
-    ("order", 3, f"an OrderSpec, {SETTINGS}, or None"),
+    ("order", 3, f"an OrderSpec, {PRESET}, or None"),
     ("drop_last", 1, "True or False"),
     ("num_workers", "many", "an integer >= 1, 'auto', a Budget or None"),
     ("num_workers", 0, "it is the number of threads that decode in this process, not of worker processes"),
@@ -86,8 +87,8 @@ FIELDS = [
     ("window", "frames", [-0.5, 0], "is not allowed: Expected `int`"),
     ("window", "stride", "2", "is not allowed: Expected `int`"),
     ("window", "pad", "zeros", "is not allowed: Invalid enum value 'zeros'"),
-    ("transforms", "image", None, f"must be an ImageAugment, {SETTINGS}"),
-    ("transforms", "ego", 3, f"must be a BevAugment, {SETTINGS}"),
+    ("transforms", "image", None, f"must be an ImageAugment, {PRESET}"),
+    ("transforms", "ego", 3, f"must be a BevAugment, {PRESET}"),
     ("transforms", "undistort", True, f"must be an Undistort, {SETTINGS}, or None"),
     ("transforms", "normalize", True, f"must be a Normalize, {SETTINGS}, or None"),
     ("transforms", "decoder", 3, "must be a decoder's name"),
@@ -133,7 +134,7 @@ def test_a_wrong_field_is_named_in_a_dict_and_in_the_struct(root, name, field, v
         ({"window": {"frames": [1, 2]}}, "0 among them"),
         ({"transforms": "nowhere.yaml"}, "config file 'nowhere.yaml' cannot be read"),
         ({"transforms": {"image": "nowhere.yaml"}}, "transforms.image may be an ImageAugment, a dict"),
-        ({"order": "lanes"}, "order may be an OrderSpec, a dict of its fields, or the path of a YAML file"),
+        ({"order": "lanes"}, f"order may be an OrderSpec, {PRESET}"),
         ({"transforms": {"points": {"sweeps": 3}}}, "did you mean 'num_sweeps'?"),
     ],
 )

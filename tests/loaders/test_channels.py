@@ -13,6 +13,7 @@ import torch
 from fuelrail.loaders import BevAugment, DataLoader, FrameWindow, ImageAugment, OrderSpec, Transforms, World
 from fuelrail.loaders.batch import assemble, temporal
 from fuelrail.loaders.batch.channels import OWN_NAMES, choose_channels
+from fuelrail.loaders.records import Batch
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.kinds import Packed
@@ -348,6 +349,7 @@ def test_channels_whose_entries_have_names_of_others_are_refused(tmp_path) -> No
 
 
 def test_the_names_of_a_batch_are_those_of_its_tables() -> None:
+    assert Batch.__annotations__.keys() - {"gt_mask", "points_mask"} == OWN_NAMES
     tables = (assemble.__doc__ or "", temporal.__doc__ or "")
     rows = [row for table in tables for row in re.findall(r"^((?:``\w+``(?:, )?)+)  ", table, re.MULTILINE)]
     rows += re.findall(r"^``(\w+)``", "\n".join(tables), re.MULTILINE)

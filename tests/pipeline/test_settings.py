@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -12,8 +13,9 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import fuelrail
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, convert, load_yaml
+from fuelrail.pipeline.settings import Settings, convert, load_yaml, presets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -221,3 +223,18 @@ def test_an_unknown_field_of_a_constructor_is_refused_with_the_one_that_was_mean
         Wheel(radius=1)
     with pytest.raises(TypeError, match="Missing required argument"):
         Wheel()
+
+
+@pytest.mark.parametrize("preset", presets().presets, ids=lambda one: f"{one.kind}-{one.name}")
+def test_each_preset_is_found_by_its_name(preset):
+    kind = getattr(fuelrail, preset.kind)
+    assert preset.summary.endswith(".")
+    assert kind.preset(preset.name) == load_yaml(preset.file, kind) == load_yaml(preset.name, kind)
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    for load in (fuelrail.BevAugment.preset, partial(load_yaml, to=fuelrail.BevAugment)):
+        with pytest.raises(ConfigError, match=r"bevdet, bevfusion, streampetr; did you mean 'bevfusion'\?"):
+            load("bevfussion")
+    with pytest.raises(ConfigError, match="StorageOptions has no preset 's3'; this type has none"):
+        fuelrail.StorageOptions.preset("s3")

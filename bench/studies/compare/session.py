@@ -15,6 +15,7 @@ from fuelrail.bench.peers.peer import PEERS, contestants, is_there
 from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder, write_report
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.compare.options import CompareOptions
 from fuelrail.bench.studies.compare.report import (
     CompareReport,
@@ -119,13 +120,13 @@ class _Session:
         self._entrants = []
         for number, contestant in enumerate(entrants):
             name = contestant.name
-            with self._console.status(f"{name} ({number + 1} of {len(entrants)}): data") as status:
+            with Progress(f"{name} ({number + 1} of {len(entrants)}): data", self._console) as progress:
                 known = self._entries.get(name)
                 check, reason = (known.check, known.left_out) if known else (None, None)
                 if known is None or known.left_out is not None:
                     reason = is_there(contestant.peer) or workshop.prepare(contestant)
                     if reason is None:
-                        status.update(f"{name} ({number + 1} of {len(entrants)}): images")
+                        progress.update(f"{name} ({number + 1} of {len(entrants)}): images")
                         counts = contestant.recipe == PEERS[contestant.peer].recipes[-1]
                         check, reason = workshop.check(contestant, self._given.psnr, whole_epoch=counts)
                 else:
@@ -143,12 +144,13 @@ class _Session:
 
     def measure(self, workshop: Workshop) -> None:
         """The rounds; the report is written after each run, so that nothing measured is lost."""
-        for _ in range(self._given.rounds):
+        for done in range(self._given.rounds):
             turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
-            with self._console.status(f"round {self._rounds + 1}") as status:
+            with Progress(f"round {self._rounds + 1}", self._console) as progress:
                 for number, measured in enumerate(workshop.round(turns)):
                     self._note(measured)
-                    status.update(f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {measured.contestant.name}")
+                    text = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {measured.contestant.name}"
+                    progress.update(text, (done + (number + 1) / len(turns)) / self._given.rounds)
                     self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
 

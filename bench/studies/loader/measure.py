@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.console import Console
 
 from fuelrail.bench.measure.machine import dataset_facts, machine_facts, usable_cpus
 from fuelrail.bench.measure.rates import median_rates
 from fuelrail.bench.report.files import prepare_folder, write_report
+from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.options import LoaderOptions
 from fuelrail.bench.studies.loader.report import LoaderReport, build_loader_report
 from fuelrail.bench.studies.loader.run import measure_rounds
@@ -61,9 +61,9 @@ def bench_loader(
         points=options.points,
         seed=options.seed,
     )
-    with Console(stderr=True).status("") as status:
+    with Progress("starting") as progress:
         rounds, sizes, peak_rss_bytes, cut_off = measure_rounds(
-            opened, image, choice, num_rounds=options.repeats, seconds=options.seconds, show=status.update
+            opened, image, choice, num_rounds=options.repeats, seconds=options.seconds, show=progress.update
         )
     report = build_loader_report(
         machine=machine_facts(),

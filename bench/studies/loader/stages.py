@@ -55,7 +55,8 @@ def record_stages(
 
     ``device``: where its batches go; host memory unless given.
     """
-    with _make(_Recorder, dataset, image, choice, device) as loader:
+    loader = _make(_Recorder, dataset, image, choice, device)
+    with loader:
         batches = itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_batches)
         for _ in batches:
             pass
@@ -104,7 +105,8 @@ def measure_stacked(
 def _stacked(
     dataset: Dataset, image: ImageAugment, choice: LoaderChoice, working: Sequence[str], seconds: float
 ) -> Rate:
-    with _make(_Truncated, dataset, image, choice) as loader:
+    loader = _make(_Truncated, dataset, image, choice)
+    with loader:
         loader.working = frozenset(working)
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         next(batches)

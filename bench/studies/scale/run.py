@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE
 from fuelrail.bench.measure.machine import usable_cpus
@@ -16,6 +15,7 @@ from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.planner.scale_model import Fit, Overhead
 from fuelrail.bench.report.files import prepare_folder, write_report
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.loader.run import run_loader
 from fuelrail.bench.studies.loader.stages import LoaderChoice
 from fuelrail.bench.studies.scale.options import ScaleOptions
@@ -107,7 +107,7 @@ def _measure(plan: ScalePlan) -> _Measurement:
                 cut_off = f"{count} ranks: {made.cut_off}"
                 break
         if cut_off is None:
-            with Console(stderr=True).status("the loader alone"):
+            with Progress("the loader alone"):
                 fit = plan.fit(reports)
     except KeyboardInterrupt:
         if not reports:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-from rich.console import Console
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, load_profile, profile_names
 from fuelrail.bench.measure.machine import CpuWatch, dataset_facts, installed_gpus, machine_facts
@@ -17,6 +16,7 @@ from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, prepare_folder, write_report
 from fuelrail.bench.report.options import output_folder
+from fuelrail.bench.report.progress import Progress
 from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
 from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings, weights_of
@@ -354,19 +354,20 @@ def _prepare(records: Path) -> None:
 
 def _launch(num_ranks: int, runs: Sequence[TrainRun], settings_file: Path) -> Outcome:
     program = ["fuelrail.bench.trainer.worker", str(settings_file)]
-    console = Console(stderr=True)
     what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-    with console.status(f"starting {what}") as status:
+    with Progress(f"starting {what}") as progress:
 
         def show_progress() -> None:
-            if not console.is_terminal:
+            if not progress.due():
                 return
             under_way = [run for run in runs if rank_path(run.records, 0).exists()] or runs[:1]
             settings = under_way[-1].settings
             done = len(read_rank(rank_path(under_way[-1].records, 0)).steps)
             target = f" of {settings.num_steps}" if settings.num_steps else ""
             without = f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
-            status.update(f"run {len(under_way)} of {len(runs)}{without} on {what}: step {done}{target}")
+            number = f"run {len(under_way)} of {len(runs)}, " if len(runs) > 1 else ""
+            share = (len(under_way) - 1 + done / settings.num_steps) / len(runs) if settings.num_steps else 0.0
+            progress.update(f"{number}{what}{without}: step {done}{target}", share)
 
         return run_ranks(program, num_ranks, settings_file.with_name(_LOG_FILE), show_progress)
 

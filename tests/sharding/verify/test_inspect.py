@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+import pyarrow.parquet as pq
 import pytest
 
 from fuelrail.pipeline.errors import ChecksumError, ConfigError
@@ -35,6 +37,20 @@ def test_the_dataset(out):
     assert members["cam_front.jpg"]["stored_bytes"] == members["cam_front.jpg"]["raw_bytes"]
     assert members["lidar_top.npy"]["codec"] == "zstd-p20"
     assert members["lidar_top.npy"]["raw_bytes"] == 5 * (128 + 60 * 20)
+
+
+def test_the_attributes_that_filters_may_name(out):
+    description = describe_dataset(out)
+    table = pq.read_table(out / "attributes.parquet")
+    named = {one["name"]: one for one in description.facts["attributes"]}
+    assert named.keys() == set(table.column_names) - {"key", "clip_id"}
+    boxes = table["num_boxes"].to_pylist()
+    said = str(boxes[0]) if len(set(boxes)) == 1 else f"{min(boxes)} to {max(boxes)}"
+    assert (named["num_boxes"]["type"], named["num_boxes"]["values"]) == ("int64", said)
+    assert named["clip_name"]["values"] == "a (3), b (2)"
+    assert table["night"].to_pylist().count(True) == 2
+    assert named["night"]["values"] == "true (2), unknown (3)"
+    assert re.search(r"^night +bool +", description.text, re.MULTILINE)
 
 
 def test_one_sample(out):

@@ -1,0 +1,75 @@
+"""What a long command is doing: one line with the time left on a terminal, a line each minute elsewhere. To stderr."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_FRESH_S = 10.0
+
+
+class Progress:
+    """Shows the last text that :meth:`update` was given, until the end of the ``with`` block.
+
+    Where stderr is no terminal (CI, a batch system's log) it is printed every ``every_s`` seconds, with the time since
+    the start, so that a run that takes minutes is seen to live.
+    """
+
+    def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
+        self._console = console or Console(stderr=True, soft_wrap=True)
+        self._text, self._every_s = text, every_s
+        self._start = self._updated = time.monotonic()
+        self._first: tuple[float, float] | None = None
+        self._status = self._console.status(text)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._print, name="fuelrail-progress", daemon=True)
+
+    def due(self) -> bool:
+        """Whether an update is worth its work: always on a terminal, every 10 s elsewhere."""
+        return self._console.is_terminal or time.monotonic() - self._updated >= _FRESH_S
+
+    def update(self, text: str, done: float = 0.0) -> None:
+        """Show another text; ``done`` is the share of the work that is done, which the time left is estimated from."""
+        now = self._updated = time.monotonic()
+        if self._first is None or done < self._first[1]:
+            self._first = now, done
+        since, before = self._first
+        if before < done < 1.0:
+            left_s = (now - since) * (1.0 - done) / (done - before)
+            text = f"{text}, {_duration(left_s)} left"
+        self._text = text
+        self._status.update(text)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._status.start()
+        else:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _print(self) -> None:
+        while not self._ended.wait(self._every_s):
+            since = _duration(time.monotonic() - self._start)
+            self._console.print(f"{since}: {self._text}", highlight=False, markup=False)
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as ``40 s``, ``3 min`` or ``1 h 20 min``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
