@@ -118,9 +118,9 @@ def commands_page() -> str:
 
 
 def help_text(*words: str) -> str:
-    """Return what a command prints for ``--help``, in 100 columns."""
+    """Return what a command prints for ``--help``, in 80 columns."""
     text, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"
     try:
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             command_line.main([*words, "--help"])
