@@ -55,7 +55,7 @@ demo: setup
 	@echo
 	@echo "Look at:"
 	@echo "  $(DEMO)/sample.png         one sample, its boxes drawn through the augmentation"
-	@echo "  $(DEMO)/bench/report.html  occupancy, where each step's time went, what the loader did"
+	@echo "  $(DEMO)/bench/report.html  occupancy, time breakdown of each step, what the loader did"
 	@echo "  $(DEMO)/bench/report.json  the same as data"
 
 # A small sample and the first screen of the report: pictures of README.md.

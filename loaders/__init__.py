@@ -17,7 +17,7 @@ from fuelrail.pipeline.order.weights import AttributeWeights, ClassBalance, File
 from fuelrail.pipeline.order.windows import FrameWindow
 from fuelrail.pipeline.runtime.trace import TraceRecorder
 from fuelrail.pipeline.transforms.ego import BevAugment
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps
 
@@ -26,6 +26,7 @@ __all__ = [
     "BadSamplePolicy",
     "BevAugment",
     "Budget",
+    "CameraGroup",
     "ClassBalance",
     "DaliOptions",
     "DataLoader",

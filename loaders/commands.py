@@ -67,7 +67,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """What is installed to decode with, and what would be faster."""
+    """Report which decoders are installed, and which would be faster."""
 
     findings: list[Finding]
 

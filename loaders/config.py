@@ -31,7 +31,7 @@ from fuelrail.pipeline.settings import (
 )
 from fuelrail.pipeline.storage.retry import RetryPolicy  # noqa: TC001 - msgspec resolves it
 from fuelrail.pipeline.transforms.ego import BevAugment
-from fuelrail.pipeline.transforms.image import ImageAugment
+from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 from fuelrail.pipeline.transforms.pixels import PixelAugment
 from fuelrail.pipeline.transforms.points import PointSweeps  # noqa: TC001 - msgspec resolves it
 
@@ -79,6 +79,8 @@ class Normalize(Settings, frozen=True):
     def __call__(self, batch: Any) -> Any:  # noqa: ANN401
         """Return the batch with its ``img`` normalised. Raises ConfigError for a batch that has none of uint8."""
         img = batch.get("img") if isinstance(batch, dict) else None
+        if isinstance(img, dict):
+            return {**batch, "img": {name: self({"img": one})["img"] for name, one in img.items()}}
         if not isinstance(img, torch.Tensor) or img.dtype != torch.uint8 or img.ndim < 3 or img.shape[-3] != 3:
             kind = f"{img.dtype} {list(img.shape)}" if isinstance(img, torch.Tensor) else type(img).__name__
             raise ConfigError(
@@ -141,6 +143,9 @@ class StaticBatches(Settings, frozen=True):
         check_types(self, ConfigError)
 
 
+_DEFAULT_IMAGE: Final = ImageAugment(height=256, width=704)
+
+
 class Transforms(Settings, frozen=True):
     """How stored samples become tensors: what of them, size, augmentation, decoding, frame of reference.
 
@@ -149,6 +154,8 @@ class Transforms(Settings, frozen=True):
     Attributes:
         image: size and augmentation of the images. The default is 704 x 256 from the bottom of each image, as BEVDet
             and its family evaluate.
+        camera_groups: in the place of ``image``, for rigs whose cameras differ: groups by name, each a `CameraGroup`
+            with a size of its own. Each camera of the rig is in one of them. ``img`` then is a dict by group.
         pixels: augmentation of the pixel values.
         ego: augmentation of the ego frame: boxes, points and matrices move together, pixels stay.
         points: also decode the first lidar's sweep; a `PointSweeps` accumulates several.
@@ -162,11 +169,16 @@ class Transforms(Settings, frozen=True):
             its own time, which pairs with ``lidar2img`` and ``points``.
         dali: how "dali" decodes on a GPU.
         static: True, or a `StaticBatches`: batches of fixed shapes, at fixed addresses.
+        two_views: give each sample twice, under two independent draws of all augmentations, from one decode of its
+            images: a batch has 2 B rows in the place of B, and ``view`` (:mod:`fuelrail.loaders.batch.assemble`).
 
     Raises ConfigError for values that are not allowed.
     """
 
-    image: ImageAugment = ImageAugment(height=256, width=704)
+    image: ImageAugment = _DEFAULT_IMAGE
+    camera_groups: Annotated[dict[str, CameraGroup] | None, must_be("a dict of group name to CameraGroup, or None")] = (
+        None
+    )
     pixels: PixelAugment = PixelAugment()
     ego: BevAugment = BevAugment()
     points: Annotated[
@@ -182,6 +194,7 @@ class Transforms(Settings, frozen=True):
         bool | StaticBatches,
         must_be("True, False, a StaticBatches, a dict of its fields, or a YAML file's path"),
     ] = False
+    two_views: Annotated[bool, must_be("True or False")] = False
 
     def __post_init__(self) -> None:
         """Read dicts and files of settings; refuse values that are not allowed."""
@@ -189,6 +202,19 @@ class Transforms(Settings, frozen=True):
         check_types(self, ConfigError)
         if self.channels is not None:
             msgspec.structs.force_setattr(self, "channels", tuple(self.channels))
+        if self.camera_groups is not None and (not self.camera_groups or self.image != _DEFAULT_IMAGE):
+            raise ConfigError("camera_groups must name a group or more, and takes the place of image: leave image out")
+
+    def evaluation(self) -> Transforms:
+        """Return the deterministic variant of these settings: nothing is drawn."""
+        groups = self.camera_groups and {name: group.evaluation() for name, group in self.camera_groups.items()}
+        return msgspec.structs.replace(
+            self,
+            image=self.image.evaluation(),
+            camera_groups=groups,
+            pixels=self.pixels.evaluation(),
+            ego=self.ego.evaluation(),
+        )
 
     @property
     def static_batches(self) -> StaticBatches | None:
@@ -203,13 +229,15 @@ class Transforms(Settings, frozen=True):
         An augmentation that draws nothing is None.
         """
         return {
-            "image": self.image,
+            "image": self.image if self.camera_groups is None else None,
+            "camera_groups": self.camera_groups,
             "pixels": self.pixels if self.pixels.train else None,
             "ego": self.ego if self.ego.train else None,
             "undistort": self.undistort,
             "normalize": self.normalize,
             "box_frame": self.box_frame,
             "points": self.points,
+            "two_views": self.two_views,
         }
 
 

@@ -1,4 +1,8 @@
-"""`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them."""
+"""`fuelrail.view`: a sample's cameras side by side, with its boxes drawn where the batch's matrices put them.
+
+Chosen channels, of the dataset or of layers, are drawn on the image that they belong to: rasters of law ``image`` as
+colours, boxes and points of law ``image_points``. All others are named below, with their value where it is short.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,23 @@ from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.records import BatchSlot, DecodedSample
 from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.pipeline.channels.laws import LAWS, Motion
+from fuelrail.pipeline.channels.selection import select
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import NO_ROW, open_layer
 from fuelrail.pipeline.settings import Settings, check_types, make_options, resolve_fields
 from fuelrail.pipeline.text import shown
 from fuelrail.pipeline.transforms.image import ImageAugment  # noqa: TC001 - msgspec resolves it
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.schema import Boxes, Sample
 
 NEAR_M: Final = 0.2
@@ -37,6 +46,9 @@ ABOVE_M: Final = 51.2
 
 _GAP_PX: Final = 4
 _COLUMNS: Final = 3
+_ON_IMAGES: Final = ("image", "image_points")
+_SHORT: Final = 8
+_MOST_TEXT: Final = 160
 # Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
 _EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not a & bit)
 _FRONT: Final = ((0, 3), (1, 2))
@@ -49,13 +61,31 @@ _PALETTE: Final = (
 _PLACES: Final = ("cam_front_left", "cam_front", "cam_front_right", "cam_back_left", "cam_back", "cam_back_right")
 
 
+def _parse_layers(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and place for name, _, place in pairs):
+        raise ConfigError("it must be NAME=PATH, several of them separated by commas, such as teacher=layers/teacher")
+    return {name: place for name, _, place in pairs}
+
+
 class ViewOptions(Settings, frozen=True, kw_only=True):
     """Options of `fuelrail.view`, and the flags of ``fuelrail view``."""
 
-    image: Annotated[ImageAugment, Meta(description="image settings (default: 704x256 from the bottom)")] | None = None
+    image: (
+        Annotated[ImageAugment, Meta(description="image settings (default: crop 704x256 from the bottom of the image)")]
+        | None
+    ) = None
     train: Annotated[bool, Meta(description="augment as a loader does, for this seed and epoch")] = False
     seed: Annotated[int, Meta(ge=0, description="seed of the augmentation")] = 0
     epoch: Annotated[int, Meta(ge=0, description="epoch of the augmentation")] = 0
+    channels: Annotated[tuple[str, ...], Meta(description="channels of the dataset to draw, too")] = ()
+    layers: (
+        Annotated[
+            dict[str, str],
+            Meta(description="layers to draw, too", extra={"parse": _parse_layers, "metavar": "NAME=PATH,..."}),
+        ]
+        | None
+    ) = None
     output: (
         Annotated[str, Meta(description="picture to write (default: contact_sheet.png)", extra={"metavar": "PNG"})]
         | None
@@ -67,16 +97,21 @@ class ViewOptions(Settings, frozen=True, kw_only=True):
 
 
 class ViewReport(NamedTuple):
-    """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB."""
+    """A sample drawn: its key, its numbers of cameras and boxes, and the picture, uint8 [H, W, 3], RGB.
+
+    ``channels`` names those that the sample has, of all that were asked for.
+    """
 
     key: str
     num_cameras: int
     num_boxes: int
     sheet: NDArray[np.uint8]
+    channels: tuple[str, ...] = ()
 
     def as_text(self) -> str:
         """Return a line on what was drawn."""
-        return f"{shown(self.key)}: {self.num_cameras} cameras, {self.num_boxes} boxes"
+        channels = f", {', '.join(self.channels)}" if self.channels else ""
+        return f"{shown(self.key)}: {self.num_cameras} cameras, {self.num_boxes} boxes{channels}"
 
 
 def view(
@@ -88,7 +123,7 @@ def view(
     """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample of the dataset.
 
     ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as keywords; without
-    ``output`` nothing is written. Raises ConfigError, and DatasetErrors for a sample that cannot be read.
+    ``output`` nothing is written. Raises ConfigError, and DatasetErrors for a sample or a layer that cannot be read.
     """
     options = make_options(ViewOptions, options, changes)
     output = None if options.output is None else Path(options.output)
@@ -102,12 +137,15 @@ def view(
     cameras = [camera.channel for camera in opened.manifest.cameras]
     try:
         batch = decode_single(sample, cameras, image, seed=options.seed, epoch=options.epoch, row=row)
+        maps = image.draw(sample.geometry.img_wh.tolist(), seed=options.seed, epoch=options.epoch, sample=row)
+        values = _values(opened, row, options, Motion(dict(zip(cameras, maps, strict=True))))
         sheet = contact_sheet(
             batch["img"][0].numpy(),
             batch["ego2img"][0].numpy(),
             cameras,
             sample.boxes,
             opened.manifest.classes,
+            values,
             ida_mat=batch["ida_mat"][0].numpy(),
             points=_points_in_ego(sample),
         )
@@ -123,7 +161,27 @@ def view(
             output.write_bytes(encoded)
         except OSError as error:
             raise ConfigError(f"output '{output}' cannot be written: {error.strerror}") from error
-    return ViewReport(sample.key, len(sample.images), 0 if sample.boxes is None else len(sample.boxes.boxes3d), sheet)
+    num_boxes = 0 if sample.boxes is None else len(sample.boxes.boxes3d)
+    return ViewReport(sample.key, len(sample.images), num_boxes, sheet, tuple(channel.name for channel, _ in values))
+
+
+def _values(dataset: Dataset, row: int, options: ViewOptions, motion: Motion) -> list[tuple[Channel, Any]]:
+    """Return the channels that the sample has, of those asked for, with values that lie on the images as drawn."""
+    found: list[tuple[Channel, Any]] = []
+    if options.channels:
+        chosen = select(dataset.manifest.channels, options.channels, dataset.location)
+        values = dataset.read(row, options.channels)
+        found += [(one, values[one.name]) for one in chosen if one.name in values and one.sensor is None]
+    for name, place in (options.layers or {}).items():
+        layer = open_layer(name, place, dataset, "mask")
+        at = layer.row(row)
+        values = {} if at == NO_ROW else layer.data.read(at)
+        stored = zip(layer.channels, layer.manifest.channels, strict=True)
+        found += [(one, values[own.name]) for one, own in stored if own.name in values]
+    return [
+        (one, LAWS[one.law.name].move(value, one, motion) if one.law.name in _ON_IMAGES else value)
+        for one, value in found
+    ]
 
 
 def decode_single(
@@ -148,11 +206,12 @@ def contact_sheet(
     cameras: Sequence[str],
     boxes: Boxes | None,
     classes: Sequence[str],
+    values: Sequence[tuple[Channel, Any]] = (),
     *,
     ida_mat: NDArray[np.floating[Any]] | None = None,
     points: NDArray[np.floating[Any]] | None = None,
 ) -> NDArray[np.uint8]:
-    """Draw N camera images and the boxes on them; nearer boxes hide those behind them.
+    """Draw N camera images, values of channels and boxes on them; nearer boxes hide those behind them.
 
     Args:
         images: uint8 [N, 3, H, W], RGB.
@@ -160,6 +219,7 @@ def contact_sheet(
         cameras: their channels.
         boxes: in ego, or None.
         classes: names that the boxes' labels number.
+        values: channels and their values; those on images as the images are.
         ida_mat: [N, 4, 4], stored to drawn pixels: a mirrored or rotated image says so in its caption.
         points: [P, 3] in ego: they and the boxes are drawn from above too, beside the cameras; None: they are not.
 
@@ -171,6 +231,9 @@ def contact_sheet(
     tiles = {}
     for number, channel in enumerate(cameras):
         tile = np.ascontiguousarray(images[number].transpose(1, 2, 0))
+        for entry, value in values:
+            if entry.law.camera == channel and entry.law.name in _ON_IMAGES:
+                _draw_value(tile, entry, value)
         if boxes is not None and corners is not None:
             plain, projection = tile.copy(), ego2img[number].astype(np.float64)
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
@@ -183,9 +246,9 @@ def contact_sheet(
     sheet = _grid([tiles[channel] for channel in placed])
     if points is not None:
         sheet = np.concatenate([sheet, _from_above(len(sheet), boxes, corners, points)], 1)
-    if boxes is None:
-        return sheet
-    return np.concatenate([sheet, _legend(sheet.shape[1], boxes, classes)])
+    parts = [sheet] if boxes is None else [sheet, _legend(sheet.shape[1], boxes, classes)]
+    parts += [_line(sheet.shape[1], channel, value) for channel, value in values]
+    return np.concatenate(parts)
 
 
 def project_segment(
@@ -278,6 +341,62 @@ def _draw_box(
             continue
         first, second = ((round(float(u) * 16), round(float(v) * 16)) for u, v in segment)
         cv2.line(tile, first, second, colour, 1, cv2.LINE_AA, shift=4)
+
+
+def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:  # noqa: ANN401
+    """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
+    if channel.law.name == "image":
+        raster = np.asarray(value)
+        colours, seen = _coloured(raster, channel.law.fill or 0.0)
+        tile[seen] = (tile[seen].astype(np.uint16) + colours[seen]) // 2
+        return
+    limit = 20 * max(tile.shape)
+    for boxes in _groups(value, channel, "boxes"):
+        for at, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
+            u, v, right, bottom = (round(side * 16) for side in corners)
+            cv2.rectangle(tile, (u, v), (right, bottom), _colour(at), 1, cv2.LINE_AA, shift=4)
+    for points in _groups(value, channel, "points"):
+        for at, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
+            cv2.circle(tile, (round(point[0] * 16), round(point[1] * 16)), 32, _colour(at), -1, cv2.LINE_AA, shift=4)
+
+
+def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return colours (H, W, 3) of a raster and where it has values: labels by palette, numbers from blue to red."""
+    if raster.ndim == 3:
+        return raster.astype(np.uint8), np.ones(raster.shape[:2], bool)
+    seen = np.isfinite(raster) & (raster != fill)
+    if raster.dtype.kind != "f":
+        return np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)], seen
+    known = raster[seen].astype(np.float64)
+    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    share = np.where(seen, (raster - low) / max(high - low, 1e-9), 0.0)
+    coloured = np.asarray(cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO), np.uint8)
+    return coloured[..., ::-1], seen
+
+
+def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:  # noqa: ANN401
+    """Yield the groups of columns (M, K) that play a role."""
+    for group in channel.law.roles.get(role, ()):
+        found = (
+            value[group[0]] if isinstance(value, dict) else value[..., [channel.columns.index(one) for one in group]]
+        )
+        yield np.asarray(found, np.float64).reshape(-1, found.shape[-1])
+
+
+def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:  # noqa: ANN401
+    """Return a strip that names a channel, with its value where it is short."""
+    if isinstance(value, str):
+        text = value
+    elif isinstance(value, dict):
+        text = ", ".join(f"{name} {list(np.shape(one))}" for name, one in value.items())
+    else:
+        array = np.asarray(value)
+        is_short = array.size <= _SHORT and array.dtype.kind in "biuf"
+        text = str(array.tolist()) if is_short else f"{channel.kind} {array.dtype} {list(array.shape)}"
+    strip = np.full((22, width, 3), 24, np.uint8)
+    ascii_only = f"{channel.name}: {text}"[:_MOST_TEXT].encode("ascii", "replace").decode()
+    cv2.putText(strip, ascii_only, (10, 15), cv2.FONT_HERSHEY_SIMPLEX, 0.45, (230, 230, 230), 1, cv2.LINE_AA)
+    return strip
 
 
 def _colour(label: int) -> tuple[int, int, int]:

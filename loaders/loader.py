@@ -11,7 +11,6 @@ import msgspec
 
 from fuelrail.loaders.autotune import Tuning, batches_in_flight, make_tuner
 from fuelrail.loaders.batch import buffer_pool, user
-from fuelrail.loaders.batch.buffer_pool import BufferPool, ShapesOnly
 from fuelrail.loaders.batch.channels import choose_channels
 from fuelrail.loaders.batch.counterfactual import LeftOut, leave_out
 from fuelrail.loaders.batch.points import choose_points
@@ -179,19 +178,19 @@ class DataLoader:
         chosen = [channel.name for channel in self._make.channels.channels] or None
         content = sample_settings(options.seed, **options.transforms.content(), channels=chosen)
         self._identity = msgspec.structs.replace(self._supply.identity, settings=content)
-        image, num_cameras = options.transforms.image, len(self._make.cameras)
-        self._num_images = where.frames * num_cameras
+        self._num_images = where.frames * len(self._make.cameras)
         axes = () if self._window is None else (where.frames,)
-        shape = (self.batch_size, *axes, num_cameras, 3, image.height, image.width)
-        tuner = _choose_tuner(options, math.prod(shape), self._make)
+        axes = (self.batch_size * (1 + options.transforms.two_views), *axes)
+        images = self._make.augments.images
+        batch_bytes = sum(map(math.prod, buffer_pool.image_shapes(images, axes)))
+        tuner = _choose_tuner(options, batch_bytes, self._make)
         tuning = Tuning(options.num_threads, options.prefetch_factor) if tuner is None else tuner.tuning
         self.num_workers, self.prefetch_factor = tuning
-        pinned = transfer is not None if pin_memory is None else pin_memory
-        if pinned:
+        if pinned := transfer is not None if pin_memory is None else pin_memory:
             require_cuda("pin_memory=True")
         keep = batches_in_flight(tuning if tuner is None else tuner.most, self.batch_size)
         on_device = decodes_on_device(self._make.decoder)
-        self._buffers = ShapesOnly(shape) if on_device else BufferPool(shape, pinned=pinned, keep=keep)
+        self._buffers = buffer_pool.make_buffers(images, axes, on_device=on_device, pinned=pinned, keep=keep)
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace)
         self._share = WorkerShard()
         self._start = self._position = Cursor()
@@ -234,7 +233,7 @@ class DataLoader:
             self.close()
             streams = self._supply.streams(walk)
             requested = prefetch(self._supply.where.scheduled(walk), streams, self._look_ahead_bytes)
-            made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window)
+            made = buffer_pool.tasks(requested, self._supply.sources, self._buffers, self._window, self._make.groups)
             self._runner.start(made, self._left_out.stages(self.stages()), streams)
         return self._drain(self._runner.take(), walk)
 

@@ -18,7 +18,7 @@ The ``str`` of a record is what an error message names. A substituted bad sample
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,7 +26,7 @@ from fuelrail.pipeline.order.epoch import NO_FLAGS
 from fuelrail.pipeline.transforms.ego import IDENTITY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.ego import BevMap
+    from fuelrail.pipeline.transforms.image import ImageAugment
     from fuelrail.pipeline.transforms.image_map import ImageMap
     from fuelrail.pipeline.transforms.pixels import PixelChange
 
@@ -86,24 +87,73 @@ class Requested(NamedTuple):
     """Each waits for one frame's bytes; without entries, the only one raises the index's error."""
 
 
+class CameraImages(NamedTuple):
+    """Cameras whose images have one size in a batch."""
+
+    name: str | None
+    """Of the group (``Transforms.camera_groups``); None: all cameras of the rig have one size."""
+    cameras: tuple[int, ...]
+    """Rows of the rig."""
+    augment: ImageAugment
+
+
+Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
+
+
 class BatchSlot(NamedTuple):
     """One batch that is being made, and the buffer that its images are decoded into."""
 
     epoch: int
     step: int
-    images: NDArray[np.uint8] | torch.Tensor
-    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]."""
+    images: Images | tuple[Images, ...]
+    """uint8 [B, N, 3, H, W], with windows [B, T, N, 3, H, W]; of two views 2 B rows, second views last. With groups of
+    cameras one of these for each group."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
     """What the order knows of the batch's samples, (B,) each, under their names in the batch."""
     has_windows: bool = False
+    groups: tuple[CameraImages, ...] = ()
+    """Groups of cameras, whose images differ in size; none: all have one size."""
 
-    def img(self) -> torch.Tensor:
-        """Return the images as a tensor on the same memory."""
-        return self.images if isinstance(self.images, torch.Tensor) else torch.from_numpy(self.images)
+    def img(self) -> torch.Tensor | dict[str | None, torch.Tensor]:
+        """Return the images as a tensor on the same memory, or as one for each group of cameras."""
+        if isinstance(self.images, tuple):
+            return {group.name: _tensor(one) for group, one in zip(self.groups, self.images, strict=True)}
+        return _tensor(self.images)
 
-    def frames(self, at: int) -> NDArray[np.uint8] | torch.Tensor:
-        """Return the images of one sample, frame by frame: [T, N, 3, H, W], T being 1 without windows."""
-        return self.images[at] if self.has_windows else self.images[at : at + 1]
+    def frames(self, at: int) -> Sequence[Sequence[NDArray[np.uint8]]]:
+        """Return the images of one sample in host memory, frame by frame and camera by camera: (3, H, W) each."""
+        if not isinstance(self.images, tuple):
+            assert not isinstance(self.images, torch.Tensor)
+            return self.images[at] if self.has_windows else self.images[at : at + 1]  # type: ignore[return-value]
+        places = {camera: place for place in enumerate(self.groups) for camera in place[1].cameras}
+        found: list[list[NDArray[np.uint8]]] = []
+        for frame in range(self.images[0].shape[1] if self.has_windows else 1):
+            index = (at, frame) if self.has_windows else (at,)
+            of_frame = [
+                self.images[group][(*index, of.cameras.index(camera))] for camera, (group, of) in sorted(places.items())
+            ]
+            found.append(of_frame)  # type: ignore[arg-type]
+        return found
+
+    def parts(self) -> list[tuple[Sequence[int] | None, torch.Tensor]]:
+        """Return the images of each group, uint8 [B, T, N, 3, H, W], T being 1 without windows, with its cameras.
+
+        The cameras are rows of the rig; None: all of them.
+        """
+        images = self.images if isinstance(self.images, tuple) else (self.images,)
+        cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]
+        tensors = [_tensor(one) if self.has_windows else _tensor(one)[:, None] for one in images]
+        return list(zip(cameras, tensors, strict=True))
+
+    def anew(self, rows: int, new_output: Callable[[tuple[int, ...]], torch.Tensor]) -> BatchSlot:
+        """Return the slot with other memory, for a number of rows."""
+        if isinstance(self.images, tuple):
+            return self._replace(images=tuple(new_output((rows, *one.shape[1:])) for one in self.images))
+        return self._replace(images=new_output((rows, *self.images.shape[1:])))
+
+
+def _tensor(images: Images) -> torch.Tensor:
+    return images if isinstance(images, torch.Tensor) else torch.from_numpy(images)
 
 
 class FrameTask(NamedTuple):
@@ -179,6 +229,15 @@ class Parsed(NamedTuple):
     """Of the ego frame."""
     extra: Sequence[Mapping[str, Any]] = ()
     """Frame by frame the values of the selected channels, moved; None for what the frame lacks."""
+    view: int | None = None
+    """Which of two draws it is (``Transforms.two_views``), 0 or 1; None: there is one."""
+    second: Parsed | None = None
+    """The same sample under its other draw, for another row of the batch ."""
+
+    @property
+    def views(self) -> tuple[Parsed, ...]:
+        """Return the draws of the sample: itself, and the other one where there are two."""
+        return (self,) if self.second is None else (self, self.second)
 
     @property
     def sample(self) -> Sample:
@@ -204,7 +263,7 @@ class Parsed(NamedTuple):
         maps, source = self.maps[task.current], task.source
         return DecodedSample(
             slot, task.at, task.row, task.valid, self.sample, maps, self.bev, source.name, source.base, window,
-            self.extra,
+            self.extra, self.view, None if self.second is None else self.second.decoded(slot),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -242,6 +301,10 @@ class DecodedSample(NamedTuple):
     """All frames, the sample's own among them."""
     extra: Sequence[Mapping[str, Any]] = ()
     """Frame by frame the values of the selected channels (`Parsed`)."""
+    view: int | None = None
+    """Which of two draws it is, 0 or 1; None: there is one."""
+    second: DecodedSample | None = None
+    """The same sample under its other draw, in another row of the slot's buffer."""
 
     def __str__(self) -> str:
         return f"sample {self.sample.key!r} (row {self.row}, epoch {self.slot.epoch}, step {self.slot.step})"

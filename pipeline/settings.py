@@ -140,7 +140,7 @@ def _check_type(name: str, value: object, annotation: Any, error: type[Exception
 
 
 def _resolved(value: object, annotation: object, name: str) -> object:
-    """The settings that a dict or a path stands for, the text of a path object, or the value itself."""
+    """The settings that a dict or a path stands for, also those in a dict by name, a path's text, or the value."""
     if not isinstance(value, Mapping | str | os.PathLike):
         return value
     kinds = list(_variants([inspect.type_info(annotation)]))
@@ -150,7 +150,13 @@ def _resolved(value: object, annotation: object, name: str) -> object:
         if isinstance(value, str):
             return value
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
-    return as_settings(value, structs[0], name) if len(structs) == 1 else value
+    if len(structs) == 1:
+        return as_settings(value, structs[0], name)
+    values = [kind.value_type for kind in kinds if isinstance(kind, inspect.DictType)]
+    named = [kind.cls for kind in values if isinstance(kind, inspect.StructType)]
+    if len(named) == 1 and isinstance(value, Mapping):
+        return {key: as_settings(one, named[0], f"{name}.{key}") for key, one in value.items()}
+    return value
 
 
 def _allowed(annotation: object) -> str | None:

@@ -21,7 +21,9 @@ ARROW_POOL: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 """Environment in which Arrow frees memory at once: its own pool keeps tens of megabytes of a long run's scan."""
 
 _DATASET: Final = "folder or URL of a Fuelrail dataset"
-_OUT: Final = "output folder, or URL such as s3://bucket/prefix: new, empty, or with an unfinished run to resume"
+_OUT: Final = (
+    "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished run to resume"
+)
 
 
 def _choose_arrow_pool() -> None:
@@ -200,7 +202,7 @@ def _run_log(args: argparse.Namespace) -> int:
 
 
 def _configure_diff(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare two datasets by manifests and tables. Shards are not read."
+    parser.description = "Compare two datasets, or two layers, by manifests and tables. Shards are not read."
     parser.add_argument("a", metavar="DATASET", help=_DATASET)
     parser.add_argument("b", metavar="OTHER", help="the dataset to compare it with")
     add_flags(parser, PrintOptions)

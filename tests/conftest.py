@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 LANES: Final = ("unit", "process", "slow", "gpu", "real", "network")
 
@@ -18,6 +22,16 @@ settings.load_profile("fuelrail")
 # Shells start background jobs with Ctrl-C ignored, and children inherit that: tests interrupt some of theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_OTHER_LANE: Final = re.compile(rf"^pytestmark = \[?\s*pytest\.mark\.({'|'.join(LANES[1:])})\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of other lanes before they are imported, where only ``unit`` is asked for: that takes seconds."""
+    if config.option.markexpr != "unit" or collection_path.suffix != ".py":
+        return None
+    return True if _OTHER_LANE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

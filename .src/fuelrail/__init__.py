@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from fuelrail.bench.planner.plan import PlanOptions as PlanOptions
-    from fuelrail.bench.planner.plan import Scenario as Scenario
-    from fuelrail.bench.planner.plan import plan as plan
+    from fuelrail.bench.planner.scenario import PlanOptions as PlanOptions
+    from fuelrail.bench.planner.scenario import Scenario as Scenario
     from fuelrail.bench.studies.annotate.run import AnnotateOptions as AnnotateOptions
     from fuelrail.bench.studies.annotate.run import AnnotateReport as AnnotateReport
     from fuelrail.bench.studies.annotate.run import annotate as annotate
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.loader.options import LoaderOptions as LoaderOptions
     from fuelrail.bench.studies.order.describe import DescribeOptions as DescribeOptions
     from fuelrail.bench.studies.order.describe import describe_order as describe_order
+    from fuelrail.bench.studies.plan.run import plan as plan
     from fuelrail.bench.studies.scale.options import ScaleOptions as ScaleOptions
     from fuelrail.bench.studies.scale.run import scale as scale
     from fuelrail.bench.studies.train.run import train as train
@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.trace import TraceRecorder as TraceRecorder
     from fuelrail.pipeline.storage.retry import RetryPolicy as RetryPolicy
     from fuelrail.pipeline.transforms.ego import BevAugment as BevAugment
+    from fuelrail.pipeline.transforms.image import CameraGroup as CameraGroup
     from fuelrail.pipeline.transforms.image import ImageAugment as ImageAugment
     from fuelrail.pipeline.transforms.pixels import PixelAugment as PixelAugment
     from fuelrail.pipeline.transforms.points import PointSweeps as PointSweeps
@@ -128,9 +129,9 @@ _PUBLIC: Final = {
     "bench_loader": "fuelrail.bench.studies.loader.measure",
     "compare": "fuelrail.bench.studies.compare.session",
     "CompareOptions": "fuelrail.bench.studies.compare.options",
-    "plan": "fuelrail.bench.planner.plan",
-    "PlanOptions": "fuelrail.bench.planner.plan",
-    "Scenario": "fuelrail.bench.planner.plan",
+    "plan": "fuelrail.bench.studies.plan.run",
+    "PlanOptions": "fuelrail.bench.planner.scenario",
+    "Scenario": "fuelrail.bench.planner.scenario",
     "describe_order": "fuelrail.bench.studies.order.describe",
     "DescribeOptions": "fuelrail.bench.studies.order.describe",
     "diagnose": "fuelrail.bench.studies.diagnose.run",
@@ -161,6 +162,7 @@ _PUBLIC: Final = {
     # pipeline
     "AttributeWeights": "fuelrail.pipeline.order.weights",
     "BevAugment": "fuelrail.pipeline.transforms.ego",
+    "CameraGroup": "fuelrail.pipeline.transforms.image",
     "ClassBalance": "fuelrail.pipeline.order.weights",
     "Dataset": "fuelrail.pipeline.format.dataset",
     "FileWeights": "fuelrail.pipeline.order.weights",

@@ -42,7 +42,7 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.bench.studies.order.command", "show which samples an order selects, and how well it shuffles"
     ),
     "plan": _Entry(
-        "fuelrail.bench.planner.command",
+        "fuelrail.bench.studies.plan.command",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
     ),
     "top": _Entry("fuelrail.pipeline.cli", "watch running loaders: stages, queues, and how well they feed the trainer"),

@@ -66,7 +66,7 @@ class AcceleratorProfile(Settings, frozen=True):
 
     The rest is off unless given: the copy's rate over the bus, launches of a step and what the host takes for one, the
     device time that decoding one unit's images takes from the training, and the link to other devices, with the time
-    that every collective takes besides that of its bytes (``link.py``).
+    that every collective takes besides that of its bytes (``collectives.py``).
     """
 
     name: str

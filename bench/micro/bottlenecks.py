@@ -30,8 +30,7 @@ from fuelrail.bench.report.markdown import table
 from fuelrail.bench.studies.diagnose.command import trial_lines
 from fuelrail.bench.studies.diagnose.report import Tried, best
 from fuelrail.bench.studies.diagnose.run import diagnose
-from fuelrail.bench.trainer.injection import compute_in_python
-from fuelrail.bench.trainer.settings import Injection
+from fuelrail.bench.trainer.injection import Injection, compute_in_python
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:

@@ -64,7 +64,7 @@ class StallReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(work: Path, megabytes: int, rounds: int, steps: Literal["sleep", "compute"]) -> tuple[Stall, float]:
-    """Run the loops in turns; returns the stalls and the bytes of a checkpoint [MB]. The process group is up."""
+    """Run the loops in turns; returns the stalls and the bytes of a checkpoint [MB]. Needs a process group."""
     layers = max(1, round(megabytes * 1e6 / 3 / 4 / _WIDTH**2))
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
     parallel = Parallel(model, torch.optim.AdamW(model.parameters()), lambda _: ())

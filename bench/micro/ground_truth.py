@@ -33,9 +33,10 @@ from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
+from fuelrail.bench.trainer.injection import Injection
 from fuelrail.bench.trainer.loop import train
 from fuelrail.bench.trainer.models.settings import MODELS
-from fuelrail.bench.trainer.settings import Injection, TrainOptions
+from fuelrail.bench.trainer.settings import TrainOptions
 from fuelrail.bench.trainer.strategies.parallel import build, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import DataLoader

@@ -1,6 +1,8 @@
 """What sources that are lists of files take: the scan of a long manifest, and the rate of ranges and tars.
 
-``python -m fuelrail.bench.micro.sharding_listed [--rows N] [--samples N] [--out FILE]``.
+``python -m fuelrail.bench.micro.sharding_listed [--rows N] [--samples N] [--out FILE]``, or with
+``--sources KIND:PATH ...`` the scans of these sources alone: processor time a frame, the best of three scans after one
+that is not counted.
 
 *Scan*: a Parquet table of ``--rows`` frames of six cameras, with calibration, poses and boxes in each row, 200 frames a
 clip. Images are ranges of one file a clip, whose sizes the table states, so that not a million files are needed.
@@ -72,6 +74,22 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     ratios: list[float]
     cpu_ratio: float
+
+
+class SourceScan(msgspec.Struct, frozen=True, kw_only=True):
+    """The scan of one source: its kind, frames and cameras, processor time a frame [us]."""
+
+    kind: str
+    frames: int
+    cameras: int
+    cpu_us_per_frame: float
+
+
+class Scans(msgspec.Struct, frozen=True, kw_only=True):
+    """The result file of ``--sources``."""
+
+    machine: MachineFacts
+    scans: list[SourceScan]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +175,22 @@ def scan(root: Path) -> Scan:
     )
 
 
+def scan_once(source: str) -> SourceScan:
+    """Scan a source, ``KIND:PATH``."""
+    kind, _, path = source.partition(":")
+    info, best = scan_source(SourceSpec(kind, path, {})), float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        scan_source(SourceSpec(kind, path, {}))
+        best = min(best, time.process_time() - start)
+    return SourceScan(
+        kind=kind,
+        frames=info.num_samples,
+        cameras=len(info.cameras),
+        cpu_us_per_frame=round(best / info.num_samples * 1e6, 1),
+    )
+
+
 def write_forms(root: Path, num_samples: int) -> None:
     """Write the same images as loose files, ranges and tar members, each with its table."""
     images = _images()
@@ -233,10 +267,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--sources", nargs="+", metavar="KIND:PATH")
     parser.add_argument("--scan", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.scan is not None:
         sys.stdout.buffer.write(msgspec.json.encode(scan(args.scan)))
+        return
+    if args.sources:
+        _publish(args.out, Scans(machine=machine_facts(), scans=[scan_once(source) for source in args.sources]))
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -246,10 +284,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         done = subprocess.run(command, check=True, capture_output=True, env={**os.environ, **ARROW_POOL})
         write_forms(root, args.samples)
         result = Result(machine=machine_facts(), scan=msgspec.json.decode(done.stdout, type=Scan), rates=rates(root))
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
-    sys.stdout.write(text + "\n")
-    if args.out is not None:
-        publish_json(args.out, result)
+    _publish(args.out, result)
+
+
+def _publish(out: Path | None, result: Result | Scans) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
+    if out is not None:
+        publish_json(out, result)
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(
             f"{entry.what}, {entry.count:,} samples: {entry.seconds:.1f} s, {entry.cpu_seconds:.1f} s of CPU, peak "
             f"{entry.peak_rss_bytes / 1e6:,.0f} MB, of which {entry.rss_before_bytes / 1e6:,.0f} MB before it began; "
-            f"{entry.peak_anonymous_bytes / 1e6:,.0f} MB of it with no file behind\n"
+            f"{entry.peak_anonymous_bytes / 1e6:,.0f} MB of it anonymous\n"
         )
     if options.out is not None:
         report = MemoryReport(benchmark="sharding_memory", machine=machine_facts(), measured=measured)

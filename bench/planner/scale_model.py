@@ -23,6 +23,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from fuelrail.bench.planner.formulas import sent_bytes
+
 NUM_WARM_UP = 60
 NUM_STEPS = 300
 
@@ -60,7 +62,8 @@ class Cluster(NamedTuple):
     """Parameters of a simulation.
 
     ``slow_share`` of the ranks compute ``slow_by`` (0.2 for 20 %) longer; ``storage_bytes_per_s`` is what all of them
-    together can read, infinite by default.
+    together can read, infinite by default. ``all_reduce_ms``: exposed all-reduce of that number of ranks, as a planner
+    gives it; None: what the measurements say of two ranks, grown as the bytes of a ring.
     """
 
     num_ranks: int
@@ -69,6 +72,7 @@ class Cluster(NamedTuple):
     slow_share: float = 0.0
     slow_by: float = 0.0
     storage_bytes_per_s: float = math.inf
+    all_reduce_ms: float | None = None
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +97,8 @@ def simulate(fit: Fit, cluster: Cluster, seed: int = 0, num_steps: int = NUM_STE
     if cluster.slow_share:
         num_slow = int(cluster.slow_share * ranks + 0.5)
         compute_ms[rng.choice(ranks, num_slow, replace=False)] *= 1 + cluster.slow_by
-    all_reduce_ms = exposed_all_reduce_ms(fit, ranks)
+    given_ms = cluster.all_reduce_ms
+    all_reduce_ms = exposed_all_reduce_ms(fit, ranks) if given_ms is None else given_ms
     made = np.zeros(ranks)
     free = np.zeros(ranks)
     taken = np.zeros((fit.queue_batches, ranks))  # of the last steps, in turns
@@ -118,11 +123,11 @@ def simulate(fit: Fit, cluster: Cluster, seed: int = 0, num_steps: int = NUM_STE
 
 
 def exposed_all_reduce_ms(fit: Fit, num_ranks: int) -> float:
-    """Exposed all-reduce, extrapolated from two ranks: latency grows by the depth of a tree, log2 of the ranks.
+    """Extrapolate the exposed all-reduce from two ranks, as the planner does: by the bytes that a rank of a ring sends.
 
-    What a ring moves, 2 (p - 1) / p of the gradients, hardly grows with p from a few ranks on, and hides in backward.
+    That is 2 (p - 1) / p of the gradients: of many ranks twice what two take.
     """
-    return fit.all_reduce_ms * math.log2(num_ranks) if num_ranks > 1 else 0.0
+    return fit.all_reduce_ms * sent_bytes("all_reduce", num_ranks, 1) / sent_bytes("all_reduce", 2, 1)
 
 
 def _service_ms(fit: Fit, cluster: Cluster) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

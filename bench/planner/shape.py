@@ -15,6 +15,7 @@ so.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -22,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from fuelrail.bench.measure.collectives import Collective, Counter, summed
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
@@ -37,8 +38,6 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.parallel import Parallel
@@ -46,30 +45,15 @@ if TYPE_CHECKING:
 
 MOMENTS = {"adamw": 2, "sgd": 1}
 _FP32 = 4
-_KINDS = {
-    "all_reduce": ("allreduce", "all_reduce"),
-    "reduce_scatter": ("reduce_scatter",),
-    "all_gather": ("allgather", "all_gather"),
-    "broadcast": ("broadcast",),
-}
 _PLANNED_SCHEDULES = ("GPipe", "1F1B")
-
-
-class Collective(msgspec.Struct, frozen=True, kw_only=True):
-    """Collectives of one kind over one axis in a micro-batch; ``bytes`` are those of the whole tensors."""
-
-    kind: str
-    axis: str
-    ranks: int
-    count: int
-    bytes: int
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: ``parameters`` of its own; bytes at the peak of a step, by kind and in all; FLOP of a micro-batch.
 
     ``kept_bytes`` are the activations that a micro-batch keeps from its forward pass to its backward pass, of which
-    ``in_flight`` lie in memory at once; ``hidden_bytes`` go to the next stage.
+    ``in_flight`` lie in memory at once; ``hidden_bytes`` go to the next stage. ``collectives`` are those of a step of
+    ``micro_batches``; without stages each further one adds those of ``repeated``.
     """
 
     rank: int
@@ -81,7 +65,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     flop: int
     hidden_bytes: int
+    micro_batches: int
     collectives: list[Collective]
+    repeated: list[Collective]
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,6 +139,25 @@ def shape_of(
         return _run(parallel, (model, settings, degrees, precision), inputs, example, hidden, (rank, stage))
 
 
+def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
+    """Return the number of micro-batches whose activations a stage holds at once, in GPipe and 1F1B."""
+    return min(micro_batches, micro_batches if schedule == "GPipe" and pp > 1 else pp - stage)
+
+
+def schedule_order(schedule: str, pp: int, micro_batches: int) -> list[list[str]]:
+    """Return each stage's order of work in GPipe or 1F1B: F and B with the number of a micro-batch."""
+    found = []
+    for stage in range(pp):
+        ahead = in_flight(schedule, pp, stage, micro_batches)
+        order = [f"F{number}" for number in range(ahead)]
+        for number in range(micro_batches):
+            order.append(f"B{number}")
+            if number + ahead < micro_batches:
+                order.append(f"F{number + ahead}")
+        found.append(order)
+    return found
+
+
 @contextmanager
 def _fake_group(rank: int, world: int) -> Iterator[None]:
     if dist.is_initialized():
@@ -216,63 +221,113 @@ def _run(
             received = torch.empty(hidden.shape, dtype=DTYPES[precision] if low else torch.float32)
         if degrees.tp > 1:
             # DTensors find their placements in the first pass by running operators at global sizes: not this rank's.
-            _pass(parallel, part, given, received, precision)
+            _Passes(parallel, part, (given, received), precision, pipeline=False).run(None, last=True)
             parallel.optimiser.zero_grad()
         tracker = parts.sharded_tracker(part) if degrees.dp_shard > 1 else parts.tracker()
         if degrees.dp_shard == 1:
             tracker.track_external(part)
-        counter = _Counter(parallel.mesh)
+        # DDP's buckets are gradients that exist all the time, as those of an earlier micro-batch do. Its first pass
+        # makes them; of a step of several micro-batches the activations of the second lie beside them.
+        copied = degrees.data > 1 and degrees.dp_shard == 1
+        passes = _Passes(parallel, part, (given, received), precision, pipeline=degrees.pp > 1)
         with tracker:
-            # In a step of several micro-batches the gradients of the first lie beside the activations of the second.
-            with counter:
-                kept = _pass(parallel, part, given, received, precision, tracker)
-            if inputs.micro_batches > 1:
+            kept = passes.run(tracker, last=inputs.micro_batches == 1)
+            if inputs.micro_batches > 1 or copied:
                 tracker.reset_mod_stats()
-                kept = _pass(parallel, part, given, received, precision, tracker)
+                kept = passes.run(tracker, last=inputs.micro_batches > 1)
         found = _by_kind(tracker.get_tracker_snapshot("peak"))
     own = sum(_local(p).numel() for p in part.parameters() if p.requires_grad)
     moments = _FP32 * MOMENTS[settings.optimiser] * own
     if settings.strategy == "zero1" and settings.mesh is None:
         moments //= degrees.data
-    in_flight = 1
-    if degrees.pp > 1:
-        ahead = inputs.micro_batches if settings.pipeline_schedule == "GPipe" else degrees.pp - place[1]
-        in_flight = min(inputs.micro_batches, ahead)
+    flying = in_flight(settings.pipeline_schedule, degrees.pp, place[1], inputs.micro_batches)
     memory = {**found, "moments": moments}
-    memory["activations in flight"] = kept * (in_flight - 1)
-    collectives = counter.collectives()
+    memory["activations in flight"] = kept * (flying - 1)
+    repeated: list[Collective] = []
+    if degrees.pp > 1:
+        order = schedule_order(settings.pipeline_schedule, degrees.pp, inputs.micro_batches)[place[1]]
+        collectives = passes.of_order(order)
+    else:
+        collectives = [one for found in passes.counted[: inputs.micro_batches] for one in found]
+        repeated = passes.counted[0] if inputs.micro_batches > 1 else []
     if degrees.pp * degrees.dp_shard * degrees.tp == 1 and degrees.data > 1:
+        collectives, repeated = [], []
         collectives = [
             Collective(kind="all_reduce", axis="dp_replicate", ranks=degrees.data, count=1, bytes=_FP32 * own)
         ]
     return Shape(
         rank=place[0], stage=place[1], parameters=own, memory=memory, peak_bytes=sum(memory.values()),
-        kept_bytes=kept, in_flight=in_flight, flop=counter.flop,
-        hidden_bytes=0 if received is None else received.numel() * received.element_size(), collectives=collectives,
+        kept_bytes=kept, in_flight=flying, flop=passes.flop,
+        hidden_bytes=0 if received is None else received.numel() * received.element_size(),
+        micro_batches=inputs.micro_batches, collectives=summed(collectives), repeated=repeated,
     )  # fmt: skip
 
 
-def _pass(
-    parallel: Parallel,
-    part: nn.Module,
-    given: tuple[Tensor, ...],
-    received: Tensor | None,
-    precision: Precision,
-    tracker: Any = None,  # noqa: ANN401 - torch's, private
-) -> int:
-    """One micro-batch, forward and backward, a stage's as the schedule calls it; return what it kept in between."""
-    with autocast(torch.device("cpu"), precision):
-        if received is None:
-            result: Tensor = part(*given)
-        else:
-            named = {f"input_{number}": tensor for number, tensor in enumerate(given)}
-            first = getattr(part, "stem", None) is not None
-            result = part(**named) if first else part(received.requires_grad_(), **named)
-    kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
-    torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
-    for module in parallel.models:
-        assert any(p.grad is not None for p in module.parameters()), "a backward pass leaves gradients"
-    return kept
+class _Passes:
+    """Micro-batches of one rank, each forward and backward, with what they send; a stage's as the schedule calls them.
+
+    ``counted`` has each pass's collectives, ``flop`` those of one.
+    """
+
+    def __init__(
+        self, parallel: Parallel, part: nn.Module, inputs: tuple[tuple[Tensor, ...], Tensor | None],
+        precision: Precision, *, pipeline: bool,
+    ) -> None:  # fmt: skip
+        self._parallel, self._part, self._precision, self._pipeline = parallel, part, precision, pipeline
+        self._given, self._received = inputs
+        self._forward: list[Collective] = []
+        self._backward: list[Collective] = []
+        self._closing: list[Collective] = []
+        self.counted: list[list[Collective]] = []
+        self.flop = 0
+
+    def run(self, tracker: Any, *, last: bool) -> int:  # noqa: ANN401 - torch's, private
+        """Run one pass, whose gradients are reduced if it is the last; return what it kept for its backward pass."""
+        part, mesh = self._part, self._parallel.mesh
+        sharded = isinstance(part, FSDPModule)
+        if sharded and self._pipeline:
+            part.set_is_last_backward(False)
+            part.set_reshard_after_backward(False)
+            part.set_requires_gradient_sync(False)
+        elif sharded:
+            part.set_requires_gradient_sync(last)
+        with Counter(mesh) as forward, autocast(torch.device("cpu"), self._precision):
+            result = self._result()
+        kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
+        with Counter(mesh) as backward:
+            torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
+        with Counter(mesh) as closing:
+            if last and self._pipeline:
+                PipelineStage.perform_reduce_grad(SimpleNamespace(submod=part), 1)
+        assert any(p.grad is not None for p in part.parameters()) or not last, "a backward pass leaves gradients"
+        parts = [forward.collectives(), backward.collectives(), closing.collectives()]
+        if not self.counted:
+            self._forward, self._backward = parts[:2]
+            self.flop = forward.flop + backward.flop
+        self._closing = parts[2]
+        self.counted.append([one for found in parts for one in found])
+        return kept
+
+    def _result(self) -> Tensor:
+        if self._received is None:
+            return self._part(*self._given)
+        named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}
+        if getattr(self._part, "stem", None) is not None:
+            return self._part(**named)
+        return self._part(self._received.requires_grad_(), **named)
+
+    def of_order(self, order: Sequence[str]) -> list[Collective]:
+        """Return the collectives of a stage's whole order of work, reduction of gradients included.
+
+        Weights are gathered by what follows their release: a forward pass releases them, a backward pass does not.
+        """
+        found = []
+        for at, work in enumerate(order):
+            held = at > 0 and order[at - 1][0] == "B"
+            sent = self._forward if work[0] == "F" else self._backward
+            weights = [one for one in sent if one.kind == "all_gather" and one.axis.startswith("dp_")]
+            found += [one for one in sent if not held or one not in weights]
+        return found + self._closing
 
 
 def _by_kind(snapshot: Mapping[Any, Mapping[Any, int]]) -> dict[str, int]:
@@ -288,76 +343,3 @@ def _by_kind(snapshot: Mapping[Any, Mapping[Any, int]]) -> dict[str, int]:
 
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
-# scores again: a tenth more than the papers' formulas where attention is all there is.
-_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-
-
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts this rank's FLOP, and what is sent by kind and axis of the mesh.
-
-    Torch's own counter takes a DTensor's operators at their global size.
-    """
-
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        groups = {} if mesh is None else {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
-        self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items()}
-        self._found: dict[tuple[str, str, int], list[int]] = {}
-        self.flop = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - an operator
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what the operator returns
-        """Run and count an operator."""
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators and collectives come here by themselves
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), None)
-            if kind is not None:
-                self._note(kind, args, result)
-        elif name.startswith(f"{_ATTENTION}_backward"):
-            self.flop += sdpa_backward_flop_count(*(one.shape for one in args[:4]))  # type: ignore[no-untyped-call]
-        elif name.startswith(_ATTENTION):
-            self.flop += sdpa_flop_count(*(one.shape for one in args[:3]))  # type: ignore[no-untyped-call]
-        elif func.overloadpacket in flop_registry:
-            self.flop += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
-        return result
-
-    def _note(self, kind: str, args: Sequence[Any], result: object) -> None:
-        names = [name for name in map(_group_name, args) if name in self._axes]
-        axis, ranks = self._axes[names[-1]] if names else ("world", dist.get_world_size())
-        noted = self._found.setdefault((kind, axis, ranks), [0, 0])
-        noted[0] += 1
-        noted[1] += max(_bytes(one) for one in (*args[:2], result))
-
-    def collectives(self) -> list[Collective]:
-        """What was counted."""
-        return [
-            Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
-            for (kind, axis, ranks), (count, size) in sorted(self._found.items())
-        ]
-
-
-def _group_name(argument: object) -> str:
-    """Name of a collective's group, which operators take by name or as an object; "" for other arguments."""
-    if isinstance(argument, str):
-        return argument
-    if isinstance(argument, torch.ScriptObject):
-        try:
-            return str(dist.ProcessGroup.unbox(argument).group_name)
-        except RuntimeError:
-            return ""  # how to reduce, which is an object too
-    return ""
-
-
-def _bytes(argument: object) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))

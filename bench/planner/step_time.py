@@ -1,9 +1,10 @@
 """Step time from counted work, a cluster and two efficiencies.
 
-A micro-batch computes its matrix products at a share of the device's peak, moves its activations through the device's
-memory a number of times, and waits for the collectives of its layers; these times add up. A pipeline lasts for
-m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind a share of the computing; the rest is
-exposed. The optimiser moves its state through memory once. Both efficiencies are fitted on measured steps.
+All wait for the slowest device. A micro-batch computes its matrix products at a share of the device's peak, moves its
+activations through the device's memory a number of times, and waits for the collectives of its layers; these times add
+up. A pipeline lasts for m + (p - 1) / v micro-batches. Collectives of gradients and weights hide behind a share of the
+computing; the rest is exposed. The optimiser moves its state through memory once. Both efficiencies are fitted on
+measured steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What the busiest rank does: per micro-batch unless ``step_`` says per step; bytes are those that it sends.
 
     ``*_reach``: number of successive ranks in which the group of such a collective lies, every ``*_stride``-th of them.
-    ``step_hidden``: share of the step's computing behind which the step's collectives can hide.
+    ``step_hidden``: share of the step's computing behind which the step's collectives can hide. ``step_buckets``: equal
+    parts in which copies send gradients while they compute them, the last of which hides behind nothing; 0: all can.
     """
 
     flop: float
@@ -51,11 +53,12 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     step_data_reach: int = 1
     step_data_stride: int = 1
     step_hidden: float = 0.0
+    step_buckets: int = 0
     step_state_bytes: float = 0.0
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Parts of a step in seconds; ``total`` is their sum."""
+    """Parts of a step in seconds; ``total`` is their sum. ``straggler``: what a slow device computes longer."""
 
     compute: float
     memory: float
@@ -65,12 +68,13 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     data_exposed: float
     data_total: float
     optimiser: float
+    straggler: float = 0.0
 
     @property
     def total(self) -> float:
         """Step time."""
-        parts = (self.compute, self.memory, self.tensor, self.pipeline, self.bubble, self.data_exposed, self.optimiser)
-        return sum(parts)
+        inside = (self.compute, self.memory, self.tensor, self.pipeline, self.bubble)
+        return sum((*inside, self.data_exposed, self.optimiser, self.straggler))
 
 
 def step_time(work: Work, cluster: ClusterSettings, kind: ComputeType, efficiency: Efficiency) -> StepTime:
@@ -86,15 +90,21 @@ def step_time(work: Work, cluster: ClusterSettings, kind: ComputeType, efficienc
     pipeline = count * work.pipeline_bytes / cluster.bytes_per_s(work.pipeline_reach, work.pipeline_reach)
     latency = work.step_collectives * cluster.link(work.step_data_reach).latency_us.value / 1e6
     data = latency + work.step_data_bytes / cluster.bytes_per_s(work.step_data_reach, work.step_data_stride)
+    hidden = work.step_hidden * (compute + memory)
+    exposed = max(0.0, data - hidden)
+    if work.step_buckets:
+        exposed = max(data / work.step_buckets, data - hidden * (1 - 1 / work.step_buckets))
+    slowest = 1.0 if cluster.slowest_device is None else cluster.slowest_device.value
     return StepTime(
         compute=compute,
         memory=memory,
         tensor=tensor,
         pipeline=pipeline,
         bubble=work.bubble * (compute + memory + tensor + pipeline),
-        data_exposed=max(0.0, data - work.step_hidden * (compute + memory)),
+        data_exposed=exposed,
         data_total=data,
         optimiser=work.step_state_bytes / memory_rate,
+        straggler=(1 / slowest - 1) * (compute + memory),
     )
 
 

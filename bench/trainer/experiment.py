@@ -1,24 +1,37 @@
-"""The trainer's loader: the plain one, with stages delayed or parts left out as the run's settings say."""
+"""The data of a run: the plain loader, with stages delayed or parts left out as the settings say, and its batches."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import TYPE_CHECKING, Any, get_args
 
-from fuelrail.bench.trainer.injection import delayed_stages
+import msgspec
+import torch
+
+from fuelrail.bench.measure.cuda import count_training_flop
+from fuelrail.bench.measure.records import InputFacts
+from fuelrail.bench.trainer.distill.teacher import LAYER
+from fuelrail.bench.trainer.injection import Injection, delayed_stages
+from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.settings import as_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.trainer.settings import Injection, TrainSettings
+    from fuelrail.bench.measure.records import RankWriter
+    from fuelrail.bench.trainer.models.settings import ModelSettings
+    from fuelrail.bench.trainer.settings import TrainSettings
     from fuelrail.pipeline.runtime.stages import Observer, Stage
 
+# Enough that the model doesn't see one batch alone, few enough to lie in memory.
+_NUM_BATCHES_KEPT = 4
 _LOADER_PARTS: frozenset[LoaderPart] = frozenset(get_args(LoaderPart))
 
 
@@ -47,7 +60,8 @@ def make_loader(
         order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor,
-        transforms=Transforms(decoder=settings.decoder),
+        transforms=transforms_of(settings),
+        layers=None if settings.distill is None or settings.distill.layer is None else {LAYER: settings.distill.layer},
         storage={
             "backend": settings.storage,
             "cache_dir": settings.cache_dir,
@@ -64,6 +78,12 @@ def make_loader(
     return loader
 
 
+def transforms_of(settings: TrainSettings) -> Transforms:
+    """Size and augmentation of a run's samples, and its decoder. Raises ConfigError for a file that is not such."""
+    given = Transforms() if settings.transforms is None else as_settings(settings.transforms, Transforms, "transforms")
+    return msgspec.structs.replace(given, decoder=settings.decoder) if settings.decoder != "auto" else given
+
+
 def find_function(name: str) -> Callable[[dict[str, Any]], Any]:
     """Import the function that ``MODULE:FUNCTION`` names. Raises ConfigError."""
     module, _, attribute = name.partition(":")
@@ -75,3 +95,40 @@ def find_function(name: str) -> Callable[[dict[str, Any]], Any]:
         raise ConfigError(f"transform '{name}' is not callable; name a function")
     found: Callable[[dict[str, Any]], Any] = function
     return found
+
+
+def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
+    """A loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
+    first = int(loader.state_dict()["epoch"])
+    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:
+    """The first batches in turns, taken now: ``num_batches`` in all, without end if that is None."""
+    kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
+    return itertools.islice(itertools.cycle(kept), num_batches)
+
+
+def noting_input(
+    batches: Iterable[Mapping[str, Any]], writer: RankWriter, count_for: ModelSettings | None
+) -> Iterator[Mapping[str, Any]]:
+    """The batches; of the first one its facts are written, with the FLOP of a sample in that model."""
+    for number, batch in enumerate(batches):
+        if number == 0:
+            _, num_cameras, _, height, width = batch["img"].shape
+            labelled = any(len(boxes) for boxes in batch.get("gt_boxes_3d", ()))
+            flop = None if count_for is None else _flop_a_sample(count_for, batch)
+            writer.write(
+                InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled, train_flop=flop)
+            )
+        yield batch
+        del batch  # or its buffer would not be free while the next one is waited for
+
+
+def _flop_a_sample(settings: ModelSettings, batch: Mapping[str, Any]) -> int:
+    # Of one sample, in full precision, on no device: a rank may hold a part of the model only.
+    with torch.device("meta"):
+        model = build_model(settings)
+    return count_training_flop(model, [tensor[:1].to("meta") for tensor in model.inputs(batch)])

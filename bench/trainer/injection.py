@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fuelrail.bench.measure.clock import NS_PER_MS, MonotonicClock
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +22,31 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.measure.accelerator import Accelerator, DeviceTimes
     from fuelrail.bench.measure.clock import Clock
-    from fuelrail.bench.trainer.settings import Injection
     from fuelrail.pipeline.runtime.stages import Stage
+
+
+class Injection(Settings, frozen=True):
+    """Faults put into a run on purpose, to see what the harness makes of them; all in milliseconds, 0: none.
+
+    ``stage_lasts`` makes each call of a loader stage (by its name) last that long in all, ``stage_cpu`` and
+    ``stage_python`` make it compute more, in C code, or in Python, which holds the interpreter's lock. ``read`` delays
+    every read of a local shard (with ``cold_only`` the first one of each place). ``data_wait``, ``host_to_device``,
+    ``all_reduce`` and ``other`` stall that phase of every step; ``forward`` is what the host takes for it at least.
+    With ``rank`` the phases of that rank alone.
+    """
+
+    stage_lasts: dict[str, float] = msgspec.field(default_factory=dict)
+    stage_cpu: dict[str, float] = msgspec.field(default_factory=dict)
+    stage_python: dict[str, float] = msgspec.field(default_factory=dict)
+    read: float = 0.0
+    cold_only: bool = False
+    data_wait: float = 0.0
+    host_to_device: float = 0.0
+    forward: float = 0.0
+    all_reduce: float = 0.0
+    other: float = 0.0
+    rank: int | None = None
+
 
 _BLOCK = bytes(1 << 16)  # hashed without the interpreter's lock, in well under a millisecond
 _PAGE = 4096

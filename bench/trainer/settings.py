@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from fuelrail.bench.measure.accelerator import DEFAULT_PROFILE, AcceleratorProfile, profile_names
+from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings
+from fuelrail.bench.trainer.injection import Injection
 from fuelrail.bench.trainer.models.settings import ModelName, NotNegative, Positive  # noqa: TC001 (msgspec resolves the fields' types)
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision
 from fuelrail.pipeline.errors import ConfigError
@@ -16,29 +18,6 @@ from fuelrail.pipeline.settings import Settings, check_types
 LeaveOut = Literal[
     "loading", "storage", "decompression", "decode", "transform", "copy", "launches", "all-reduce", "training"
 ]
-
-
-class Injection(Settings, frozen=True):
-    """Faults put into a run on purpose, to see what the harness makes of them; all in milliseconds, 0: none.
-
-    ``stage_lasts`` makes each call of a loader stage (by its name) last that long in all, ``stage_cpu`` and
-    ``stage_python`` make it compute more, in C code, or in Python, which holds the interpreter's lock. ``read`` delays
-    every read of a local shard (with ``cold_only`` the first one of each place). ``data_wait``, ``host_to_device``,
-    ``all_reduce`` and ``other`` stall that phase of every step; ``forward`` is what the host takes for it at least.
-    With ``rank`` the phases of that rank alone.
-    """
-
-    stage_lasts: dict[str, float] = msgspec.field(default_factory=dict)
-    stage_cpu: dict[str, float] = msgspec.field(default_factory=dict)
-    stage_python: dict[str, float] = msgspec.field(default_factory=dict)
-    read: float = 0.0
-    cold_only: bool = False
-    data_wait: float = 0.0
-    host_to_device: float = 0.0
-    forward: float = 0.0
-    all_reduce: float = 0.0
-    other: float = 0.0
-    rank: int | None = None
 
 
 # A bound for figures: msgspec knows no "finite".
@@ -102,6 +81,47 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
             str,
             msgspec.Meta(description="function to call with each sample", extra={"metavar": "MODULE:FUNCTION"}),
         ]
+        | None
+    ) = None
+    transforms: (
+        Annotated[
+            str,
+            msgspec.Meta(description="YAML file of size and augmentation of the samples", extra={"metavar": "FILE"}),
+        ]
+        | None
+    ) = None
+    teacher: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="distil from the trained model of these checkpoints, which predicts beside",
+                extra={"metavar": "FOLDER_OR_URL"},
+            ),
+        ]
+        | None
+    ) = None
+    teacher_layer: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="distil from this layer of a teacher's predictions", extra={"metavar": "FOLDER_OR_URL"}
+            ),
+        ]
+        | None
+    ) = None
+    distill: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description=f"weights of the parts of the loss with a teacher: labels, logits, features, targets "
+                f"(default: {DISTILL})",
+                extra={"metavar": "PART=WEIGHT,..."},
+            ),
+        ]
+        | None
+    ) = None
+    temperature: (
+        Annotated[float, msgspec.Meta(gt=0, le=_LARGE, description="softens the logits for distillation (default: 2)")]
         | None
     ) = None
     seed: Annotated[NotNegative, msgspec.Meta(description="random seed for order, augmentation and weights")] = 0
@@ -233,3 +253,5 @@ class TrainSettings(Settings, frozen=True):
     memory: bool = False
     parallel: ParallelSettings = ParallelSettings()
     timeout_s: Positive = 300
+    transforms: str | None = None
+    distill: DistillSettings | None = None

@@ -7,37 +7,32 @@ of its own, so that runs that are to be compared share the machine's state.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import re
-import resource
 import signal
 import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
-import xxhash
-from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.measure.accelerator import Accelerator, EmulatedAccelerator, without_costs
 from fuelrail.bench.measure.clock import MonotonicClock
-from fuelrail.bench.measure.cuda import CudaAccelerator, count_training_flop, peak_tflops
-from fuelrail.bench.measure.link import link_of
-from fuelrail.bench.measure.processes import storage_bytes_read
-from fuelrail.bench.measure.records import InputFacts, RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
+from fuelrail.bench.measure.collectives import link_of
+from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
+from fuelrail.bench.measure.processes import peak_rss_bytes, storage_bytes_read
+from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, RankWriter, rank_path, snapshot
 from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
+from fuelrail.bench.trainer.checkpoints.state import parameters_digest
+from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.elastic import end_with
-from fuelrail.bench.trainer.experiment import make_loader
+from fuelrail.bench.trainer.experiment import batches, from_memory, make_loader, noting_input, transforms_of
 from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.trainer.loop import take, train
-from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainSettings
 from fuelrail.bench.trainer.strategies.fits import check_memory
@@ -45,18 +40,16 @@ from fuelrail.bench.trainer.strategies.optimiser import scaled_rate
 from fuelrail.bench.trainer.strategies.parallel import build, make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import Degrees, check_fits, degrees_of
 from fuelrail.bench.trainer.tracing import RankTrace
-from fuelrail.loaders import Transforms
 from fuelrail.loaders.config import available_memory_bytes, ranks_on_host
 from fuelrail.pipeline.errors import FuelrailError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.parallel import Parallel
     from fuelrail.loaders import DataLoader
@@ -65,8 +58,6 @@ if TYPE_CHECKING:
 
 # Between the first rank that gives up waiting and the last one.
 _SAY_SO_S = 3.0
-# Enough that the model doesn't see one batch alone, few enough to lie in memory.
-_NUM_BATCHES_KEPT = 4
 
 
 def run_rank(
@@ -102,12 +93,16 @@ def run_rank(
     # The seed makes every rank start from the same weights, and runs repeatable.
     model = build(MODELS[settings.model_name], accelerator.torch_device, settings.seed)
     writer.write(_header(settings, model))
-    parallel = _divide(model, settings, mesh, accelerator)
+    student, teacher = model, None
+    if settings.distill is not None:
+        assert loader is not None, "a teacher's layer comes with the loader"
+        tp = 1 if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"].size()
+        student, teacher = distilled(model, settings.distill, loader, accelerator.torch_device, tp=tp)
+    parallel = _divide(student, settings, mesh, accelerator, teacher)
     checkpoints = RunCheckpoints(settings, parallel, loader, writer)
     num_steps = 0
     read_before = storage_bytes_read()
-    count = None if settings.profile is not None else partial(_flop_a_sample, MODELS[settings.model_name])
-    noted = _noting_input(batches, writer, count)
+    noted = noting_input(batches, writer, None if settings.profile is not None else MODELS[settings.model_name])
     if "training" in settings.leave_out:
         steps = take(noted, clock, num_steps=settings.num_steps)
     else:
@@ -138,7 +133,7 @@ def run_rank(
         RankEnd(
             num_steps=num_steps,
             parameters_xxh3=parameters_digest(parallel),
-            peak_rss_bytes=_peak_rss_bytes(),
+            peak_rss_bytes=peak_rss_bytes(),
             peak_device_bytes=torch.cuda.max_memory_allocated() if settings.profile is None else None,
             read_bytes=None if read_before is None or read_after is None else read_after - read_before,
         )
@@ -159,7 +154,13 @@ def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
     )
 
 
-def _divide(model: StagedModel, settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator) -> Parallel:
+def _divide(
+    model: StagedModel,
+    settings: TrainSettings,
+    mesh: DeviceMesh | None,
+    accelerator: Accelerator,
+    teacher: Callable[..., tuple[Tensor, ...]] | None,
+) -> Parallel:
     world = dist.get_world_size() if dist.is_initialized() else 1
     alone = "all-reduce" in settings.leave_out
     degrees = Degrees() if alone else degrees_of(settings.parallel, world)
@@ -173,70 +174,8 @@ def _divide(model: StagedModel, settings: TrainSettings, mesh: DeviceMesh | None
         learning_rate=scaled_rate(settings.learning_rate, settings.parallel, global_batch),
         precision=settings.precision,
         accelerator=accelerator,
+        teacher=teacher,
     )
-
-
-def parameters_digest(parallel: Parallel) -> str:
-    """xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call this."""
-    digest = xxhash.xxh3_64()
-    for model in parallel.models:
-        for parameter in model.parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
-    digests = [digest.hexdigest()]
-    if parallel.mesh is not None and "pp" in (parallel.mesh.mesh_dim_names or ()):
-        group = parallel.mesh["pp"].get_group()
-        digests *= dist.get_world_size(group)
-        dist.all_gather_object(digests, digest.hexdigest(), group=group)
-    return digests[0] if len(digests) == 1 else xxhash.xxh3_64_hexdigest("".join(digests).encode())
-
-
-def _flop_a_sample(settings: ModelSettings, batch: Mapping[str, Any]) -> int:
-    # Of one sample, in full precision, on no device: a rank may hold a part of the model only.
-    with torch.device("meta"):
-        model = build_model(settings)
-    return count_training_flop(model, [tensor[:1].to("meta") for tensor in model.inputs(batch)])
-
-
-def _noting_input(
-    batches: Iterable[Mapping[str, Any]], writer: RankWriter, count: Callable[[Mapping[str, Any]], int] | None
-) -> Iterator[Mapping[str, Any]]:
-    for number, batch in enumerate(batches):
-        if number == 0:
-            _, num_cameras, _, height, width = batch["img"].shape
-            labelled = any(len(boxes) for boxes in batch.get("gt_boxes_3d", ()))
-            flop = None if count is None else count(batch)
-            writer.write(
-                InputFacts(num_cameras=num_cameras, height=height, width=width, labelled=labelled, train_flop=flop)
-            )
-        yield batch
-        del batch  # or its buffer would not be free while the next one is waited for
-
-
-def _peak_rss_bytes() -> int:
-    # A process begins with the peak of the one that forked it in getrusage's count; the kernel's own mark is exact.
-    try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return int(found.group(1)) * 1024
-    # Linux counts in KiB, macOS in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str, Any]]:
-    """A loader's batches over epoch after epoch from where it is, without end if ``num_epochs`` is None."""
-    first = int(loader.state_dict()["epoch"])
-    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
-        loader.set_epoch(epoch)
-        yield from loader
-
-
-def from_memory(source: Iterator[Mapping[str, Any]], num_batches: int | None) -> Iterator[Mapping[str, Any]]:
-    """The first batches in turns, taken now: ``num_batches`` in all, without end if that is None."""
-    kept = list(itertools.islice(source, _NUM_BATCHES_KEPT))
-    return itertools.islice(itertools.cycle(kept), num_batches)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -305,7 +244,7 @@ def _act_as_device(policy: int) -> None:
 def _mesh(settings: TrainSettings) -> DeviceMesh | None:
     """Make the mesh, once nothing speaks against it. Raises ConfigError."""
     name, size = settings.model_name, MODELS[settings.model_name]
-    degrees, image = degrees_of(settings.parallel, dist.get_world_size()), Transforms().image
+    degrees, image = degrees_of(settings.parallel, dist.get_world_size()), transforms_of(settings).image
     check_fits(settings.parallel, degrees, size, settings.batch_size, (image.height, image.width))
     on_gpu = settings.profile is None
     free = torch.cuda.mem_get_info()[0] if on_gpu else available_memory_bytes() // ranks_on_host()

@@ -1,4 +1,4 @@
-"""Plain DistributedDataParallel: ``torchrun --nproc-per-node 2 configs/trainers/ddp.py OUT``.
+"""Plain DistributedDataParallel: ``torchrun --nproc-per-node 2 configs/trainers/ddp.py DATASET``.
 
 The loader finds its rank by itself. Its state is the same on every rank, so one file for all of them is enough, and
 that file also restores a run on more or fewer ranks.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     model = DistributedDataParallel(build_model().to(device))

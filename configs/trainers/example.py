@@ -73,7 +73,7 @@ def join_group() -> None:
 
 
 def forever(loader: Any) -> Iterator[Any]:  # noqa: ANN401 - a loader, or what a framework makes of one
-    """Epoch after epoch; the loader goes on to the next one by itself, a restored one where it stands."""
+    """Epoch after epoch; the loader advances automatically, a restored one from its position."""
     while True:
         yield from loader
 

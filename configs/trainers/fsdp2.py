@@ -1,4 +1,4 @@
-"""FSDP2 (``fully_shard``): ``torchrun --nproc-per-node 2 configs/trainers/fsdp2.py OUT``.
+"""FSDP2 (``fully_shard``): ``torchrun --nproc-per-node 2 configs/trainers/fsdp2.py DATASET``.
 
 The mesh goes to `fully_shard` and to the loader, which reads from its axes' names that every rank gets samples of its
 own; a mesh with the axes ("dp_replicate", "dp_shard") makes it HSDP. torch.distributed.checkpoint saves the loader
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))

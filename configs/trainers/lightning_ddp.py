@@ -1,7 +1,7 @@
-"""PyTorch Lightning: ``torchrun --nproc-per-node 2 configs/trainers/lightning_ddp.py OUT``.
+"""PyTorch Lightning: ``torchrun --nproc-per-node 2 configs/trainers/lightning_ddp.py DATASET``.
 
-The loader is made in `train_dataloader`, where the process group is up. Lightning's checkpoints hold its state, and
-``ckpt_path`` restores it, in the middle of an epoch too. Needs ``pip install lightning``.
+The loader is made in `train_dataloader`, where the process group is initialised. Lightning's checkpoints hold its
+state, and ``ckpt_path`` restores it, in the middle of an epoch too. Needs ``pip install lightning``.
 """
 
 from __future__ import annotations

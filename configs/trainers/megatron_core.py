@@ -1,4 +1,4 @@
-"""Megatron-Core's parallel state: ``torchrun --nproc-per-node 2 configs/trainers/megatron_core.py OUT``.
+"""Megatron-Core's parallel state: ``torchrun --nproc-per-node 2 configs/trainers/megatron_core.py DATASET``.
 
 Once `initialize_model_parallel` has run, the loader asks Megatron for its data-parallel rank: the ranks of a
 tensor-, pipeline- or context-parallel group get the same batches without a word. Needs ``pip install megatron-core``.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, tensor_parallel: int = 2) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)

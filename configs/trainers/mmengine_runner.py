@@ -1,4 +1,4 @@
-"""MMEngine's runner: ``torchrun --nproc-per-node 2 configs/trainers/mmengine_runner.py OUT``.
+"""MMEngine's runner: ``torchrun --nproc-per-node 2 configs/trainers/mmengine_runner.py DATASET``.
 
 A config of the BEVDet kind: beside the imports, Fuelrail changes its `train_dataloader` and its hooks: one
 keeps the position in the checkpoints, and there is no sampler to be seeded. Needs ``pip install mmengine``.

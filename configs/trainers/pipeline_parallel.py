@@ -1,4 +1,4 @@
-"""Pipeline parallelism: ``torchrun --nproc-per-node 2 configs/trainers/pipeline_parallel.py OUT``.
+"""Pipeline parallelism: ``torchrun --nproc-per-node 2 configs/trainers/pipeline_parallel.py DATASET``.
 
 The first stage needs the images, the last one the labels of the same samples. Both take them from loaders of their
 own, which the mesh's axis "pp" tells to yield the same batches.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("pp",))

@@ -1,4 +1,4 @@
-"""Ray Train: ``python configs/trainers/ray_train.py OUT``.
+"""Ray Train: ``python configs/trainers/ray_train.py DATASET``.
 
 Each worker of `TorchTrainer` makes its loader, which finds its rank in the process group that Ray has set up. The
 state goes into Ray's checkpoints, from which Ray also restarts a run whose worker died. Needs

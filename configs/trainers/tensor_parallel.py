@@ -1,4 +1,4 @@
-"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py OUT``.
+"""Tensor parallelism (DTensor): ``torchrun --nproc-per-node 2 configs/trainers/tensor_parallel.py DATASET``.
 
 The ranks of a tensor-parallel group hold parts of the same layers, so they must see the same samples. The loader knows
 that from the mesh: along "tp" all ranks get the same batches, along "dp" each its own. ``check_ranks`` makes sure.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on this rank; the process group is up."""
+    """Train on this rank; the process group is initialised."""
     options = arguments(argv)
     device = own_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))

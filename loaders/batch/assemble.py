@@ -50,6 +50,13 @@ name                 shape, dtype                 meaning
 ``epoch``, ``step``  int                          which global batch this is
 ==================== ============================ ============================================================
 
+With ``Transforms(two_views=True)`` the batch has 2 B rows: B samples under their first draw, which is that of a loader
+without it, and the same samples in the same order under a second one, so ``batch["img"].chunk(2)`` are the two views.
+Every entry with a B axis, and every list, has both; ``view``, int64 [2 B], is 0 or 1. Sweeps are accumulated once.
+
+With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N' cameras as their
+group lists them. All other entries keep the N cameras of the rig.
+
 Selected channels add entries of their own: :mod:`fuelrail.loaders.batch.channels`.
 """
 
@@ -128,7 +135,10 @@ def assemble(
         "step": slot.step,
     }
     at = [entry.at for entry in decoded]
-    batch.update({name: torch.from_numpy(values[at]) for name, values in slot.flags.items()})
+    # Of a second view the row wraps around to that of the first.
+    batch.update({name: torch.from_numpy(np.take(values, at, mode="wrap")) for name, values in slot.flags.items()})
+    if decoded[0].view is not None:
+        batch["view"] = torch.tensor([entry.view for entry in decoded])
     if decoded[0].dataset is not None:
         batch["dataset"] = [entry.dataset for entry in decoded]
     if not has_poses:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from fuelrail.loaders.records import Requested, Source
+    from fuelrail.loaders.records import CameraImages, Requested, Source
     from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.order.windows import FrameWindow
@@ -77,29 +77,65 @@ class BufferPool:
             ) from error
 
 
+class GroupBuffers:
+    """Buffers of a `BufferPool` with a part for each group of cameras, of these shapes."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], *, pinned: bool, keep: int) -> None:
+        self._shapes = shapes
+        self._pool = BufferPool((sum(map(math.prod, shapes)),), pinned=pinned, keep=keep)
+
+    def take(self) -> tuple[NDArray[np.uint8], ...]:
+        """Return one buffer's parts; it is free again when all of them are gone."""
+        ends = np.cumsum([math.prod(shape) for shape in self._shapes])[:-1]
+        return tuple(
+            part.reshape(shape) for part, shape in zip(np.split(self._pool.take(), ends), self._shapes, strict=True)
+        )
+
+
 class ShapesOnly:
-    """In the place of a `BufferPool` where the decoder takes the images' memory on its own device: no memory."""
+    """In the place of a pool where the decoder takes the images' memory on its own device: no memory."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
+    def __init__(self, shapes: Sequence[tuple[int, ...]], *, is_grouped: bool) -> None:
+        self._shapes, self._is_grouped = shapes, is_grouped
 
-    def take(self) -> torch.Tensor:
-        """Return a tensor of torch's device ``meta``."""
-        return torch.empty(self._shape, dtype=torch.uint8, device="meta")
+    def take(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return a tensor of torch's device ``meta``, or one for each group of cameras."""
+        made = tuple(torch.empty(shape, dtype=torch.uint8, device="meta") for shape in self._shapes)
+        return made if self._is_grouped else made[0]
+
+
+def make_buffers(
+    images: Sequence[CameraImages], axes: tuple[int, ...], *, on_device: bool, pinned: bool, keep: int
+) -> BufferPool | GroupBuffers | ShapesOnly:
+    """Return where batches' images are decoded to; ``axes`` are those before the cameras'."""
+    shapes = image_shapes(images, axes)
+    is_grouped = images[0].name is not None
+    if on_device:
+        return ShapesOnly(shapes, is_grouped=is_grouped)
+    if is_grouped:
+        return GroupBuffers(shapes, pinned=pinned, keep=keep)
+    return BufferPool(shapes[0], pinned=pinned, keep=keep)
+
+
+def image_shapes(images: Sequence[CameraImages], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shape of each group's images, planes of uint8."""
+    return [(*axes, len(one.cameras), 3, one.augment.height, one.augment.width) for one in images]
 
 
 def tasks(
     requested: Iterator[Requested],
     sources: Sequence[Source],
-    buffers: BufferPool | ShapesOnly,
+    buffers: BufferPool | GroupBuffers | ShapesOnly,
     window: FrameWindow | None = None,
+    groups: tuple[CameraImages, ...] = (),
 ) -> Iterator[Task]:
     """Yield the samples with their places in batches; a batch's buffer is taken at its first sample's turn."""
     slot: BatchSlot | None = None
     current = 0 if window is None else window.current
     for scheduled, entries, reads in requested:
         if scheduled.at == 0:
-            slot = BatchSlot(scheduled.epoch, scheduled.step, buffers.take(), scheduled.flags, window is not None)
+            flags = scheduled.flags
+            slot = BatchSlot(scheduled.epoch, scheduled.step, buffers.take(), flags, window is not None, groups)
         assert slot is not None, "a batch begins with its first sample"
         frames = frame_tasks(scheduled.rows, scheduled.present, entries, reads)
         yield Task(slot, scheduled.at, sources[scheduled.part], frames, current, scheduled.valid, scheduled.position)

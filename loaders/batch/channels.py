@@ -50,7 +50,7 @@ OWN_NAMES: Final = frozenset(
         *("lidar2ego", "ego2global", "ego2key", "bda_mat", "timestamp_ns", "img_timestamp_ns", "gt_boxes_3d"),
         *("gt_labels_3d", "gt_velocity", "gt_valid", "instance_id", "points", "sample_key", "clip_id", "frame"),
         *("global_index", "frame_valid", "frame_global_index", "valid", "lane", "prev_exists", "epoch", "step"),
-        *("dataset", "seed"),
+        *("dataset", "seed", "view"),
     }
 )
 """Names that a batch, or a sample before ``transform``, has of its own."""

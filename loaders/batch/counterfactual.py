@@ -66,7 +66,7 @@ class LeftOut(NamedTuple):
             return parsed.decoded(parsed.task.slot)
         slot = parsed[0].task.slot
         if self.new_images is not None:
-            slot = slot._replace(images=self.new_images((len(parsed), *slot.images.shape[1:])))
+            slot = slot.anew(len(parsed) * len(parsed[0].views), self.new_images)
         return [one.decoded(slot) for one in parsed]
 
 
@@ -144,15 +144,24 @@ class _Remembered:
         with self._lock:
             if len(self._kept) < _NUM_KEPT:
                 parsed = self._work(fetched)
-                # The storage may reuse the buffer that holds the bytes.
-                samples = tuple(
-                    replace(sample, images={name: bytes(image) for name, image in sample.images.items()})
-                    for sample in parsed.samples
-                )
-                self._kept.append(parsed._replace(samples=samples))
+                self._kept.append(_own_bytes(parsed))
                 return parsed
         parsed = self._kept[fetched.task.row % len(self._kept)]
-        return parsed._replace(task=fetched.task)
+        if parsed.second is None:
+            return parsed._replace(task=fetched.task)
+        second_at = fetched.task.at + parsed.second.task.at - parsed.task.at
+        second = parsed.second._replace(task=fetched.task._replace(at=second_at))
+        return parsed._replace(task=fetched.task, second=second)
+
+
+def _own_bytes(parsed: Parsed) -> Parsed:
+    """Return the sample with copies of its images: the storage may reuse the buffer that holds the bytes."""
+    samples = tuple(
+        replace(sample, images={name: bytes(image) for name, image in sample.images.items()})
+        for sample in parsed.samples
+    )
+    second = None if parsed.second is None else _own_bytes(parsed.second)
+    return parsed._replace(samples=samples, second=second)
 
 
 def _keep_sample(sample: dict[str, Any]) -> dict[str, Any]:

@@ -5,25 +5,27 @@ Nothing here refers to the loader itself, so that dropping the loader stops its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fuelrail.loaders.batch.channels import moved_frames
 from fuelrail.loaders.batch.temporal import hidden
+from fuelrail.loaders.decode import decode_views
 from fuelrail.loaders.decode.pixels import change_pixels
-from fuelrail.loaders.records import DecodedSample, Fetched, Parsed
+from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed
 from fuelrail.loaders.schedule.bad_samples import BAD_SAMPLE
 from fuelrail.loaders.storage.reader import FetchedSpan
-from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.errors import ConfigError, ImageError
+from fuelrail.pipeline.transforms.randomness import second_view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
     from fuelrail.loaders.batch.points import Accumulation
+    from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.decode import ImageDecoder
     from fuelrail.loaders.decode.lens import Undistort
     from fuelrail.loaders.records import Task
@@ -31,20 +33,70 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.windows import FrameWindow
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.ego import BevAugment
-    from fuelrail.pipeline.transforms.image import ImageAugment
     from fuelrail.pipeline.transforms.image_map import ImageMap
-    from fuelrail.pipeline.transforms.pixels import PixelAugment
+    from fuelrail.pipeline.transforms.pixels import PixelAugment, PixelChange
+
+T = TypeVar("T")
 
 
 class Augments(NamedTuple):
     """All augmentations of a sample."""
 
-    image: ImageAugment
+    images: tuple[CameraImages, ...]
     pixels: PixelAugment
     bev: BevAugment
     seed: int
     accumulation: Accumulation | None = None
     undistort: Undistort | None = None
+    second_at: int = 0
+    """Rows of the batch between a sample's first view and its second; 0: there is no second."""
+
+    def maps(self, sizes: Sequence[Sequence[int]], epoch: int, number: int) -> list[ImageMap]:
+        """Draw the maps of a sample's images, stored at ``sizes``, in rig order."""
+        draw = [partial(one.augment.draw, seed=self.seed, epoch=epoch, sample=number) for one in self.images]
+        if len(draw) == 1 and self.images[0].name is None:
+            return draw[0](sizes)
+        return self._in_rig_order(
+            draw_one([sizes[camera] for camera in one.cameras], cameras=one.cameras)
+            for draw_one, one in zip(draw, self.images, strict=True)
+        )
+
+    def changes(self, epoch: int, number: int) -> list[PixelChange]:
+        """Draw the changes of pixel values of a sample's images, in rig order."""
+        drawn = [
+            self.pixels.draw(one.augment.height, seed=self.seed, epoch=epoch, sample=number, cameras=one.cameras)
+            for one in self.images
+        ]
+        return drawn[0] if self.images[0].name is None else self._in_rig_order(drawn)
+
+    def _in_rig_order(self, by_group: Iterable[Sequence[T]]) -> list[T]:
+        pairs = [
+            pair
+            for one, values in zip(self.images, by_group, strict=True)
+            for pair in zip(one.cameras, values, strict=True)
+        ]
+        return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def image_groups(transforms: Transforms, cameras: Sequence[str]) -> tuple[CameraImages, ...]:
+    """Return the sizes of a rig's images; raises ConfigError unless each camera is in one group."""
+    if transforms.camera_groups is None:
+        return (CameraImages(None, tuple(range(len(cameras))), transforms.image),)
+    named = [camera for group in transforms.camera_groups.values() for camera in group.cameras]
+    for wrong, what in (
+        ([one for one in named if one not in cameras], "names cameras that the rig does not have"),
+        ([one for one in cameras if one not in named], "leaves out cameras of the rig"),
+        ([one for one in dict.fromkeys(named) if named.count(one) > 1], "names cameras in several groups"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"camera_groups {what}: {', '.join(wrong)}; each camera must be in one group, and the rig has "
+                f"{', '.join(cameras)}"
+            )
+    return tuple(
+        CameraImages(name, tuple(map(cameras.index, group.cameras)), group.image)
+        for name, group in transforms.camera_groups.items()
+    )
 
 
 def fetch(bad: BadSamples, task: Task) -> Fetched:
@@ -82,22 +134,27 @@ def parse(augments: Augments, bad: BadSamples, window: FrameWindow | None, fetch
             known[frame.row] = sample
         else:
             hides = window is not None and window.pad == "mask"
-            parsed, failure = moved_frames(_drawn(task, known, augments, hides=hides), hides=hides)
+            parsed, failure = moved_frames(_drawn(task, known, augments, task.number, hides=hides), hides=hides)
+            if augments.second_at and failure is None:
+                other = task._replace(at=task.at + augments.second_at)
+                drawn = _drawn(other, known, augments, second_view(task.number), hides=hides)
+                second, failure = moved_frames(drawn, hides=hides)
+                parsed = parsed._replace(view=0, second=second._replace(view=1))
             if failure is None:
                 return parsed
             fetched = fetch(bad, bad.replace(task, *failure))
 
 
-def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides: bool) -> Parsed:
-    """Draw the augmentation of a sample, once for all of its frames; ``known`` holds these by row."""
-    seed, epoch, number = augments.seed, task.slot.epoch, task.number
+def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, number: int, *, hides: bool) -> Parsed:
+    """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds these by row."""
+    seed, epoch = augments.seed, task.slot.epoch
     by_size: dict[str, Sequence[ImageMap]] = {}
     shown: dict[int, tuple[Sample, Sequence[ImageMap]]] = {}
     for row, sample in known.items():
         sizes = sample.geometry.img_wh.tolist()
         text = str(sizes)
         if text not in by_size:
-            by_size[text] = augments.image.draw(sizes, seed=seed, epoch=epoch, sample=number)
+            by_size[text] = augments.maps(sizes, epoch, number)
         shown[row] = sample, by_size[text]
         if augments.undistort is not None:
             shown[row] = augments.undistort(sample, by_size[text], task.source.reader.cameras)
@@ -105,9 +162,8 @@ def _drawn(task: Task, known: Mapping[int, Sample], augments: Augments, *, hides
         hidden(shown[frame.row][0]) if hides and not frame.present else shown[frame.row][0] for frame in task.frames
     ]
     maps = tuple(shown[frame.row][1] for frame in task.frames)
-    cameras, height = range(len(maps[0])), augments.image.height
-    changes = augments.pixels.draw(height, seed=seed, epoch=epoch, sample=number, cameras=cameras)
-    return Parsed(task, tuple(samples), maps, changes, augments.bev.draw(seed=seed, epoch=epoch, sample=number))
+    bev = augments.bev.draw(seed=seed, epoch=epoch, sample=number)
+    return Parsed(task, tuple(samples), maps, augments.changes(epoch, number), bev)
 
 
 def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -125,16 +181,17 @@ def decode(
 ) -> DecodedSample:
     """Decode the sample's images into its place in the batch."""
     while True:
-        task = parsed.task
-        images = task.slot.frames(task.at)
-        assert not isinstance(images, torch.Tensor)
+        task, views = parsed.task, parsed.views
+        images = [task.slot.frames(view.task.at) for view in views]
         for number in range(len(task.frames)):
             earlier = parsed.is_shown_before(number)
             if earlier is not None:
-                images[number] = images[earlier]
+                for of_view in images:
+                    for image, shown in zip(of_view[number], of_view[earlier], strict=True):
+                        image[:] = shown
                 continue
             try:
-                _decode(decoder, cameras, fill, parsed, number, images[number])
+                _decode(decoder, cameras, fill, views, number, [of_view[number] for of_view in images])
             except BAD_SAMPLE as error:
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
                 break
@@ -146,20 +203,25 @@ def _decode(
     decoder: ImageDecoder,
     cameras: Sequence[str],
     fill: tuple[int, int, int],
-    parsed: Parsed,
+    views: Sequence[Parsed],
     number: int,
-    images: NDArray[np.uint8],
+    images: Sequence[Sequence[NDArray[np.uint8]]],
 ) -> None:
-    sample = parsed.samples[number]
-    for camera, (channel, image_map, change) in enumerate(
-        zip(cameras, parsed.maps[number], parsed.changes, strict=True)
-    ):
+    """Decode the images of one frame, for each view into uint8 (3, H, W) of each camera."""
+    sample = views[0].samples[number]
+    for camera, channel in enumerate(cameras):
         encoded = sample.images.get(channel)
         if encoded is None:
-            images[camera] = 0
+            for of_view in images:
+                of_view[camera][:] = 0
             continue
         try:
-            decoder.decode_into(encoded, image_map, images[camera])
+            if len(views) == 1:
+                decoder.decode_into(encoded, views[0].maps[number][camera], images[0][camera])
+            else:
+                outs = [of_view[camera] for of_view in images]
+                decode_views(decoder, encoded, [view.maps[number][camera] for view in views], outs)
         except ImageError as error:
             raise ImageError(error.message, key=sample.key, member=channel) from error
-        change_pixels(images[camera], change, fill)
+        for view, of_view in zip(views, images, strict=True):
+            change_pixels(of_view[camera], view.changes[camera], fill)

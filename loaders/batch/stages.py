@@ -22,7 +22,7 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.runtime.stages import Pipeline, Stage, add_clocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from fuelrail.loaders.autotune import Autotuner, Tuning
     from fuelrail.loaders.batch.points import Points
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.batch.transfer import CudaTransfer
     from fuelrail.loaders.config import Arguments, BoxFrame, Normalize, StaticBatches
     from fuelrail.loaders.decode import ImageDecoder
-    from fuelrail.loaders.records import DecodedSample, Fetched, Parsed, Source
+    from fuelrail.loaders.records import CameraImages, DecodedSample, Fetched, Parsed, Source
     from fuelrail.loaders.schedule.bad_samples import BadSamples
     from fuelrail.loaders.schedule.prefetch import RequestStream
     from fuelrail.loaders.storage import StorageStats
@@ -60,6 +60,12 @@ class BatchPipeline(NamedTuple):
     has_poses: bool
     static: StaticBatches | None = None
     fixed: FixedBuffers | None = None
+
+    @property
+    def groups(self) -> tuple[CameraImages, ...]:
+        """Groups of cameras whose images differ in size; none where all have one size."""
+        images = self.augments.images
+        return () if images[0].name is None else images
 
     @property
     def parses_hard(self) -> bool:
@@ -100,6 +106,8 @@ class BatchPipeline(NamedTuple):
                 assemble, lidar=self.lidar, box_frame=self.box_frame, channels=self.channels, has_poses=self.has_poses
             )
             collate: Callable[[Any], Any] = partial(_rechecked, self.bad, assembled)
+            if self.augments.second_at:
+                collate = _of_views(collate, lambda decoded: (decoded, decoded.second))
         else:
             transform = partial(
                 user.transform,
@@ -111,11 +119,15 @@ class BatchPipeline(NamedTuple):
                 has_poses=self.has_poses,
             )
             each: Callable[[Any], Any] = partial(_transformed, self.bad, transform)
+            if self.augments.second_at:
+                each = partial(_transformed_views, each)
             each = each if group else partial(samples.for_each, each)
             if self.transfer is not None:
                 each = self.transfer.on_own_stream(each)
             stages.append(Stage("transform", each, num_workers, self.batch_size if group else 1))
             collate = partial(user.collate, self.collate_fn)
+            if self.augments.second_at:
+                collate = _of_views(collate, tuple)
             if self.transfer is not None:
                 collate = self.transfer.on_own_stream(collate)
         if self.static is not None:
@@ -136,7 +148,7 @@ def make_batch_pipeline(
     transforms = options.transforms
     cameras = tuple(camera.channel for camera in sources[0].dataset.manifest.cameras)
     num_frames = 1 if options.window is None else len(options.window.frames)
-    batch_images = options.batch_size * num_frames * len(cameras)
+    batch_images = options.batch_size * (1 + transforms.two_views) * num_frames * len(cameras)
     decoder = make_decoder(
         transforms.decoder,
         options.device,
@@ -146,8 +158,9 @@ def make_batch_pipeline(
     )
     check_pixels(decoder, transforms.pixels)
     augments = samples.Augments(
-        transforms.image, transforms.pixels, transforms.ego, options.seed, points.accumulation, transforms.undistort
-    )
+        samples.image_groups(transforms, cameras), transforms.pixels, transforms.ego, options.seed, points.accumulation,
+        transforms.undistort, options.batch_size if transforms.two_views else 0,
+    )  # fmt: skip
     fixed = transforms.static_batches
     return BatchPipeline(
         bad, cameras, points.lidar, augments, decoder, options.batch_size, options.window, options.transform,
@@ -174,6 +187,19 @@ def _padded(settings: StaticBatches, collate: Callable[[Any], Any]) -> Callable[
 
 def _transformed(bad: BadSamples, function: Callable[[Any], Any], decoded: Any) -> Any:  # noqa: ANN401
     return _rechecked(bad, lambda samples: function(samples[0]), (decoded,))
+
+
+def _transformed_views(each: Callable[[Any], Any], decoded: Any) -> list[Any]:  # noqa: ANN401
+    return [each(decoded), each(decoded.second)]
+
+
+def _of_views(collate: Callable[[Any], Any], views: Callable[[Any], Sequence[Any]]) -> Callable[[Any], Any]:
+    """Return ``collate`` for items of two views each: it gets all first views, then all second ones."""
+    return lambda items: collate(_firsts_then_seconds(map(views, items)))
+
+
+def _firsts_then_seconds(views: Iterable[Sequence[Any]]) -> list[Any]:
+    return [view for of_all in zip(*views, strict=True) for view in of_all]
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
@@ -208,42 +234,56 @@ class BatchDecode:
         slot = batch[0].task.slot
         on_cpu = not decodes_on_device(self._decoder)
         if not on_cpu:
-            slot = slot._replace(images=self._decoder.new_output((len(batch), *slot.images.shape[1:])))
-        # [B, T, N, 3, H, W], T being 1 without windows
-        images = slot.img() if slot.has_windows else slot.img()[:, None]
+            slot = slot.anew(len(batch) * len(batch[0].views), self._decoder.new_output)
+        parts = slot.parts()
         samples = list(batch)
-        for at, (frame, error) in self._decode(samples, images).items():
+        failed = self._decode(_firsts_then_seconds(one.views for one in samples), parts)
+        for row, (frame, error) in failed.items():
+            at = row % len(samples)
+            if row != at and at in failed:
+                continue  # the other view of a sample that is replaced already
             is_bad: tuple[int, ImageError] | None = (frame, error)
             while is_bad is not None:
                 samples[at] = self._parse_again(fetch(self._bad, self._bad.replace(samples[at].task, *is_bad)))
-                is_bad = self._decode(samples[at : at + 1], images[at : at + 1]).get(0)
+                for number, view in enumerate(samples[at].views):
+                    place = at + number * len(samples)
+                    is_bad = self._decode([view], [(cameras, part[place : place + 1]) for cameras, part in parts]).get(
+                        0
+                    )
+                    if is_bad is not None:
+                        break
         if on_cpu:
-            planes = images.numpy()
-            for at, parsed in enumerate(samples):
-                for frame, sample in enumerate(parsed.samples):
-                    for camera, (channel, change) in enumerate(zip(self._cameras, parsed.changes, strict=True)):
+            for at, parsed in enumerate(_firsts_then_seconds(one.views for one in samples)):
+                for sample, planes in zip(parsed.samples, slot.frames(at), strict=True):
+                    for image, channel, change in zip(planes, self._cameras, parsed.changes, strict=True):
                         if channel in sample.images:
-                            change_pixels(planes[at, frame, camera], change, self._fill)
+                            change_pixels(image, change, self._fill)
         return [parsed.decoded(slot) for parsed in samples]
 
-    def _decode(self, samples: Sequence[Parsed], images: torch.Tensor) -> dict[int, tuple[int, ImageError]]:
-        """Decode the samples' images into uint8 [B', T, N, 3, H, W]; return each sample's first error and its frame."""
-        names = [
-            (number, frame, channel)
-            for number, parsed in enumerate(samples)
-            for frame in range(len(parsed.samples))
-            for channel in self._cameras
-        ]
-        encoded = [samples[number].samples[frame].images.get(channel) for number, frame, channel in names]
-        maps = [image_map for parsed in samples for of_frame in parsed.maps for image_map in of_frame]
+    def _decode(
+        self, samples: Sequence[Parsed], parts: Sequence[tuple[Sequence[int] | None, torch.Tensor]]
+    ) -> dict[int, tuple[int, ImageError]]:
+        """Decode the samples' images into uint8 [B', T, N, 3, H, W] of each group of cameras, all of one size.
+
+        Returns each sample's first error and its frame.
+        """
         errors: dict[int, tuple[int, ImageError]] = {}
-        for (number, frame, channel), error in zip(
-            names, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
-        ):
-            if error is not None and number not in errors:
-                key = samples[number].samples[frame].key
-                errors[number] = frame, ImageError(error.message, key=key, member=channel)
-        return errors
+        for cameras, images in parts:
+            names = [
+                (number, frame, camera)
+                for number, parsed in enumerate(samples)
+                for frame in range(len(parsed.samples))
+                for camera in (range(len(self._cameras)) if cameras is None else cameras)
+            ]
+            encoded = [samples[n].samples[frame].images.get(self._cameras[camera]) for n, frame, camera in names]
+            maps = [samples[number].maps[frame][camera] for number, frame, camera in names]
+            for (number, frame, camera), error in zip(
+                names, self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)), strict=True
+            ):
+                if error is not None and number not in errors:
+                    key, channel = samples[number].samples[frame].key, self._cameras[camera]
+                    errors[number] = frame, ImageError(error.message, key=key, member=channel)
+        return dict(sorted(errors.items()))
 
 
 class Runner:

@@ -39,7 +39,7 @@ def pad(settings: StaticBatches, batch: Any) -> dict[str, Any]:  # noqa: ANN401
         )
     padded: dict[str, Any] = {}
     for name, value in batch.items():
-        if not _has_tensors(value):
+        if not _has_tensors(value) or (name == "img" and _is_flat(value)):
             padded[name] = value
         elif name in _BOX_FILL:
             padded[name], mask = _padded(batch, name, settings.max_boxes, "max_boxes", _BOX_FILL[name])
@@ -57,6 +57,11 @@ def _has_tensors(value: Any) -> bool:  # noqa: ANN401
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) or _has_tensors(one) for one in value)
+
+
+def _is_flat(value: Any) -> bool:  # noqa: ANN401
+    """Whether a value is a dict of tensors: images by group of cameras."""
+    return isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
 
 
 def _kind(value: Any) -> str:  # noqa: ANN401
@@ -96,7 +101,7 @@ class FixedBuffers:
     """
 
     def __init__(self, count: int) -> None:
-        self._sets: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        self._sets: list[dict[tuple[str, ...], torch.Tensor]] = [{} for _ in range(count)]
         self._arenas: list[torch.Tensor | None] = [None] * count
         self._next = 0
 
@@ -108,12 +113,16 @@ class FixedBuffers:
         at = self._next
         self._next = (at + 1) % len(self._sets)
         buffers, first = self._sets[at], self._sets[0]
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        tensors: dict[tuple[str, ...], torch.Tensor] = {
+            (name,): value for name, value in batch.items() if isinstance(value, torch.Tensor)
+        }
+        groups = batch["img"] if _is_flat(batch.get("img")) else {}
+        tensors |= {("img", name): value for name, value in groups.items()}
         if first and tensors.keys() != first.keys():
-            unlike = ", ".join(sorted(tensors.keys() ^ first.keys()))
+            unlike = ", ".join(sorted(map(".".join, tensors.keys() ^ first.keys())))
             raise ConfigError(f"static batches must have the same entries, and these come and go: {unlike}")
         for name, tensor in tensors.items():
-            _check_like(name, tensor, first.get(name, tensor))
+            _check_like(".".join(name), tensor, first.get(name, tensor))
         home = None if arena is None else arena.untyped_storage().data_ptr()
         if arena is not None and self._arenas[at] is None:
             self._arenas[at] = torch.empty_like(arena)
@@ -126,7 +135,9 @@ class FixedBuffers:
                 buffers[name] = _in_arena(tensor, kept) if is_packed and kept is not None else torch.empty_like(tensor)
             if not is_packed:
                 buffers[name].copy_(tensor)
-        return {**batch, **buffers}
+        own = {name[0]: tensor for name, tensor in buffers.items() if len(name) == 1}
+        images = {"img": {name: buffers["img", name] for name in groups}} if groups else {}
+        return {**batch, **own, **images}
 
 
 def _check_like(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ def make_transfer(
     try:
         target = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r} is no device that torch knows: use 'cpu', 'cuda' or 'cuda:N'") from error
+        raise ConfigError(f"torch does not know device={device!r}: use 'cpu', 'cuda' or 'cuda:N'") from error
     if target.type == "cpu":
         return None
     if target.type != "cuda":

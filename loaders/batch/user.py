@@ -21,7 +21,7 @@ import torch
 from fuelrail.loaders.batch.assemble import NO_CHANNELS, assemble
 from fuelrail.loaders.batch.channels import of_one
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, second_view, uniforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,8 @@ def as_sample(
 ) -> Sample:
     """One decoded sample as a dict: a batch of one without its B axis, and the sample's ``seed``."""
     batch = assemble([decoded], lidar=lidar, box_frame=box_frame, channels=channels, has_poses=has_poses)
-    image = batch.pop("img")[decoded.at]
+    whole = batch.pop("img")
+    image = {name: one[decoded.at] for name, one in whole.items()} if isinstance(whole, dict) else whole[decoded.at]
     own, joins, common = {}, {}, {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
@@ -75,7 +76,9 @@ def as_sample(
             own[name], joins[name] = part
         else:
             common[name] = value
-    drawn = uniforms(seed, decoded.slot.epoch, decoded.base + decoded.row, [ALL_CAMERAS], "transform", 1)
+    number = decoded.base + decoded.row
+    number = second_view(number) if decoded.view else number
+    drawn = uniforms(seed, decoded.slot.epoch, number, [ALL_CAMERAS], "transform", 1)
     sample = {
         "img": image,
         **own,
@@ -149,8 +152,16 @@ def _stack(values: list[Any]) -> Any:  # noqa: ANN401
 
 
 def _whole(transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
-    """The batch's buffer itself, if every image is still its own row of it."""
+    """The batch's buffer itself, if every image is still its own row of it; so for each group of cameras."""
     whole = transformed[0].slot.img()
+    if not isinstance(whole, dict):
+        return _same_rows(whole, transformed, images)
+    if not all(isinstance(image, dict) and image.keys() == whole.keys() for image in images):
+        return _stack(images)
+    return {name: _same_rows(one, transformed, [image[name] for image in images]) for name, one in whole.items()}
+
+
+def _same_rows(whole: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:  # noqa: ANN401
     for entry, image in zip(transformed, images, strict=True):
         row = whole[entry.at]
         if not (

@@ -5,16 +5,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation
+from fuelrail.loaders.decode.protocol import INTERPOLATIONS, BatchDecoder, ImageDecoder, Interpolation, ViewsDecoder
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.protocol import DaliOptions, ImageFacts
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.transforms.image_map import ImageMap
 
 __all__ = [
     "BACKENDS",
@@ -23,6 +27,8 @@ __all__ = [
     "ImageDecoder",
     "ImageInfo",
     "Interpolation",
+    "ViewsDecoder",
+    "decode_views",
     "decodes_on_device",
     "make_decoder",
     "probe",
@@ -64,6 +70,20 @@ def make_decoder(
     if facts is not None and device is not None and str(device) != "cpu":
         options["facts"] = facts()
     return cast("ImageDecoder", backend(device or "cpu", num_threads=num_threads, **options))
+
+
+def decode_views(
+    decoder: ImageDecoder, encoded: Buffer, image_maps: Sequence[ImageMap], outs: Sequence[NDArray[np.uint8]]
+) -> None:
+    """Write one image under several maps: from one decode where the decoder can, else from one for each.
+
+    ``image_maps`` and ``outs`` as in `ImageDecoder.decode_into`, which says what is raised.
+    """
+    if isinstance(decoder, ViewsDecoder):
+        decoder.decode_views(encoded, image_maps, outs)
+        return
+    for image_map, out in zip(image_maps, outs, strict=True):
+        decoder.decode_into(encoded, image_map, out)
 
 
 def decodes_on_device(decoder: ImageDecoder | BatchDecoder) -> TypeGuard[BatchDecoder]:

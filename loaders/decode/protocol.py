@@ -60,6 +60,25 @@ class ImageDecoder(Protocol):
 
 
 @runtime_checkable
+class ViewsDecoder(Protocol):
+    """A decode backend that decodes an image once for several maps; in addition to `ImageDecoder`."""
+
+    def decode_views(
+        self,
+        encoded: Buffer,
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[NDArray[np.uint8]],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Write the image under each map into the ``out`` beside it; see `ImageDecoder.decode_into`.
+
+        Where the maps ask for different resolutions, the image is decoded at the higher one, and averaged for the
+        lower: pixels then differ by a few grey levels from those of `ImageDecoder.decode_into`.
+        """
+        ...
+
+
+@runtime_checkable
 class BatchDecoder(Protocol):
     """A decode backend that takes batches, because its device wants many images at once. Thread-safe as the other."""
 

@@ -31,6 +31,8 @@ from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from fuelrail.loaders.decode.native import CameraJpeg
@@ -89,12 +91,7 @@ class TurboDecoder:
         if bilinear is not None and bilinear.resize(encoded, info, factor, image_map, out, self._scratch):
             return
         grid = resize_grid(image_map, interpolation)
-        if grid is not None:
-            rows = grid.rows.needed
-        elif interpolation == "bilinear" and image_map.is_axis_aligned and image_map.max_scale > 0.5:
-            rows = bilinear_rows(image_map)
-        else:
-            rows = image_map.source_roi(max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale)))[1::2]
+        rows = _rows(image_map, grid, interpolation)
         image = native.picture(encoded, info, factor, rows, self._scratch) if native is not None else None
         if image is not None:
             top = 0
@@ -114,6 +111,50 @@ class TurboDecoder:
         else:
             image, top = _decode_png(encoded, info), 0
             out = out[::-1]  # OpenCV decodes to BGR
+        self._sample(image, top, image_map, grid, out, interpolation)
+
+    def decode_views(
+        self,
+        encoded: Buffer,
+        image_maps: Sequence[ImageMap],
+        outs: Sequence[NDArray[np.uint8]],
+        interpolation: Interpolation = "bilinear",
+    ) -> None:
+        """Decode once into several ``outs``; see the protocol. With a lens, once for each."""
+        if any(image_map.lens is not None for image_map in image_maps):
+            for image_map, out in zip(image_maps, outs, strict=True):
+                self.decode_into(encoded, image_map, out, interpolation)
+            return
+        info = probe(encoded)
+        for image_map, out in zip(image_maps, outs, strict=True):
+            check_output(image_map, out, interpolation)
+            check_source(info, image_map)
+        factor = min(_dct_factor(info, image_map.max_scale) for image_map in image_maps)
+        if factor > 1:
+            image_maps = [image_map.of_scaled(factor) for image_map in image_maps]
+        grids = [resize_grid(image_map, interpolation) for image_map in image_maps]
+        needed = [_rows(image_map, grid, interpolation) for image_map, grid in zip(image_maps, grids, strict=True)]
+        rows = min(first for first, _ in needed), max(last for _, last in needed)
+        image = None
+        if self._native is not None and self._native.takes(info, factor):
+            image = self._native.picture(encoded, info, factor, rows, self._scratch)
+        if image is None and info.format == "jpeg":
+            image = decode_jpeg(encoded, info, factor, self._scratch)
+        elif image is None:
+            image, outs = _decode_png(encoded, info), [out[::-1] for out in outs]
+        for image_map, grid, out in zip(image_maps, grids, outs, strict=True):
+            self._sample(image, 0, image_map, grid, out, interpolation)
+
+    def _sample(
+        self,
+        image: Picture,
+        top: int,
+        image_map: ImageMap,
+        grid: ResizeGrid | None,
+        out: NDArray[np.uint8],
+        interpolation: str,
+    ) -> None:
+        """Sample a decoded picture, which starts at row ``top`` of what the grid speaks of."""
         try:
             if grid is not None:
                 self._resize(image, top, grid, out, interpolation)
@@ -126,7 +167,8 @@ class TurboDecoder:
             else:
                 self._warp(image, image_map, out, interpolation)
         except cv2.error as error:
-            raise ImageError(f"image of {info.width}x{info.height} pixels cannot be resampled: {error}") from error
+            size = f"{image.shape[1]}x{image.shape[0]}"
+            raise ImageError(f"image, decoded to {size} pixels, cannot be resampled: {error}") from error
 
     def _rectify(
         self, encoded: Buffer, info: ImageInfo, image_map: ImageMap, lens: Lens, out: Picture, interpolation: str
@@ -208,6 +250,16 @@ class TurboDecoder:
         if image.shape[2] == 4:
             planes.append(self._scratch.take("spare", image.shape[0], image.shape[1], 1)[..., 0])
         cv2.split(image, planes)
+
+
+def _rows(image_map: ImageMap, grid: ResizeGrid | None, interpolation: str) -> tuple[int, int]:
+    """Return the rows [first, last) of the decoded picture that sampling reads."""
+    if grid is not None:
+        return grid.rows.needed
+    if interpolation == "bilinear" and image_map.is_axis_aligned and image_map.max_scale > 0.5:
+        return bilinear_rows(image_map)
+    _, first, _, last = image_map.source_roi(max(_WARP_REACH, math.ceil(2.0 / image_map.max_scale)))
+    return first, last
 
 
 def _dct_factor(info: ImageInfo, max_scale: float) -> int:

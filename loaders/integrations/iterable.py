@@ -17,7 +17,7 @@ class IterableView(IterableDataset[Any]):
 
     ::
 
-        view = IterableView(fuelrail.loaders.DataLoader("OUT", batch_size=8, seed=7))
+        view = IterableView(fuelrail.loaders.DataLoader("DATASET", batch_size=8, seed=7))
         for epoch in range(epochs):
             view.set_epoch(epoch)
             for batch in torch.utils.data.DataLoader(view, batch_size=None):

@@ -25,7 +25,7 @@ class MapView(TorchDataset[Any]):
 
     ::
 
-        view = MapView(fuelrail.open("OUT"), channels=["cam_front", "boxes"], transform=crop)
+        view = MapView(fuelrail.open("DATASET"), channels=["cam_front", "boxes"], transform=crop)
         torch.utils.data.DataLoader(view, batch_size=8, num_workers=4, sampler=sampler)
         grain.MapDataset.source(view).shuffle(seed=7).batch(8)
 

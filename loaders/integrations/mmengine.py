@@ -5,7 +5,7 @@
     custom_imports = dict(imports=["fuelrail.loaders.integrations.mmengine"])
     custom_hooks, default_hooks["sampler_seed"] = [dict(type="FuelrailStateHook")], None
     train_dataloader = dict(
-        dataset=dict(type="FuelrailDataset", dataset="OUT", batch_size=8, seed=7),
+        dataset=dict(type="FuelrailDataset", dataset="DATASET", batch_size=8, seed=7),
         batch_size=None, sampler=None, num_workers=0, collate_fn=dict(type="fuelrail_batch"),
     )
 

@@ -5,7 +5,7 @@
     import webdataset
     from fuelrail.loaders.integrations.webdataset import decode_member
 
-    dataset = webdataset.WebDataset("OUT/train-{000000..000007}.tar", shardshuffle=False)
+    dataset = webdataset.WebDataset("DATASET/train-{000000..000007}.tar", shardshuffle=False)
     for sample in dataset.decode(decode_member, "rgb", pre=[]):
         sample["meta.json.zst"], sample["geometry.safetensors.zst"], sample["cam_front.jpg"]
 
@@ -17,11 +17,11 @@ webdataset does not undo zstd on whole shards itself. Those of the frame layout 
 have no codec's suffix. webdataset may miss that the pipe failed, and then gives fewer samples: ``fuelrail verify`` or
 ``zstd -t`` tells::
 
-    dataset = webdataset.WebDataset("pipe:zstd -dcq OUT/train-{000000..000007}.tar.zst", shardshuffle=False)
+    dataset = webdataset.WebDataset("pipe:zstd -dcq DATASET/train-{000000..000007}.tar.zst", shardshuffle=False)
 
 Members stored with a dictionary (``meta.json.dict.zst``) take it from the dataset::
 
-    dataset.decode(partial(decode_member, dictionary=open_dataset("OUT").dictionary), "rgb", pre=[])
+    dataset.decode(partial(decode_member, dictionary=open_dataset("DATASET").dictionary), "rgb", pre=[])
 
 It gives webdataset's order and resumption, not Fuelrail's; use it to look into shards, or to move over step by step.
 """

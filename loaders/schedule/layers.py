@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Layers = Mapping[str, "tuple[Layer, ...]"]
 """The layers of each dataset, by the dataset's name."""
 
-_OF_A_VIEW = ("image", "ego", "pixels", "undistort")
+_OF_A_VIEW = ("image", "camera_groups", "ego", "pixels", "undistort", "two_views")
 """What decides the view of a sample: settings that only change dtypes or frames of reference are not among them."""
 
 _FORM: Final = 'layers={!r:.200} must map names to folders, URLs or LayerOptions: {{"teacher": PATH}}'

@@ -41,20 +41,26 @@ class Identity(Settings, frozen=True, omit_defaults=True):
 def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
     """Return what decides the content of a sample, as plain JSON types with a digest: the seed and the settings.
 
-    ``settings`` are of the loader's arguments, by name: structs or booleans. None, False and augmentations that draw
-    nothing are left out. The decoder is no part of it, for backends differ by rounding only; nor are transform and
-    collate_fn, for code has no name that outlives a run.
+    ``settings`` are of the loader's arguments, by name: structs, dicts of structs, or booleans. None, False and
+    augmentations that draw nothing are left out. The decoder is no part of it, for backends differ by rounding only;
+    nor are transform and collate_fn, for code has no name that outlives a run.
     """
     plain: dict[str, Any] = {"seed": seed}
     for name, value in settings.items():
-        if isinstance(value, msgspec.Struct):
-            # Conversion makes an integer in a float field a float, so that equal settings are equal texts.
-            encoded = msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value)))
-            plain[name] = msgspec.json.decode(encoded)
-        elif value is not None and value is not False:
-            plain[name] = value
+        if value is not None and value is not False:
+            plain[name] = _plain(value)
     digest = hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
     return {"digest": digest[:_DIGEST_CHARS], **plain}
+
+
+def _plain(value: object) -> object:
+    """Return settings, or a mapping of them by name, as plain JSON types; everything else as it is."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if not isinstance(value, msgspec.Struct):
+        return value
+    # Conversion makes an integer in a float field a float, so that equal settings are equal texts.
+    return msgspec.json.decode(msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value))))
 
 
 class LoaderState(Settings, frozen=True):

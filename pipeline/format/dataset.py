@@ -142,7 +142,7 @@ class Dataset:
         if channels is None:
             extra = [one for one in extra if KINDS.find(one.kind) is not None]
         values = decode_values(
-            members, select(self.manifest.channels, [one.name for one in extra], self.location), row.key
+            members, select(self.manifest.known_channels, [one.name for one in extra], self.location), row.key
         )
         raw = {name: data for name, data in members.items() if name.partition(".")[0] not in values}
         return {**{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()}, **values}

@@ -96,6 +96,11 @@ class LayerManifest(Manifest, frozen=True, kw_only=True):
     base: BaseEntry
     view: LayerView
 
+    @property
+    def known_channels(self) -> tuple[Channel, ...]:
+        """The table, and the sensors of the base, which its laws may name."""
+        return (*self.base.sensors, *self.channels)
+
     def check_channels(self, where: str) -> None:
         """Raise ManifestError for a table that is broken, or that has what only a base has."""
         check_layer_table(self.channels, self.base, where, ManifestError)

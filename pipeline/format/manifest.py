@@ -181,6 +181,11 @@ class Manifest(Settings, frozen=True):
         )
 
     @property
+    def known_channels(self) -> tuple[Channel, ...]:
+        """The table, and what its laws may name beside it."""
+        return self.channels
+
+    @property
     def extra_channels(self) -> tuple[Channel, ...]:
         """The channels other than cameras, lidars and boxes."""
         return tuple(one for one in self.channels if one.sensor not in (CAMERA, LIDAR) and one.field != BOXES)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.settings import Settings, check_types
+from fuelrail.pipeline.settings import Settings, check_types, resolve_fields
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
 
@@ -224,6 +224,31 @@ class ImageAugment(Settings, frozen=True):
             return by_width, by_width
         factor = max(by_width, by_height) if self.resize == "cover" else min(by_width, by_height)
         return factor, factor
+
+
+class CameraGroup(Settings, frozen=True):
+    """Cameras of a rig whose images have one size and augmentation of their own.
+
+    Attributes:
+        cameras: their channels, such as ``("cam_front", "cam_back")``; the batch has them in this order.
+        image: size and augmentation of their images.
+
+    Raises ConfigError for values that are not allowed.
+    """
+
+    cameras: tuple[str, ...]
+    image: ImageAugment
+
+    def __post_init__(self) -> None:
+        """Read a dict or a file of settings; refuse what cannot be meant."""
+        resolve_fields(self)
+        check_types(self, ConfigError)
+        if not self.cameras or len(set(self.cameras)) < len(self.cameras):
+            raise ConfigError(f"cameras={list(self.cameras)} must name one camera or more, each once")
+
+    def evaluation(self) -> CameraGroup:
+        """Return the deterministic variant of these settings."""
+        return msgspec.structs.replace(self, image=self.image.evaluation())
 
 
 def _within(limits: tuple[float, float], uniform: float) -> float:

@@ -2,8 +2,8 @@
 
 As nuScenes' ``LidarPointCloud.from_file_multisweep`` and mmdetection3d's ``LoadPointsFromMultiSweeps`` build it: points
 close to the sensor go, every sweep is moved from the lidar at its own time, through both ego poses, to the lidar at the
-sample's time, and a column says how long ago it was measured. Objects that move are smeared; the vehicle's own motion
-is not.
+sample's time, and a column says how long ago it was measured. Objects that move are smeared; the vehicle's
+ego-motion is compensated.
 """
 
 from __future__ import annotations

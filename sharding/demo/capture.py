@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import simplejpeg
 
-from fuelrail.sharding.demo.camera import render
 from fuelrail.sharding.demo.channels import RADAR, radar_points, write_channel, write_image_channels
 from fuelrail.sharding.demo.lidar import cast, points_in_box
+from fuelrail.sharding.demo.picture.camera import render
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
-from fuelrail.sharding.demo.solids import solids_near
-from fuelrail.sharding.demo.visibility import visible_shares
+from fuelrail.sharding.demo.solids import solids_near, visible_shares
 from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, log_facts, make_clip, sample_token
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""Further true channels of a synthetic drive: radar, and for each camera 2-D boxes and a mask of instances.
+"""Further true channels of a synthetic drive: radar, and for each camera a mask of instances and a depth map.
 
-They are written as files beside the tables (`fuelrail.sharding.sources.nuscenes.channels`), of keyframes only.
+They are files beside the tables (`fuelrail.sharding.sources.nuscenes.channels`), of keyframes only. 2-D boxes come from
+the tables, as for every nuScenes source (``-o channels=[boxes2d]``).
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
-from fuelrail.sharding.demo.camera import NEAR_M
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.raster import clip_depth
+from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.lidar import crossings
+from fuelrail.sharding.demo.picture.raster import NEAR_M
+from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.rig import stream
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
 if TYPE_CHECKING:
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
 
 _POINTS_PER_ACTOR: Final = 4
 _HALF_STEP_S: Final = 0.05
-_FACES: Final = ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 5, 4), (1, 2, 6, 5), (2, 3, 7, 6), (3, 0, 4, 7))
+DEPTH_FRACTION: Final = 4
+"""Pixels of the image along each side of a pixel of the depth map."""
+_FARTHEST_M: Final = 75.0
 
 RADAR: Final = Channel(
     name="radar",
@@ -45,27 +50,26 @@ RADAR: Final = Channel(
 
 
 def demo_channels(rig: Rig) -> tuple[Channel, ...]:
-    """The entries of the table: the radar, then 2-D boxes and mask of each camera in rig order."""
+    """The entries of the table: the radar, then mask and depth of each camera in rig order."""
     channels = [RADAR]
     for camera in rig.cameras:
-        name = camera.channel.lower()
-        channels += [_boxes_channel(name), _mask_channel(name)]
+        channels += [_mask_channel(camera.channel.lower()), _depth_channel(camera)]
     return tuple(channels)
 
 
-def _boxes_channel(camera: str) -> Channel:
+def _depth_channel(camera: Camera) -> Channel:
+    name = camera.channel.lower()
     return Channel(
-        name=f"boxes2d_{camera}",
-        kind="ragged",
-        field=f"boxes2d_{camera}.safetensors",
-        law=Law("image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}),
-        arrays=(
-            ArraySpec("box", "float32", (4,), "px"),
-            ArraySpec("instance", "int32"),
-            ArraySpec("visible", "uint8"),
-        ),
-        frame=f"image:{camera}",
-        description="bounds of the projected 3-D boxes, cut off at the image's border; instance counts from 1",
+        name=f"depth_{name}",
+        kind="array",
+        field=f"depth_{name}.npy",
+        law=Law("image", camera=name, interpolation="nearest", fill=0.0, fraction=DEPTH_FRACTION),
+        dtype="float32",
+        axes=("height", "width"),
+        shape=(-(-camera.height_px // DEPTH_FRACTION), -(-camera.width_px // DEPTH_FRACTION)),
+        units=("m",),
+        frame=f"image:{name}",
+        description=f"depth along the camera's axis at pixel centres; 0 where nothing is nearer than {_FARTHEST_M:g} m",
     )
 
 
@@ -91,38 +95,51 @@ def write_channel(root: Path, channel: Channel, token: str, value: Any) -> int: 
 def write_image_channels(
     root: Path, camera: Camera, token: str, cam2global: NDArray[np.float64], solids: list[Solid], owners: Any  # noqa: ANN401
 ) -> int:  # fmt: skip
-    """Write 2-D boxes and mask of an image; ``owners`` (H, W) is the actor that each pixel shows, -1 for none."""
-    name = camera.channel.lower()
-    num_bytes = write_channel(root, _mask_channel(name), token, (owners + 1).astype(np.uint16))
-    return num_bytes + write_channel(root, _boxes_channel(name), token, boxes_2d(camera, cam2global, solids))
+    """Write mask and depth of an image; ``owners`` (H, W) is the actor that each pixel shows, -1 for none."""
+    mask = _mask_channel(camera.channel.lower())
+    num_bytes = write_channel(root, mask, token, (owners + 1).astype(np.uint16))
+    return num_bytes + write_channel(root, _depth_channel(camera), token, depth_map(camera, cam2global, solids))
 
 
-def boxes_2d(camera: Camera, cam2global: NDArray[np.float64], solids: list[Solid]) -> dict[str, NDArray[np.generic]]:
-    """Bounds of the part of each actor's box that is before the camera and in its image."""
-    global2cam = inverse(cam2global)
-    limits = np.array((camera.width_px - 0.5, camera.height_px - 0.5))
-    boxes, instances = [], []
+def depth_map(camera: Camera, cam2global: NDArray[np.float64], solids: list[Solid]) -> NDArray[np.float32]:
+    """Cast a ray through the centre of each pixel of the map, against the ground and the bodies that the lidar hits."""
+    height, width = _depth_channel(camera).shape
+    assert height is not None and width is not None
+    first = (DEPTH_FRACTION - 1) / 2
+    u, v = np.meshgrid(*(np.arange(side) * DEPTH_FRACTION + first for side in (width, height)))
+    # The rays' third component is 1, so that places on them are depths.
+    rays = np.tensordot(np.linalg.inv(camera.intrinsics), np.stack((u, v, np.ones_like(u))), 1)
+    down = np.tensordot(cam2global[2, :3], rays, 1)
+    with np.errstate(divide="ignore"):
+        depth = np.where(down < -1e-6, -cam2global[2, 3] / down, np.inf)
+    global2cam = invert_rigid(cam2global)
     for solid in solids:
-        corners = solid.vertices() @ global2cam[:3, :3].T + global2cam[:3, 3]
-        if solid.actor < 0 or (corners[:, 2] < NEAR_M).all():
-            continue
-        kept = np.concatenate([clip_depth(corners[list(face)], NEAR_M) for face in _FACES])
-        image = kept @ camera.intrinsics.T
-        pixels = image[:, :2] / image[:, 2:]
-        low, high = np.clip(pixels.min(0), -0.5, limits), np.clip(pixels.max(0), -0.5, limits)
-        if (high - low).min() >= 1.0:
-            boxes.append((*low, *high))
-            instances.append(solid.actor + 1)
-    return {
-        "box": np.array(boxes, np.float32).reshape(-1, 4),
-        "instance": np.array(instances, np.int32),
-        "visible": np.ones(len(boxes), np.uint8),
-    }
+        unit2cam = global2cam @ solid.unit2global()
+        for part in shape_of(solid.kind):
+            vertices = part.vertices @ unit2cam[:3, :3].T + unit2cam[:3, 3]
+            window = _window(vertices, camera, (height, width))
+            enter, leave, _ = crossings(part, vertices, rays[:, *window])
+            hit = (enter > NEAR_M) & (enter < leave) & (enter < depth[window])
+            depth[window][hit] = enter[hit]
+    return np.where(depth < _FARTHEST_M, depth, 0.0).astype(np.float32)
+
+
+def _window(vertices: NDArray[np.float64], camera: Camera, shape: tuple[int, int]) -> tuple[slice, slice]:
+    """Return the rows and columns of the depth map that can show a body with these vertices (V, 3)."""
+    if (vertices[:, 2] < NEAR_M).all():
+        return slice(0), slice(0)
+    if (vertices[:, 2] < NEAR_M).any():
+        return slice(None), slice(None)
+    pixels = vertices @ camera.intrinsics.T
+    places = (pixels[:, 1::-1] / pixels[:, 2:] + 0.5) / DEPTH_FRACTION
+    low = np.clip(np.floor(places.min(0)), 0, shape).astype(int)
+    high = np.clip(np.ceil(places.max(0)), 0, shape).astype(int)
+    return slice(low[0], high[0]), slice(low[1], high[1])
 
 
 def radar_points(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (P, 7) as `RADAR` has them, on the upright sides of the actors' boxes, in ego at ``capture_us``."""
-    global2ego = inverse(clip.ego2global(capture_us))
+    global2ego = invert_rigid(clip.ego2global(capture_us))
     draw = stream("radar", clip.name, capture_us)
     rows = []
     now_s = clip.seconds(capture_us)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.raster import normal_of
-from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.picture.raster import normal_of
+from fuelrail.sharding.demo.picture.shapes import shape_of
+from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.demo.shapes import Part
+    from fuelrail.sharding.demo.picture.shapes import Part
     from fuelrail.sharding.demo.solids import Solid
     from fuelrail.sharding.demo.world import Clip
 
@@ -33,7 +34,7 @@ _REFLECTANCE: Final = {"building": 18.0, "tree": 9.0, "crown": 7.0, "post": 30.0
 def cast(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
     """Points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
-    global2lidar = inverse(lidar2global)
+    global2lidar = invert_rigid(lidar2global)
     rays = _rays()
     down = lidar2global[2, :3] @ rays.reshape(3, -1)
     with np.errstate(divide="ignore"):
@@ -84,13 +85,30 @@ def _hit(
     reflectance: NDArray[np.float64],
     base: float,
 ) -> None:
-    # A convex body is where all its faces' planes are behind: a ray is inside from the last entry to the first exit.
     vertices = part.vertices @ unit2lidar[:3, :3].T + unit2lidar[:3, 3]
     flat = np.hypot(vertices[:, 0], vertices[:, 1])
     if flat.min() > _FARTHEST_M:
         return
     columns = _columns(vertices)
-    directions = rays[:, :, columns]
+    enter, leave, slant = crossings(part, vertices, rays[:, :, columns])
+    target = ranges[:, columns]
+    hit = (enter > _NEAREST_M) & (enter < leave) & (enter < target)
+    target[hit] = enter[hit]
+    ranges[:, columns] = target
+    shine = reflectance[:, columns]
+    shine[hit] = base * (0.4 + 0.6 * slant[hit])
+    reflectance[:, columns] = shine
+
+
+def crossings(
+    part: Part, vertices: NDArray[np.float64], directions: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return where rays from the origin enter and leave a body, and how steeply they meet it; (R, C) each.
+
+    ``vertices`` (V, 3) are the body's, ``directions`` (3, R, C) those of the rays; places are multiples of these. A ray
+    that misses the body enters it after it leaves.
+    """
+    # A convex body is where all its faces' planes are behind: a ray is inside from the last entry to the first exit.
     enter = np.zeros(directions.shape[1:])
     leave = np.full(directions.shape[1:], np.inf)
     slant = np.ones(directions.shape[1:])
@@ -106,13 +124,7 @@ def _hit(
         np.copyto(enter, crossing, where=inwards)
         np.minimum(leave, crossing, out=leave, where=speed > 0)
         leave[(speed == 0) & (normal @ corners[0] < 0)] = -1.0
-    target = ranges[:, columns]
-    hit = (enter > _NEAREST_M) & (enter < leave) & (enter < target)
-    target[hit] = enter[hit]
-    ranges[:, columns] = target
-    shine = reflectance[:, columns]
-    shine[hit] = base * (0.4 + 0.6 * slant[hit])
-    reflectance[:, columns] = shine
+    return enter, leave, slant
 
 
 def _columns(vertices: NDArray[np.float64]) -> NDArray[np.intp]:

@@ -1,4 +1,4 @@
-"""The sensor rig: six cameras and a roof lidar, placed and timed as on a nuScenes car.
+"""Seeded random streams, and the sensor rig: six cameras and a roof lidar, placed and timed as on a nuScenes car.
 
 Each vehicle gets its own small, seeded calibration errors, so no two have the same matrices.
 Frames: ego is x forward, y left, z up on the ground below the rear axle; a camera is x right, y down, z forward;
@@ -7,27 +7,52 @@ the lidar is x right, y forward, z up.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from fuelrail.sharding.demo.poses import (
-    METRE_DECIMALS,
-    quaternion_from_rotation,
-    rigid,
-    rotation_about,
-    rotation_from_quaternion,
-    stream,
-)
+from fuelrail.pipeline.rigid import rigid
+from fuelrail.sharding.sources.frames.poses import quaternions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+QUATERNION_DECIMALS: Final = 12
+METRE_DECIMALS: Final = 6  # of what ends up in a table: it is rounded first, so what is rendered is what they say
 NATIVE_WIDTH_PX: Final = 1600
 NATIVE_HEIGHT_PX: Final = 900
 LIDAR_CHANNEL: Final = "LIDAR_TOP"
+
+
+def stream(*path: object) -> np.random.Generator:
+    """Random stream of its own for each path such as ``(seed, "clip", 3)``: independent of the order of use."""
+    digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+
+
+def rotation_about(axis: str, angle_rad: float) -> NDArray[np.float64]:
+    """Right-handed rotation (3, 3) about the x, y or z axis."""
+    i = "xyz".index(axis)
+    j, k = (i + 1) % 3, (i + 2) % 3
+    matrix = np.eye(3)
+    matrix[j, j] = matrix[k, k] = math.cos(angle_rad)
+    matrix[k, j] = math.sin(angle_rad)
+    matrix[j, k] = -matrix[k, j]
+    return matrix
+
+
+def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
+    """Rounded quaternion of a rotation about z."""
+    half = yaw_rad / 2.0
+    return (round(math.cos(half), QUATERNION_DECIMALS), 0.0, 0.0, round(math.sin(half), QUATERNION_DECIMALS))
+
+
+def _rounded_quaternion(rotation: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    w, x, y, z = (round(float(value), QUATERNION_DECIMALS) for value in quaternions(rotation[None])[0])
+    return (w, x, y, z)
 
 
 class _Mount(NamedTuple):
@@ -65,7 +90,7 @@ class Camera:
     @property
     def cam2ego(self) -> NDArray[np.float64]:
         """Camera to ego, (4, 4)."""
-        return rigid(rotation_from_quaternion(self.rotation), self.translation)
+        return rigid(np.array(self.rotation), np.array(self.translation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +103,7 @@ class Lidar:
     @property
     def lidar2ego(self) -> NDArray[np.float64]:
         """Lidar to ego, (4, 4)."""
-        return rigid(rotation_from_quaternion(self.rotation), self.translation)
+        return rigid(np.array(self.rotation), np.array(self.translation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +154,12 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
                 height_px=height_px,
                 intrinsics=np.round(intrinsics, 9),
                 translation=_rounded_metres(np.add(mount.translation, draw.normal(0.0, 0.01, 3))),
-                rotation=quaternion_from_rotation(rotation),
+                rotation=_rounded_quaternion(rotation),
                 lead_us=mount.lead_us + int(draw.integers(-300, 301)),
             )
         )
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
     roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
     rotation = rotation_about("z", yaw) @ rotation_about("y", pitch) @ rotation_about("x", roll)
-    lidar = Lidar(
-        _rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84])), quaternion_from_rotation(rotation)
-    )
+    lidar = Lidar(_rounded_metres(np.array([0.96 + draw.normal(0.0, 0.02), 0.0, 1.84])), _rounded_quaternion(rotation))
     return Rig(vehicle, tuple(cameras), lidar)

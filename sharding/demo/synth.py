@@ -45,7 +45,7 @@ class SynthOptions(Settings, frozen=True, kw_only=True):
         int, Meta(description="number of images of each camera between two keyframes (default: 0)")
     ] = 0
     channels: Annotated[
-        bool, Meta(description="write radar points, and 2-D boxes and instance masks of each camera, too")
+        bool, Meta(description="write radar points, and instance masks and depth of each camera, too")
     ] = False
     occupancy: Annotated[
         bool, Meta(description="write an occupancy grid for each keyframe, voxelised from lidar sweeps and boxes")

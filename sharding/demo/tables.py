@@ -9,9 +9,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.sharding.demo.capture import Recorded, Sighting, filename
-from fuelrail.sharding.demo.poses import yaw_quaternion
-from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
-from fuelrail.sharding.demo.visibility import VISIBILITY_LEVELS, visibility_level
+from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL, yaw_quaternion
+from fuelrail.sharding.demo.solids import VISIBILITY_LEVELS, visibility_level
 from fuelrail.sharding.demo.world import Capture, Clip, WorldSpec, captures, log_facts, make_clip, token
 
 if TYPE_CHECKING:

@@ -18,15 +18,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
-from fuelrail.sharding.demo.poses import METRE_DECIMALS, rigid, rotation_from_quaternion, stream, yaw_quaternion
-from fuelrail.sharding.demo.rig import Rig, make_rig
-from fuelrail.sharding.demo.road import LANE_WIDTH_M, Road, corners
-from fuelrail.sharding.demo.scenery import Prop, line_the_road
-from fuelrail.sharding.demo.traffic import Actor, check_times, populate
+from fuelrail.pipeline.rigid import rigid
+from fuelrail.sharding.demo.rig import METRE_DECIMALS, Rig, make_rig, stream, yaw_quaternion
+from fuelrail.sharding.demo.street import LANE_WIDTH_M, Actor, Prop, Road, check_times, corners, line_the_road, populate
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 KEYFRAME_US: Final = 500_000
@@ -123,7 +121,7 @@ class Clip:
     def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
         """Ego to global (4, 4) of exactly the pose that the tables hold."""
         translation, rotation = self.ego(timestamp_us)
-        return rigid(rotation_from_quaternion(rotation), translation)
+        return rigid(np.array(rotation), np.array(translation))
 
     def actor_box(self, actor: Actor, capture_us: int) -> tuple[tuple[float, float, float], float]:
         """Rounded global centre and yaw of an actor's box in the capture with this reference time."""
@@ -194,8 +192,6 @@ def make_clip(spec: WorldSpec, index: int) -> Clip:
 
 
 def _ego_footprints(track: list[tuple[float, float, float]]) -> NDArray[np.float64]:
-    import numpy as np
-
     x, y, yaw = np.array(track).T
     return corners(
         x + _EGO_CENTRE_M * np.cos(yaw), y + _EGO_CENTRE_M * np.sin(yaw), yaw, _EGO_LENGTH_M + 0.8, _EGO_WIDTH_M + 0.5

@@ -181,7 +181,7 @@ class RayEngine:
             text = " ".join(str(error).split())[:300]
             raise ConfigError(
                 f"no Ray cluster answers at {self._address or 'this machine'!r} ({text}); start one with "
-                "`ray start --head`, or leave --ray-address out for a cluster of this run's own"
+                "`ray start --head`, or leave --ray-address out to start a local cluster"
             ) from error
         try:
             yield

@@ -49,12 +49,12 @@ class Output(Protocol):
     work: Path
     """Folder on this machine for scan table, plan and files that are being made."""
 
-    def names(self) -> list[str]:
-        """Return the names in OUT itself, sorted; raises DatasetError where they cannot be listed."""
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names in OUT, or in a folder of it, sorted; raises DatasetError where they cannot be listed."""
         ...
 
-    def read(self, name: str) -> bytes | None:
-        """Return a small file's bytes, None where it does not exist."""
+    def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Return a small file's bytes, or the first ``num_bytes`` of a file; None where it does not exist."""
         ...
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
@@ -149,10 +149,10 @@ class FolderOutput:
         self.work = self.root / WORK_FOLDER
         self.temporary = self.work / "tmp"
 
-    def names(self) -> list[str]:
+    def names(self, folder: str = "") -> list[str]:
         """Return the names in the folder, none where it does not exist."""
         try:
-            return sorted(entry.name for entry in self.root.iterdir())
+            return sorted(entry.name for entry in (self.root / folder).iterdir())
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:
@@ -162,9 +162,12 @@ class FolderOutput:
         except OSError as error:
             raise DatasetError(f"output folder '{self.root}' cannot be read: {error.strerror}") from error
 
-    def read(self, name: str) -> bytes | None:
-        """Return a small file's bytes."""
+    def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Return a small file's bytes, or the first ones of a file."""
         try:
+            if num_bytes is not None:
+                with open_file(self.root / name) as file:
+                    return file.read(num_bytes)
             return read_file(self.root / name, _MAX_SMALL_BYTES)
         except FileNotFoundError:
             return None

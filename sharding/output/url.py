@@ -43,22 +43,23 @@ class UrlOutput:
         """Return the path of a file in the file system."""
         return f"{self._root}/{name}"
 
-    def names(self) -> list[str]:
-        """Return the names under the prefix."""
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names under the prefix, or under a folder there."""
+        root = self.path(folder).rstrip("/")
         with self._reading():
             self.fs.invalidate_cache()
             try:
-                found = self.fs.ls(self._root, detail=False)
+                found = self.fs.ls(root, detail=False)
             except FileNotFoundError:
                 return []
-        names = {str(path).rstrip("/").removeprefix(self._root).strip("/").partition("/")[0] for path in found}
+        names = {str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in found}
         return sorted(names - {""})
 
-    def read(self, name: str) -> bytes | None:
-        """Return a small object's bytes."""
+    def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
+        """Return a small object's bytes, or the first ones of an object."""
         with self._reading():
             try:
-                data: bytes = self.fs.cat_file(self.path(name))
+                data: bytes = self.fs.cat_file(self.path(name), end=num_bytes)
             except FileNotFoundError:
                 return None
         return data

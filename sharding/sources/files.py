@@ -31,6 +31,7 @@ T = TypeVar("T")
 _NUM_TRIED: Final = 8
 _SLOW_LOOK_S: Final = 1e-4
 _NUM_THREADS: Final = 64
+_LEAST: Final = 64
 
 
 def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
@@ -308,3 +309,40 @@ class _Listing:
 
 
 LFS_MAGIC: Final = b"version https://git-lfs"
+
+
+class Window:
+    """Bytes of a file, a few at a time: what was read last is kept."""
+
+    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
+        """``read(offset, length)`` reads; the file has ``num_bytes``; ``where`` names it in errors."""
+        self._read, self.num_bytes, self.where = read, num_bytes, where
+        self._start, self._data = 0, b""
+
+    def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
+        """``length`` bytes from ``offset`` on, fewer where the file ends; reads ``ahead`` bytes beyond them."""
+        begin = offset - self._start
+        if begin < 0 or begin + length > len(self._data):
+            self._data = self._read(offset, max(length + ahead, _LEAST))
+            self._start, begin = offset, 0
+        return self._data[begin : begin + length]
+
+
+@contextlib.contextmanager
+def opened(files: SourceFiles, name: str) -> Iterator[Window]:
+    """A window on a file, which is kept open; at a URL, each read is a request."""
+    facts = files.facts_of([name])[0]
+    where = f"file '{files.shown}/{name}'"
+    if facts is None:
+        raise SourceError(f"{where} is not there")
+    path = files.path(name)
+    if path is None:
+        yield Window(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield Window(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
+    except OSError as error:
+        raise SourceError(f"{where} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)

@@ -16,7 +16,8 @@ import numpy as np
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
-from fuelrail.pipeline.format.dataset import Dataset, open_dataset
+from fuelrail.pipeline.format.dataset import Dataset, open_dataset, open_kind
+from fuelrail.pipeline.format.layers import EITHER, LayerManifest
 from fuelrail.pipeline.format.manifest import Ancestor  # noqa: TC001 - msgspec reads the annotation
 from fuelrail.pipeline.settings import Settings
 from fuelrail.pipeline.storage.files import read_file
@@ -91,10 +92,10 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetDiff(_Printed, frozen=True, kw_only=True):
-    """How dataset ``b`` differs from ``a``. Samples are compared by key, their bytes by the digest of their span.
+    """How dataset or layer ``b`` differs from ``a``. Samples are compared by key, bytes by the digest of their span.
 
-    ``options`` maps what differs in recipe and manifest to both values; ``channels`` maps cameras and lidars likewise,
-    with None where a dataset has no such channel.
+    ``options`` maps what differs in recipe and manifest to both values, of layers also in base and view; ``channels``
+    maps the entries of the table, or what differs in them, likewise, with None where a dataset has no such channel.
     """
 
     a: str
@@ -134,8 +135,8 @@ def _said(value: object) -> str:
 
 
 def dataset_log(dataset: str | os.PathLike[str]) -> DatasetLog:
-    """Say what a dataset, in a folder or at a URL, is and was made of; raises DatasetError where there is none."""
-    opened = open_dataset(dataset)
+    """Say what a dataset or layer, in a folder or at a URL, is and was made of; raises DatasetError without one."""
+    opened = open_kind(dataset, EITHER)
     manifest = opened.manifest
     return DatasetLog(
         dataset=opened.location, name=manifest.name, fingerprint=manifest.fingerprint,
@@ -146,11 +147,11 @@ def dataset_log(dataset: str | os.PathLike[str]) -> DatasetLog:
 
 
 def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> DatasetDiff:
-    """Compare two datasets, in folders or at URLs, by manifests and tables; no shard is read.
+    """Compare two datasets or layers, in folders or at URLs, by manifests and tables; no shard is read.
 
     Takes 40 bytes of memory for each sample. Raises DatasetError where there is none, IndexFileError for damaged ones.
     """
-    one, two = open_dataset(a), open_dataset(b)
+    one, two = open_kind(a, EITHER), open_kind(b, EITHER)
     only_a, only_b, rows_a, rows_b = _matched(one, two)
     equal = one.index.column("xxh3")[rows_a] == two.index.column("xxh3")[rows_b]
     clips_a, clips_b = set(one.index.clip_ids()), set(two.index.clip_ids())
@@ -159,7 +160,7 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
         samples_only_in_a=_keys(one, only_a), samples_only_in_b=_keys(two, only_b),
         samples_changed=_keys(one, np.sort(rows_a[~equal])), num_samples_equal=int(equal.sum()),
         clips_only_in_a=_ids(clips_a - clips_b), clips_only_in_b=_ids(clips_b - clips_a),
-        channels=_differences(_channels(one), _channels(two)),
+        channels=_channel_differences(one, two),
         members=_differences(dict.fromkeys(one.index.names, True), dict.fromkeys(two.index.names, True)),
         options=_differences(_options(one), _options(two)),
     )  # fmt: skip
@@ -183,16 +184,24 @@ def _ids(ids: set[str]) -> Keys:
     return Keys(count=len(ids), first=tuple(sorted(ids)[:_SHOWN]))
 
 
-def _channels(dataset: Dataset) -> dict[str, Any]:
-    manifest = dataset.manifest
-    sizes = {camera.channel: {"sizes": camera.sizes} for camera in manifest.cameras}
-    return {**sizes, **{lidar.channel: {"columns": lidar.columns} for lidar in manifest.lidars}}
+def _channel_differences(one: Dataset, two: Dataset) -> dict[str, tuple[Any, Any]]:
+    """The entries that one table alone has, and of those in both what differs."""
+    tables = [{entry.name: msgspec.to_builtins(entry) for entry in made.manifest.channels} for made in (one, two)]
+    found = _differences(*tables)
+    for name, (a, b) in found.items():
+        if a is not None and b is not None:
+            fields = _differences(a, b)
+            found[name] = tuple({field: sides[at] for field, sides in fields.items()} for at in (0, 1))  # type: ignore[assignment]
+    return found
 
 
 def _options(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
     recipe = {f"recipe.{name}": value for name, value in manifest.provenance.get("recipe", {}).items()}
-    return {**{name: getattr(manifest, name) for name in _OF_MANIFEST}, "compression": manifest.compression, **recipe}
+    found = {name: getattr(manifest, name) for name in ("format", *_OF_MANIFEST, "compression")}
+    if isinstance(manifest, LayerManifest):
+        found |= {"base": manifest.base.fingerprint, "view": msgspec.to_builtins(manifest.view)}
+    return {**found, **recipe}
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

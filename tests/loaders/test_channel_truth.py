@@ -1,7 +1,7 @@
 """Channels of batches equal those computed afresh from the augmented boxes, points and matrices of the same batch.
 
-The world is that of ``fuelrail synth --channels``: radar, 2-D boxes and instance masks. The test adds files beside its
-tables: depth of the ground, occupancy of the boxes, their projections, poses and a caption.
+The world is that of ``fuelrail synth --channels``: radar, instance masks and depth, with 2-D boxes of the tables. The
+test adds files beside its tables: depth of the ground, occupancy of the boxes, their projections, poses and a caption.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.api import shard
+from fuelrail.sharding.demo.channels import DEPTH_FRACTION
 from fuelrail.sharding.demo.synth import synth
 from fuelrail.sharding.sources.nuscenes.channels import channel_file
 
@@ -55,7 +56,7 @@ POSES = Channel(
     frame="ego", law=Law("ego_poses"),
 )  # fmt: skip
 OWN = (DEPTH, OCCUPANCY, PROJECTED, POSES)
-NAMES = ["radar", f"boxes2d_{CAMERA}", f"instances_{CAMERA}", *(channel.name for channel in OWN)]
+NAMES = ["radar", f"boxes2d_{CAMERA}", f"instances_{CAMERA}", f"depth_{CAMERA}", *(channel.name for channel in OWN)]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for channel in OWN:
             file = base / "drive" / channel_file(channel, sample.meta.sample_token)
             file.write_bytes(KINDS[channel.kind].encode(values[channel.name], channel))
-    shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1)
+    shard(f"nuscenes:{base / 'drive'}", base / "out", workers=1, options={"channels": ["boxes2d"]})
     return base / "out"
 
 
@@ -202,6 +203,7 @@ def test_every_channel_is_that_of_the_augmented_world(drive, transforms, seed) -
     for at, values in enumerate(stored):
         check_mask(batch, at, values)
         check_depth(batch, at, values)
+        check_true_depth(batch, at, values)
         check_boxes(batch, at, values, turned=transforms.image.rotate_deg[1] > 0)
         check_radar(batch, at, values)
         check_occupancy(batch, at)
@@ -232,6 +234,18 @@ def check_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
     assert (moved[distance < -0.01] == -1.0).all()
 
 
+def check_true_depth(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:
+    """The depth of the drive, at a quarter of the image: exactly the value of the stored pixel that is nearest."""
+    moved, stored = batch[f"depth_{CAMERA}"][at].numpy(), values[f"depth_{CAMERA}"]
+    places = stored_places(batch["ida_mat"][at, 0].numpy(), moved.shape[1], moved.shape[0])
+    cells = (places + 0.5) / DEPTH_FRACTION
+    near = np.floor(cells).astype(int).clip(0, np.array(stored.shape[::-1]) - 1)
+    wanted = np.where(border(places, values["seen"]) > 0, stored[near[..., 1], near[..., 0]], 0.0)
+    clear = (abs(cells - np.rint(cells)) > 1e-2).all(-1) & (abs(border(places, values["seen"])) > 1e-2)
+    assert moved.dtype == np.float32
+    np.testing.assert_array_equal(moved[clear], wanted[clear])
+
+
 def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turned: bool) -> None:
     ida = batch["ida_mat"][at, 0].numpy().astype(np.float64)
     height, width = batch["img"].shape[-2:]
@@ -246,7 +260,7 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
         low, high = low.clip(None, (width - 0.5, height - 0.5)), high.clip(-0.5, None)
         boxes = afresh["box"][kept[1]].reshape(-1, 2, 2).clip(low, high).reshape(-1, 4)
         np.testing.assert_allclose(moved["box"][kept[0]], boxes, atol=0.05)
-    # The synthetic drive's own boxes: bounds of the turned corners, cut off at the output.
+    # The boxes of the source: bounds of the turned corners, cut off at the output.
     own, known = batch[f"boxes2d_{CAMERA}"], values[f"boxes2d_{CAMERA}"]
     left, top, right, bottom = np.array(values["seen"]) - 0.5
     kept_boxes = known["box"].astype(np.float64).reshape(-1, 2, 2).clip((left, top), (right, bottom)).reshape(-1, 4)
@@ -258,7 +272,7 @@ def check_boxes(batch: dict[str, Any], at: int, values: dict[str, Any], *, turne
     sides = np.minimum(bounds[:, 2:] - bounds[:, :2], kept_boxes[:, 2:] - kept_boxes[:, :2]).min(1)
     clear = (sides > 0.02) | (sides <= 0)
     np.testing.assert_array_equal(own["visible"][at].numpy()[clear], (sides > 0)[clear])
-    np.testing.assert_array_equal(own["instance"][at].numpy(), known["instance"])
+    np.testing.assert_array_equal(own["instance_id"][at].numpy(), known["instance_id"])
 
 
 def check_radar(batch: dict[str, Any], at: int, values: dict[str, Any]) -> None:

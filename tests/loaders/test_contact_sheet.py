@@ -160,6 +160,43 @@ class TestCommand:
         assert "Traceback" not in done.stderr
 
 
+IMAGE_OF = {"frame": "image:cam_front", "dtype": "float32"}
+DRAWN = [
+    {"name": "depth", "kind": "array", "field": "depth.npy", "axes": ["height", "width"], "shape": [64, 96],
+     "law": {"name": "image", "camera": "cam_front", "fill": -1.0}, **IMAGE_OF},
+    {"name": "marks", "kind": "points", "field": "marks.npy", "axes": ["row", "column"], "shape": [None, 6],
+     "columns": ["left", "top", "right", "bottom", "u", "v"], "units": ["px"] * 6,
+     "law": {"name": "image_points", "camera": "cam_front",
+             "roles": {"boxes": [["left", "top", "right", "bottom"]], "points": [["u", "v"]]}}, **IMAGE_OF},
+    {"name": "caption", "kind": "text", "field": "caption.txt", "law": {"name": "fixed"}},
+    {"name": "loss", "kind": "array", "field": "loss.npy", "dtype": "float32", "law": {"name": "fixed"}},
+]  # fmt: skip
+
+
+def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
+    depth = np.full((64, 96), -1.0, np.float32)
+    depth[40:50, 20:30] = 7.0
+    marks = np.array([[60, 30, 80, 50, 10, 40]], np.float32)
+    with fuelrail.LayerWriter(root, tmp_path / "seen", channels=DRAWN) as writer:
+        for row in range(5):
+            values = {"depth": depth, "marks": marks, "caption": f"row {row}", "loss": np.float32(row)}
+            writer.write(row, values)
+    writer.finish(partial=True)
+    image = {"height": 64, "width": 96, "resize": 1.0, "crop_x": "left", "crop_y": "top"}
+    bare = fuelrail.view(root, image=image)
+    seen = fuelrail.view(root, image=image, layers={"seen": str(tmp_path / "seen")})
+    assert seen.channels == ("seen.depth", "seen.marks", "seen.caption", "seen.loss")
+    assert len(seen.sheet) == len(bare.sheet) + 4 * 22
+    assert all(strip.max() > 100 for strip in seen.sheet[len(bare.sheet) :].reshape(4, 22, -1))
+    drawn = (seen.sheet[4:68, 4:100] != bare.sheet[4:68, 4:100]).any(-1)
+    assert drawn[41:49, 21:29].mean() > 0.5 and drawn[40, 10] and drawn[30, 62:78].all() and drawn[32:48, 80].all()
+    assert not drawn[52:].any() and not drawn[:28].any() and not drawn[35:45, 62:78].any()
+    assert main(["view", str(root), "--layers", f"seen={tmp_path / 'seen'}", "--output", str(tmp_path / "a.png")]) == 0
+    assert "seen.depth, seen.marks" in capsys.readouterr().out
+    assert fuelrail.view(root, "clip-0001-000001", layers={"seen": str(tmp_path / "seen")}).channels == ()
+    assert main(["view", str(root), "--layers", "seen"]) == 2
+
+
 def box_at(*rows):
     boxes = make_boxes(np.random.default_rng(0), len(rows))
     for number, (x, y, yaw) in enumerate(rows):

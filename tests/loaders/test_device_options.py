@@ -25,6 +25,10 @@ IMAGE = ImageAugment(height=32, width=48, resize=0.5)
 TRAIN = ImageAugment(
     height=32, width=48, train=True, resize_range=(0.6, 0.9), rotate_deg=(-5.4, 5.4), flip_prob=0.5, crop_y="top"
 )
+GROUPS = {
+    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40)},
+    "front": {"cameras": ["cam_front"], "image": TRAIN},
+}
 EGO = BevAugment(train=True, scale=(0.9, 1.1))
 BGR = Normalize(channel_order="bgr", dtype="bfloat16", channels_last=True)
 LENS = ("opencv_radtan", [-0.3, 0.08, 0.001, -0.0005, 0.01])
@@ -91,6 +95,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "trace": [{"trace": lambda *_: None}],
     "check_ranks": [{"check_ranks": True}],
     "transforms.image": [{"transforms": {"image": TRAIN}}],
+    "transforms.camera_groups": [
+        {"transforms": {"camera_groups": GROUPS}, "window": {"frames": [-1, 0]}},
+        {"transforms": {"camera_groups": GROUPS, "normalize": Normalize()}},
+        {"transforms": {"camera_groups": GROUPS, "static": True, "two_views": True}},
+    ],
     "transforms.pixels": [{"transforms": {"image": IMAGE, "pixels": {"train": True, "brightness": 32}}}],
     "transforms.ego": [{"transforms": {"image": IMAGE, "ego": EGO, "points": True}}],
     "transforms.points": [POINTS, {"transforms": {"image": IMAGE, "points": {"num_sweeps": 1}}}],
@@ -109,6 +118,11 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"transforms": {"image": IMAGE, "static": True}},
         {"transforms": {"image": IMAGE, "points": True, "static": {"max_boxes": 8, "max_points": 100, "buffers": 3}}},
         {"transforms": {"image": IMAGE, "static": {"buffers": 1}, "normalize": BGR}, "transform": brightened},
+    ],
+    "transforms.two_views": [
+        {"transforms": {"image": TRAIN, "ego": EGO, "two_views": True}, "points": True, "window": {"frames": [-1, 0]}},
+        {"transforms": {"image": TRAIN, "two_views": True, "static": True}, "transform": brightened},
+        {"transforms": {"image": TRAIN, "two_views": True}, "collate_fn": stacked, "order": {"kind": "lanes"}},
     ],
     "transforms.box_frame": [{"transforms": {"image": IMAGE, "box_frame": "lidar"}}],
 }  # fmt: skip
@@ -204,7 +218,11 @@ def test_f5_f10_no_option_races_and_batches_are_those_of_the_host(case, decoder,
 
 
 def _compare(name: str, want: Any, have: Any, home: torch.device, decoder: str) -> None:
-    if isinstance(want, list):
+    if isinstance(want, dict):
+        assert have.keys() == want.keys(), name
+        for part, value in want.items():
+            _compare(name, value, have[part], home, decoder)
+    elif isinstance(want, list):
         assert isinstance(have, list) and len(have) == len(want), name
         for one, other in zip(want, have, strict=True):
             _compare(name, one, other, home, decoder)

@@ -116,6 +116,7 @@ def build_dataset(
     splits: dict[str, tuple[int, ...]],
     *,
     size: tuple[int, int] = (96, 64),
+    back_size: tuple[int, int] | None = None,
     missing: frozenset[tuple[int, str]] = frozenset(),
     labelled: bool = True,
     seed: int = 0,
@@ -127,6 +128,7 @@ def build_dataset(
 ) -> dict[str, dict[str, bytes]]:
     """Write a whole dataset; ``splits`` gives each split's shard lengths in samples, clips are of four frames.
 
+    ``back_size`` is the second camera's, where not ``size`` too.
     ``missing`` names (row, channel) of camera images to leave out. ``dictionary`` compresses the small members.
     ``lens`` is the first camera's ``dist_model`` and its coefficients. ``rewrite`` makes the stored file of an image of
     (row, channel, JPEG). ``extra`` are further channels and what makes their value for a row, None for none. Returns
@@ -149,7 +151,7 @@ def build_dataset(
             for _ in range(length):
                 row = len(rows)
                 key = f"clip-{row // 4:04d}-{row % 4:06d}"
-                members = _sample(rng, row, key, split, size, missing, labelled, lens)
+                members = _sample(rng, row, key, split, size, missing, labelled, lens, back_size)
                 for channel in CAMERAS if rewrite is not None else ():
                     if (row, channel) not in missing:
                         members[f"{channel}.jpg"] = rewrite(row, channel, members[f"{channel}.jpg"])
@@ -214,7 +216,10 @@ def build_dataset(
         format=FORMAT, version=FORMAT_VERSION, name="tiny", fingerprint="", num_samples=len(rows),
         num_clips=sum(s.num_clips for s in split_entries.values()), seed=seed, order_unit="frame",
         channels=channel_table(
-            [CameraEntry(channel=c, source_name=c.upper(), sizes=(size,)) for c in CAMERAS],
+            [
+                CameraEntry(channel=c, source_name=c.upper(), sizes=(wh,))
+                for c, wh in zip(CAMERAS, (size, back_size or size), strict=True)
+            ],
             [LidarEntry(channel=LIDAR, source_name="LIDAR_TOP", columns=("x", "y", "z", "intensity", "ring"))],
             [channel for channel, _ in extra],
             fields={BOXES: ""} if labelled else {},
@@ -231,9 +236,10 @@ def build_dataset(
 def _sample(
     rng: np.random.Generator, row: int, key: str, split: str, size: tuple[int, int],
     missing: frozenset[tuple[int, str]], labelled: bool,
-    lens: tuple[str, list[float]] = ("none", []),
+    lens: tuple[str, list[float]] = ("none", []), back_size: tuple[int, int] | None = None,
 ) -> dict[str, bytes]:  # fmt: skip
     width, height = size
+    sizes = dict(zip(CAMERAS, (size, back_size or size), strict=True))
     timestamp_ns = row * 500_000_000
     present = [c for c in CAMERAS if (row, c) not in missing]
     meta = Meta(
@@ -254,7 +260,7 @@ def _sample(
         is_key_frame=True, split=split,
         cameras={
             c: CameraMeta(
-                token="", timestamp_ns=timestamp_ns, width=width, height=height,
+                token="", timestamp_ns=timestamp_ns, width=sizes[c][0], height=sizes[c][1],
                 dist_model=lens[0] if c == CAMERAS[0] else "none",
             )
             for c in present
@@ -262,11 +268,12 @@ def _sample(
     )  # fmt: skip
     geometry = make_geometry(rng, width, height, timestamp_ns, tuple(int(c in present) for c in CAMERAS))
     geometry.dist[0, : len(lens[1])] = lens[1]
+    geometry.img_wh[:] = list(sizes.values())
     members = {META: encode_meta(meta), GEOMETRY: encode_arrays(geometry)}
     if labelled:
         members[BOXES] = encode_arrays(make_boxes(rng, row % 5))
     for channel in present:
-        members[f"{channel}.jpg"] = simplejpeg.encode_jpeg(textured(rng, width, height), 90, "RGB", "420")
+        members[f"{channel}.jpg"] = simplejpeg.encode_jpeg(textured(rng, *sizes[channel]), 90, "RGB", "420")
     members[f"{LIDAR}.npy"] = encode_points(rng.random((50 + row, 5)).astype(np.float32))
     return members
 

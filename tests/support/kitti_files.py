@@ -168,10 +168,10 @@ def write_object(root, number, frame) -> None:
         (root / "velodyne" / f"{number:06d}.bin").write_bytes(sweep.points.astype("<f4").tobytes())
     labels = ["DontCare -1 -1 -10 503 169 590 190 -1 -1 -1 -1000 -1000 -1000 -10"]
     to_rect = np.linalg.inv(frame.ego2global @ first2ego)
-    for box in frame.boxes:
+    for at, box in enumerate(frame.boxes):
         x, y, z = to_rect[:3, :3] @ box.centre + to_rect[:3, 3]
         nose = to_rect[:3, :3] @ (np.cos(box.yaw), np.sin(box.yaw), 0)
         length, width, height = box.size_lwh
         values = height, width, length, x, y + height / 2, z, np.arctan2(-nose[2], nose[0])
-        labels.append(f"{box.category} 0 0 0 1 2 3 4 {numbers(values)}")
+        labels.append(f"{box.category} 0 0 0 {at} 2.5 {at + 3} 4.25 {numbers(values)}")
     write_lines(root / "label_2" / f"{number:06d}.txt", labels)

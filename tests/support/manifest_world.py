@@ -8,8 +8,10 @@ import json
 import tarfile
 from typing import TYPE_CHECKING, Any
 
+import av
 import numpy as np
 import pyarrow as pa
+import simplejpeg
 from pyarrow import parquet
 from scipy.spatial.transform import Rotation
 
@@ -161,3 +163,36 @@ def write_long(world: World, root: Path, form: str) -> str:
         for (clip, time), pose in poses.items()
     ], form)  # fmt: skip
     return str(root)
+
+
+GROUPS = {"g": "4", "bf": "2", "preset": "veryfast", "x264-params": "scenecut=0"}
+
+
+def write_video(path: Path, pictures, container=None, options=None) -> None:
+    """Encode RGB pictures, with times that are not those of the table."""
+    with av.open(str(path), "w", format=container) as file:
+        stream = file.add_stream("libx264", rate=10, options=options or GROUPS)
+        stream.height, stream.width, stream.pix_fmt = *pictures[0].shape[:2], "yuv420p"
+        for number, picture in enumerate(pictures):
+            frame = av.VideoFrame.from_ndarray(picture, "rgb24")
+            frame.pts = number
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+
+
+def as_video(world, root: Path, stem: str) -> None:
+    """Put the images of a written world into a video of each clip and camera, and rewrite the paths."""
+    for clip in world.clips:
+        for name in world.cameras:
+            pictures = [simplejpeg.decode_jpeg(frame.images[name].jpeg) for frame in clip.frames]
+            write_video(root / f"{clip.name}-{name}.mp4", pictures)
+            for number in range(len(pictures)):
+                (root / clip.name / name / f"{number}.jpg").unlink()
+    table = root / f"{stem}.jsonl"
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    for row in rows:
+        for column, path in row.items():
+            if column.endswith("path") and path.endswith(".jpg"):
+                clip, camera, file = path.split("/")
+                row[column] = f"{clip}-{camera}.mp4#frame={file.removesuffix('.jpg')}"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -139,6 +139,18 @@ def box_message(box, ego2global) -> bytes:
     return message(*((number, float(value)) for number, value in enumerate(values, 1)))
 
 
+def camera_labels(camera, boxes) -> bytes:
+    """Labels in one image: of each the centre and the sides along x and y, a type and a track."""
+    return message((1, CAMERAS[camera]), *(
+        (2, message((1, message((1, x), (2, y), (4, high), (5, wide))), (3, TYPES[kind]), (4, track)))
+        for x, y, wide, high, kind, track in boxes
+    ))  # fmt: skip
+
+
+IMAGE_BOXES = {"cam_front": [(20.5, 10.5, 8.0, 4.0, "vehicle", "a"), (5.5, 6.5, 2.0, 3.0, "pedestrian", "b")]}
+"""Of every frame: centre x and y, width, height [px], whose pixel 0 is the left edge of the first one."""
+
+
 def frame_message(name, frame, *, boxes=True, **options) -> bytes:
     labels = [
         message((1, box_message(box, frame.ego2global)), (3, TYPES[box.category]), (4, box.track), (7, box.num_points),
@@ -148,7 +160,8 @@ def frame_message(name, frame, *, boxes=True, **options) -> bytes:
     return message(
         (1, context(name, frame, **options)), (2, frame.timestamp_ns // 1000), (3, transform(frame.ego2global)),
         *((4, image_message(camera, image)) for camera, image in frame.images.items()),
-        *((5, laser) for laser in getattr(frame, "lasers", ())), *((6, label) for label in labels), (9, bytes(500)),
+        *((5, laser) for laser in getattr(frame, "lasers", ())), *((6, label) for label in labels),
+        *((8, camera_labels(camera, found)) for camera, found in IMAGE_BOXES.items() if boxes), (9, bytes(500)),
     )  # fmt: skip
 
 

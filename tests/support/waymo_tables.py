@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from support.waymo_files import CAMERAS, TYPES, to_camera_axes
+from support.waymo_files import CAMERAS, IMAGE_BOXES, TYPES, to_camera_axes
 
 TRANSFORM = pa.list_(pa.float64(), 16)
 
@@ -80,6 +80,16 @@ def write_segment(root, clip) -> None:
             "[LiDARBoxComponent].type": pa.array([TYPES[box.category] for _, box in chosen], pa.int8()),
             "[LiDARBoxComponent].num_lidar_points_in_box": [box.num_points for _, box in chosen],
         })  # fmt: skip
+    marked = [(time, camera, *box) for time in micros for camera, found in IMAGE_BOXES.items() for box in found]
+    prefix = "[CameraBoxComponent]."
+    write_table(root, "camera_box", name, {
+        segment: [name] * len(marked), "key.frame_timestamp_micros": [row[0] for row in marked],
+        "key.camera_name": pa.array([CAMERAS[row[1]] for row in marked], pa.int8()),
+        "key.camera_object_id": [row[7] for row in marked],
+        f"{prefix}type": pa.array([TYPES[row[6]] for row in marked], pa.int8()),
+        **{f"{prefix}box.{side}": [row[at] for row in marked]
+           for at, side in enumerate(("center.x", "center.y", "size.x", "size.y"), 2)},
+    })  # fmt: skip
     write_table(root, "stats", name, {
         segment: [name] * len(frames), "key.frame_timestamp_micros": micros,
         **{f"[StatsComponent].{key}": [text] * len(frames)

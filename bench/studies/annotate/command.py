@@ -34,7 +34,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
     parser.description = _DESCRIPTION
     add_dataset(parser)
-    parser.add_argument("layer", metavar="LAYER", help="folder of the layer: new, empty, or with a partial layer")
+    parser.add_argument(
+        "layer", metavar="LAYER", help="folder of the layer; must be new, empty, or hold a partial layer"
+    )
     add_flags(parser, ModelOption)
     add_flags(parser, AnnotateOptions)
     add_flags(parser, PrintOptions)

@@ -125,10 +125,10 @@ class _Annotation:
     def __init__(self, base: Dataset, model: Model, options: AnnotateOptions) -> None:
         self._base, self._model, self._options = base, model, options
         transforms = options.transforms or Transforms()
+        if transforms.two_views:
+            raise ConfigError("transforms.two_views=True: a layer has one value a sample; leave two_views out")
         if options.view == "fixed":
-            parts = {name: getattr(transforms, name) for name in ("image", "pixels", "ego")}
-            still = {name: msgspec.structs.replace(one, train=False) for name, one in parts.items()}
-            transforms = msgspec.structs.replace(transforms, **still)
+            transforms = transforms.evaluation()
             self.view = LayerView()
         else:
             settings = view_settings(options.seed, transforms.content())

@@ -62,7 +62,7 @@ class DescribeOptions(Settings, frozen=True, kw_only=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """An order, and how well it shuffles beside a shuffle buffer and a true shuffle."""
+    """An order, and how well it shuffles compared with a shuffle buffer and a full shuffle."""
 
     dataset: str
     split: str

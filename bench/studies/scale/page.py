@@ -22,8 +22,8 @@ _METHOD = (
     "over those of one rank times the ranks. The simulation gives each rank a loader with a bounded queue, an "
     "accelerator, and a step that ends when every rank has computed; it draws the loader's times between batches "
     "and the steps' overhead from those measured with up to two ranks, so that runs with more try it. Exposed "
-    "all-reduce grows with the logarithm of the ranks. Ranks of one host share its CPUs, all ranks share the storage. "
-    "Service times are drawn independently: what slows all ranks of a real cluster at once is not in it."
+    "all-reduce grows with the bytes that a rank of a ring sends. Ranks of one host share its CPUs, all ranks share "
+    "the storage. Service times are drawn independently: what slows all ranks of a real cluster at once is not in it."
 )
 
 

@@ -342,7 +342,7 @@ def _definitions(report: Report) -> list[str]:
         parts.append(
             "<p>What the emulation itself cost: the stand-in worked on the host for "
             f"{figures.stand_in_share:.1%} of the wall time, it outlasted the emulated phases by "
-            f"{figures.overrun_share:.2%}, and the host woke late by {figures.overshoot_share:.2%}.</p>"
+            f"{figures.overrun_share:.2%}, and the host ended them {figures.overshoot_share:.2%} late.</p>"
         )
     sources = "; ".join(escape(source) for source in accelerator["sources"])
     parts.append(f'<p class="small">Step times: {escape(accelerator["derivation"])} Sources: {sources}.</p>')

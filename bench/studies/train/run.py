@@ -19,6 +19,7 @@ from fuelrail.bench.report.files import REPORT_JSON, TRACE_JSON, merge_traces, p
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.studies.train.convergence import compare_losses, global_batch, time_to
 from fuelrail.bench.studies.train.report import Report, build_report, load_report
+from fuelrail.bench.trainer.distill.settings import DISTILL, DistillSettings, weights_of
 from fuelrail.bench.trainer.launch import Outcome, run_ranks
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.settings import TrainOptions, TrainSettings
@@ -236,9 +237,35 @@ def _settings(dataset: str, options: TrainOptions, records: Path) -> TrainSettin
         keep=options.keep,
         failures_per_day=options.failures_per_day,
         memory=options.memory,
+        transforms=None if options.transforms is None else str(Path(options.transforms).absolute()),
+        distill=_distillation(options),
         parallel=ParallelSettings(**{name: getattr(options, name) for name in ParallelSettings.__struct_fields__}),
         timeout_s=options.timeout_s,
     )
+
+
+def _distillation(options: TrainOptions) -> DistillSettings | None:
+    """How the run is distilled. Raises ConfigError."""
+    given = {"distill": options.distill, "temperature": options.temperature}
+    places = {"checkpoints": options.teacher, "layer": options.teacher_layer}
+    if options.teacher is None and options.teacher_layer is None:
+        if lone := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(f"{lone[0]}={given[lone[0]]} needs a teacher: give teacher or teacher_layer")
+        return None
+    if None not in places.values():
+        raise ConfigError(
+            f"teacher={options.teacher} and teacher_layer={options.teacher_layer} exclude each other: give one of them"
+        )
+    settings = DistillSettings(
+        **{
+            name: place if place is None or is_url(place) else str(Path(place).absolute())
+            for name, place in places.items()
+        },
+        weights=options.distill or DISTILL,
+        temperature=options.temperature or 2.0,
+    )
+    weights_of(settings.weights)
+    return settings
 
 
 def _checkpoint_place(options: TrainOptions) -> str | None:

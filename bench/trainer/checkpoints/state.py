@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import torch
+import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.trainer.strategies.parallel import parameters_of
 
@@ -122,6 +125,21 @@ def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> dict[str
         "schedule": {key: value[0] if isinstance(value, list) else value for key, value in schedule.items()},
         "scaler": None if parallel.scaler is None else parallel.scaler.state_dict(),
     }
+
+
+def parameters_digest(parallel: Parallel) -> str:
+    """xxh3 (hex) over the bytes of all parameters, in order; equal on ranks that agree. All ranks must call this."""
+    digest = xxhash.xxh3_64()
+    for model in parallel.models:
+        for parameter in model.parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
+    digests = [digest.hexdigest()]
+    if parallel.mesh is not None and "pp" in (parallel.mesh.mesh_dim_names or ()):
+        group = parallel.mesh["pp"].get_group()
+        digests *= dist.get_world_size(group)
+        dist.all_gather_object(digests, digest.hexdigest(), group=group)
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 
 def _inner(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, Pixels, camera_inputs, head_plan
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
+from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.bench.trainer.models.settings import BevSettings
+    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 _STEM_STRIDE = 4
 
 
-class BevOccupancy(StagedModel):
+class BevOccupancy(OccupancyModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by convolutions."""
 
     def __init__(self, settings: BevSettings) -> None:

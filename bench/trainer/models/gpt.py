@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
+from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
 from fuelrail.bench.trainer.models.transformer import Block, block_plan
 
 if TYPE_CHECKING:
@@ -42,6 +42,15 @@ class Gpt(StagedModel):
         """Return tokens int64 [B, context + 1] and weight float [B]."""
         return tokens_of(batch, self.settings), batch["valid"].float()
 
+    def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the cross-entropy of each token but the first [B, context]."""
+        next_tokens = inputs[0][:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(next_tokens.shape)
+
+    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
+        """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
+        return hidden.transpose(1, 2)[:, None, :, None]
+
     def tensor_plans(self) -> TensorPlans:
         """Divide the vocabulary of stem and head, the tokens behind the stem, and the blocks' channels and tokens."""
         stem = {
@@ -63,7 +72,7 @@ class _Embeddings(nn.Module):
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, weight: Tensor) -> Tensor:  # noqa: ARG002 - the head's
+    def forward(self, tokens: Tensor, *_: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1] - 1, device=tokens.device)
         hidden: Tensor = self.tokens(tokens[:, :-1]) + self.positions(places)
         return hidden
@@ -76,10 +85,9 @@ class _NextToken(nn.Module):
         # Not tied to the embedding: in a pipeline they lie on different ranks.
         self.vocabulary = nn.Linear(settings.width, settings.vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
-        logits = self.vocabulary(self.norm(hidden)).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-        return mean_over_samples(losses.view(len(tokens), -1).mean(dim=1), weight)
+    def forward(self, hidden: Tensor, *_: Tensor) -> Tensor:
+        logits: Tensor = self.vocabulary(self.norm(hidden)).float()
+        return logits
 
 
 def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from fuelrail.bench.trainer.models.staged import mean_over_samples
+from fuelrail.bench.trainer.models.staged import StagedModel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,8 +48,16 @@ class Pixels(nn.Module):
         return (pixels.float() - self.mean) / self.std
 
 
+class OccupancyModel(StagedModel):
+    """A model that ends in an :class:`OccupancyHead`; its inputs are those of :func:`camera_inputs`."""
+
+    def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the binary cross-entropy of each cell [B, G]."""
+        return F.binary_cross_entropy_with_logits(logits, inputs[-2], reduction="none")
+
+
 class OccupancyHead(nn.Module):
-    """Features of all cameras and their geometry to the mean loss of an occupancy grid; see the module's docstring."""
+    """Features of all cameras and their geometry to the logits of an occupancy grid; see the module's docstring."""
 
     def __init__(self, width: int, stride: int, grid: int) -> None:
         super().__init__()
@@ -67,14 +75,12 @@ class OccupancyHead(nn.Module):
         cam_valid: Tensor,
         intrinsics: Tensor,
         cam2ego: Tensor,
-        target: Tensor,
-        weight: Tensor,
+        *_: Tensor,
     ) -> Tensor:
-        """Mean loss over the batch's real samples.
+        """Logits of the cells, float [B, G].
 
         features [B * N, C, h, w]; img uint8 [B, N, 3, H, W] (of which the shape is read); cam_valid [B, N]; intrinsics
-        [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4]; target float [B, G] from :func:`occupied_cells`;
-        weight float [B], 0 for padding rows.
+        [B, N, 3, 3] of the delivered pixels; cam2ego [B, N, 4, 4].
         """
         num_samples, num_cameras = img.shape[:2]
         rays = self._rays(features.shape[-2:], intrinsics, cam2ego)  # [B*N, h*w, 6]
@@ -86,9 +92,8 @@ class OccupancyHead(nn.Module):
         mask = absent.to(keys.dtype).mul(-1e4)[:, None, :]  # [B, 1, T]
         queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
         cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
-        logits = self.head(self.norm(cells + queries)).squeeze(-1).float()
-        losses = F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(dim=1)
-        return mean_over_samples(losses, weight)
+        logits: Tensor = self.head(self.norm(cells + queries)).squeeze(-1).float()
+        return logits
 
     def _rays(self, size: torch.Size, intrinsics: Tensor, cam2ego: Tensor) -> Tensor:
         """Unit directions and origins (tens of metres) in the ego frame of the feature cells: [B*N, h*w, 6]."""

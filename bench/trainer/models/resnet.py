@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from fuelrail.bench.trainer.models.occupancy import Pixels, camera_inputs
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
+from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,6 +46,17 @@ class ResNet(StagedModel):
         """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
         return camera_inputs(batch, self.settings.grid, self.settings.range_m)
 
+    def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the cross-entropy of each image [B, N]."""
+        images, classes = logits.shape[1:]
+        labels = inputs[-2].sum(dim=1).long().clamp(max=classes - 1).repeat_interleave(images)
+        return F.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(-1, images)
+
+    def by_sample(self, losses: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the mean over the sample's present images [B]."""
+        present = (inputs[1] != 0).float()
+        return (losses * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
+
     def tensor_plans(self) -> TensorPlans:
         """Return the classifier's plan: torch shards no convolutions, so each rank computes all of them."""
         return {}, {}, {"classes": ColwiseParallel(output_layouts=Replicate())}
@@ -69,14 +80,10 @@ class _Classifier(nn.Module):
         super().__init__()
         self.classes = nn.Linear(inputs, classes)
 
-    def forward(self, features: Tensor, img: Tensor, cam_valid: Tensor, *rest: Tensor) -> Tensor:
-        """Mean loss over samples, each the mean of its present images; features [B * N, C, h, w]."""
-        target, weight = rest[-2:]
-        logits = self.classes(features.mean(dim=(2, 3))).float()
-        labels = target.sum(dim=1).long().clamp(max=logits.shape[-1] - 1).repeat_interleave(img.shape[1])
-        losses = F.cross_entropy(logits, labels, reduction="none").view(img.shape[:2])
-        present = (cam_valid != 0).float()
-        return mean_over_samples((losses * present).sum(dim=1) / present.sum(dim=1).clamp(min=1), weight)
+    def forward(self, features: Tensor, img: Tensor, *_: Tensor) -> Tensor:
+        """Logits [B, N, classes] of features [B * N, C, h, w]."""
+        logits: Tensor = self.classes(features.mean(dim=(2, 3))).float()
+        return logits.unflatten(0, img.shape[:2])
 
 
 class _Bottleneck(nn.Module):

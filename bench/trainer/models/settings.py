@@ -121,3 +121,21 @@ def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, i
     if isinstance(settings, ResNetSettings):
         return {"classes": settings.classes}
     return {"width": settings.width}
+
+
+def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, ...], str]:
+    """Return the shape of a sample's logits, and what they say; models of which both are equal can teach each other."""
+    if isinstance(settings, GptSettings):
+        return (settings.context, settings.vocabulary), "the next token"
+    if isinstance(settings, ResNetSettings):
+        return (num_cameras, settings.classes), f"number of cells of {settings.grid} x {settings.grid}"
+    return (settings.grid, settings.grid), f"occupancy within {settings.range_m:g} m"
+
+
+def feature_width(settings: ModelSettings) -> int:
+    """Return the number of channels in front of the head."""
+    if isinstance(settings, BevSettings):
+        return settings.width * 2 ** (settings.num_stages - 1)
+    if isinstance(settings, ResNetSettings):
+        return 4 * settings.width * 2 ** (len(settings.blocks) - 1)
+    return settings.width

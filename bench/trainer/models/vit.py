@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput, PrepareModuleOutput
 
-from fuelrail.bench.trainer.models.occupancy import OccupancyHead, Pixels, camera_inputs, head_plan
-from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans
+from fuelrail.bench.trainer.models.occupancy import OccupancyHead, OccupancyModel, Pixels, camera_inputs, head_plan
 from fuelrail.bench.trainer.models.transformer import Block, block_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fuelrail.bench.trainer.models.settings import VitSettings
+    from fuelrail.bench.trainer.models.staged import TensorPlans
 
 
-class MultiCameraVit(StagedModel):
+class MultiCameraVit(OccupancyModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by a transformer over each image."""
 
     def __init__(self, settings: VitSettings) -> None:
@@ -32,15 +32,18 @@ class MultiCameraVit(StagedModel):
         """Return img, cam_valid, intrinsics, cam2ego, target, weight."""
         return camera_inputs(batch, self.settings.grid, self.settings.range_m)
 
+    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the tokens as maps of the images [B, N, C, h, w]."""
+        rows = hidden.transpose(1, 2).unflatten(2, (-1, self.settings.patches_along(inputs[0].shape[-1])))
+        return super().feature_map(rows, *inputs)
+
     def tensor_plans(self) -> TensorPlans:
         """Divide the tokens behind the stem, the blocks' channels and tokens, and the head's embedding."""
         divide = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         gather = PrepareModuleInput(
-            input_layouts=(Shard(1), *[None] * 6),
-            desired_input_layouts=(Replicate(), *[None] * 6),
-            use_local_output=True,
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
         )
-        return {"": divide}, block_plan(), {"": gather, **{f"cells.{k}": v for k, v in head_plan().items()}}
+        return {"": divide}, block_plan(), {"norm": gather, **{f"cells.{k}": v for k, v in head_plan().items()}}
 
 
 class _Patches(nn.Module):
@@ -68,5 +71,5 @@ class _Head(nn.Module):
 
     def forward(self, tokens: Tensor, img: Tensor, *inputs: Tensor) -> Tensor:
         features = self.norm(tokens).transpose(1, 2).unflatten(2, (-1, self.settings.patches_along(img.shape[-1])))
-        loss: Tensor = self.cells(features, img, *inputs)
-        return loss
+        logits: Tensor = self.cells(features, img, *inputs)
+        return logits

@@ -56,6 +56,7 @@ class Parallel:
         pipeline: Pipeline | None = None,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
+        teacher: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.model = model
         self.optimiser = optimiser
@@ -66,6 +67,7 @@ class Parallel:
         self._pipeline = pipeline
         self._precision: Precision = precision
         self._clip_norm = clip_norm
+        self._teacher = teacher
 
     @property
     def models(self) -> list[nn.Module]:
@@ -94,9 +96,14 @@ class Parallel:
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
         precise = autocast(inputs[0].device, self._precision)
+        if self._teacher is not None:
+            with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
+                inputs = (*inputs, *self._teacher(*inputs))
         if self._pipeline is not None:
             self._pipeline.accumulation = accumulation
-            self._pipeline.scale = 1.0 if self.scaler is None else self.scaler.scale(torch.ones_like(inputs[-1][0]))
+            self._pipeline.scale = (
+                1.0 if self.scaler is None else self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
+            )
             with precise:
                 return self._pipeline.run(inputs, accelerator, rows)
         assert isinstance(self.model, nn.Module), "a list of stages has a pipeline"
@@ -169,12 +176,14 @@ def parallelise(
     learning_rate: float = 1e-3,
     precision: Precision = "fp32",
     accelerator: Accelerator | None = None,
+    teacher: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Parallel:
     """Divide a model that lies on this rank's device, the meta device included; all ranks must call this.
 
     ``mesh`` is :func:`make_mesh`'s; :func:`check_fits` has found nothing against the degrees. ``batch_size`` is the
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
-    Of a pipeline's model the parts that are not this rank's are given up.
+    Of a pipeline's model the parts that are not this rank's are given up. ``teacher`` adds to the inputs what it makes
+    of them.
     """
     device = next(model.parameters()).device
     plans = model.tensor_plans()
@@ -214,6 +223,7 @@ def parallelise(
         pipeline=pipeline,
         precision=precision,
         clip_norm=settings.clip_norm,
+        teacher=teacher,
     )
 
 

@@ -36,6 +36,7 @@ class Stage(nn.Module):
         self.stem = model.stem if number == 0 else None
         self.blocks = nn.ModuleDict({str(block): model.blocks[block] for block in range(first, last)})
         self.head = model.head if number == num_stages - 1 else None
+        self._loss = model.loss
 
     def forward(self, *hidden: Tensor, **named: Tensor) -> Tensor:
         """Return the hidden tensor, or the loss of this part of the batch."""
@@ -44,7 +45,7 @@ class Stage(nn.Module):
         for block in self.blocks.values():
             value = block(value)
         # Convolutions may leave another layout, which cannot be sent.
-        return value.contiguous() if self.head is None else self.head(value, *inputs)
+        return value.contiguous() if self.head is None else self._loss(self.head(value, *inputs), *inputs)
 
 
 def local_stages(rank: int, num_ranks: int, num_stages: int, schedule: Schedule) -> list[int]:

@@ -90,9 +90,9 @@ class ClassMap:
         self._labels: dict[str, int] = {}
         self._counts: dict[str, int] = {}
 
-    def labels(self, categories: Sequence[str]) -> NDArray[np.int16]:
-        """Numbers of the classes (M,), -1 for none; counts them."""
-        known, counts = self._labels, self._counts
+    def labels(self, categories: Sequence[str], *, counted: bool = True) -> NDArray[np.int16]:
+        """Numbers of the classes (M,), -1 for none; boxes in space are ``counted``, those in images are not."""
+        known, counts = self._labels, self._counts if counted else {}
         found = np.empty(len(categories), np.int16)
         for at, name in enumerate(categories):
             label = known.get(name)

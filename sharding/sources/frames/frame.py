@@ -93,9 +93,13 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Absent(msgspec.Struct, frozen=True, gc=False):
-    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as "no message"."""
+    """Stands for an image that a frame lacks, with the reason as the scan report counts it, such as "no message".
+
+    ``ref`` is what is not there, where it has a name.
+    """
 
     reason: str
+    ref: str = ""
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -145,11 +149,29 @@ class BoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     in_global: bool = False
 
 
+class ImageBoxRows(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The 2-D boxes of one image, as columns of K rows; an image without labels has none of these.
+
+    Attributes:
+        box: (K, 4) left, top, right, bottom [px]; the centre of the top-left pixel is (0, 0).
+        category: the source's name of the class of each.
+        track: the source's name of the track of each, as in :class:`BoxRows`; None: not known of any.
+        row: (K,) the row of the same object in the frame's boxes, -1 for none; None: not known of any.
+
+    """
+
+    box: Vectors
+    category: Sequence[str]
+    track: Sequence[str] | None = None
+    row: Vectors | None = None
+
+
 class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One moment: a sample, if the policy for missing cameras keeps it.
 
     ``images`` and ``sweeps`` are by channel. ``ego2global`` (4, 4) is at ``timestamp_ns``; None: from the clip's
-    trajectory. ``boxes`` None: not labelled. ``attributes`` are values of the source's own ``columns``. Motion is in
+    trajectory. ``boxes`` None: not labelled. ``boxes2d`` are by camera, of those that the source's ``image_boxes``
+    names. ``attributes`` are values of the source's own ``columns``. Motion is in
     ego axes [m/s, m/s^2, rad/s]; without ``ego_velocity`` it is the difference of the neighbouring frames' poses.
     """
 
@@ -158,6 +180,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ego2global: F64 | None = None
     sweeps: Mapping[str, Sweep] = {}
     boxes: BoxRows | None = None
+    boxes2d: Mapping[str, ImageBoxRows] = {}
     attributes: Mapping[str, Any] = {}
     token: str = ""
     is_key_frame: bool = True

@@ -14,6 +14,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_arrays, encode_stacked
 from fuelrail.sharding.sources.frames.arrays import clip_arrays, stacked_geometry
 from fuelrail.sharding.sources.frames.boxes import clip_boxes
+from fuelrail.sharding.sources.frames.channels import image_boxes
 from fuelrail.sharding.sources.frames.classes import count_column
 from fuelrail.sharding.sources.frames.frame import Image
 from fuelrail.sharding.sources.frames.members import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.frames.arrays import ClipArrays
@@ -87,6 +89,7 @@ class ClipRows:
     points: bool
     has_poses: bool
     is_unix: bool
+    channels: Sequence[Channel] = ()
 
     def add(self, clip: Clip, frames: Sequence[Frame], trajectory: Trajectory | None) -> None:
         """Write a clip's rows; raises SourceError for what spoils the whole clip, and notes smaller faults."""
@@ -113,6 +116,9 @@ class ClipRows:
                 members, own = [one.reference for one in there], boxes[at]
                 meta = facts.meta(at, members, own)
                 attributes = facts.attributes(at, arrays, members, own)
+                if self.channels:
+                    cameras, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
+                    members += image_boxes(self.channels, frames[at].boxes2d, cameras, self.classes, place)
                 stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *(one.stamp for one in there)]).encode())
                 self.out.append(meta, encoded, None if own is None else encode_arrays(own), members, attributes, stamps)
         self.report.samples += len(order)
@@ -158,7 +164,7 @@ class ClipRows:
                 self.report.drop(f"{channel}: {why}")
             for channel, why in refused.items() if self.missing_camera == "error" else ():
                 image = frames[at].images.get(channel)
-                named = f" '{self.files.shown}/{image.ref}'" if isinstance(image, Image) else ""
+                named = f" '{self.files.shown}/{image.ref}'" if image is not None and image.ref else ""
                 self.findings.add(
                     channel,
                     f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "

@@ -17,6 +17,7 @@ from fuelrail.pipeline.sample.schema import encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.sharding.sources.files import source_files
+from fuelrail.sharding.sources.frames.channels import COMPUTED, boxes2d_channel, computed_bytes
 from fuelrail.sharding.sources.frames.classes import SOURCE, ClassMap, ClassOption, loaded
 from fuelrail.sharding.sources.frames.members import MADE, POINTS, Part
 from fuelrail.sharding.sources.frames.rows import ClipRows, attribute_types
@@ -68,6 +69,7 @@ class FrameSource(Generic[S]):
         ego_origin: where in the vehicle the origin of ego is.
         has_poses: false where the source knows no ego poses: all are the identity, and the manifest says so.
         columns: columns of attributes of the source's own: name to bool, int, float or str.
+        image_boxes: cameras whose 2-D boxes frames have, to what these are; each becomes the channel boxes2d_CAMERA.
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
 
@@ -83,6 +85,7 @@ class FrameSource(Generic[S]):
     ego_origin: str = "unknown"
     has_poses: bool = True
     columns: Mapping[str, type] = {}
+    image_boxes: Mapping[str, str] = {}
     box_attributes: Sequence[str] = ()
     license: str | None = None
 
@@ -156,10 +159,11 @@ class FrameSource(Generic[S]):
         self.files.listed()  # the root must be there
         sensors, classes, report, findings = self.sensors(), self._classes(), ScanReport(), Findings()
         columns = list(attribute_types(classes.names, self.columns))
+        channels = tuple(boxes2d_channel(camera, text) for camera, text in self.image_boxes.items())
         rows = ClipRows(
             out=out, files=self.files, sensors=sensors, classes=classes, report=report, findings=findings,
             columns=columns, missing_camera=self.given.missing_camera, points=self.given.points,
-            has_poses=self.has_poses, is_unix=self.time_base == "unix",
+            has_poses=self.has_poses, is_unix=self.time_base == "unix", channels=channels,
         )  # fmt: skip
         splits: dict[str, list[str]] = {}
         num_clips = 0
@@ -187,7 +191,8 @@ class FrameSource(Generic[S]):
             lidars=list(sensors.lidars),
             classes=classes.names,
             attributes=list(self.box_attributes),
-            names=out.member_names(sensors.channels),
+            channels=channels,
+            names=out.member_names([*sensors.channels, *(channel.name for channel in channels)]),
             time_base=self.time_base,
             ego_origin=self.ego_origin,
             splits=splits or None,
@@ -198,14 +203,16 @@ class FrameSource(Generic[S]):
 
     def place(self, ref: str) -> Place | None:
         """Where an image's bytes are, if they are in a file of this machine as they are."""
-        if ref.startswith((MADE, POINTS)):
+        if ref.startswith((MADE, POINTS, COMPUTED)):
             return None
         part = Part.of(ref)
         path = self.files.path(part.name)
         return None if path is None else Place(path, part.offset, part.length)
 
     def open(self, ref: str) -> Buffer:
-        """The bytes of a member: an image, or points as ``.npy``."""
+        """The bytes of a member: an image, points as ``.npy``, or what the scan computed."""
+        if ref.startswith(COMPUTED):
+            return computed_bytes(ref)
         if ref.startswith(POINTS):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE):

@@ -51,7 +51,7 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     if pa.types.is_null(column.type):
         return [None] * len(rows)
     if not pa.types.is_nested(column.type) or not pa.types.is_struct(column.type.value_type):
-        raise SourceError(f"table '{rows.table}', column boxes is {column.type}, wanted is a list of structs")
+        raise SourceError(f"table '{rows.table}', column boxes is {column.type}, expected a list of structs")
     labelled = column.is_valid().to_pylist()
     ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)).tolist()
     flat = column.flatten()
@@ -139,3 +139,14 @@ def _rows(values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: 
         else:
             chosen[name] = None if column is None else column[part]
     return BoxRows(**chosen, in_global=in_global)
+
+
+def boxes_of_frames(
+    rows: Rows | None, own: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp], *, in_global: bool,
+    is_unix: bool,
+) -> Sequence[BoxRows | None]:  # fmt: skip
+    """Boxes of the frames of a clip in the given ``order``: of the column of ``frames``, else of the table ``own``."""
+    if rows is None or "boxes" not in rows:
+        return boxes_by_time(own, times[order], in_global=in_global, is_unix=is_unix)
+    found = listed_boxes(rows, in_global=in_global)
+    return [found[at] for at in order.tolist()]

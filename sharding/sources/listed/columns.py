@@ -60,6 +60,11 @@ def is_known(name: str) -> bool:
     return SENSOR.match(name) is not None or name.partition(".")[0] in _OF_FRAME
 
 
+def is_path(column: str) -> bool:
+    """Return whether a column names files."""
+    return column.rpartition(".")[2] == "path"
+
+
 def attribute_type(where: str, field: pa.Field) -> type:
     """Return the type of a free column; raises SourceError for one that can be no attribute."""
     kind = field.type

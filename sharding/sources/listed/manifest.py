@@ -21,30 +21,40 @@ from fuelrail.sharding.sources.frames.frame import Absent, Clip, Frame, Image, S
 from fuelrail.sharding.sources.frames.members import Part
 from fuelrail.sharding.sources.frames.poses import Trajectory
 from fuelrail.sharding.sources.frames.rows import attribute_types
-from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
-from fuelrail.sharding.sources.listed.boxes import box_type, boxes_by_time, check_box_columns, listed_boxes
+from fuelrail.sharding.sources.frames.source import FrameSource
+from fuelrail.sharding.sources.listed.boxes import box_type, boxes_of_frames, check_box_columns
 from fuelrail.sharding.sources.listed.calibration import Calibrations, read_calibration
-from fuelrail.sharding.sources.listed.columns import OF_CLIP, SENSOR, attribute_type, check_column, is_known, type_of
+from fuelrail.sharding.sources.listed.columns import (
+    OF_CLIP,
+    SENSOR,
+    attribute_type,
+    check_column,
+    is_known,
+    is_path,
+    type_of,
+)
 from fuelrail.sharding.sources.listed.matching import SensorRows, ascending
-from fuelrail.sharding.sources.listed.members import Paths, RowFiles
+from fuelrail.sharding.sources.listed.members import FRAME, Paths, RowFiles, add_columns
 from fuelrail.sharding.sources.listed.points import parse_points
-from fuelrail.sharding.sources.listed.tables import Table, distinct, find_table, table_schema
+from fuelrail.sharding.sources.listed.tables import Table, distinct, find_table, has_text, table_schema
 from fuelrail.sharding.sources.listed.values import TIME_COLUMNS, Rows
+from fuelrail.sharding.sources.logs.settings import VideoSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.frames.frame import BoxRows
+    from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.sharding.sources.listed.calibration import Calibration
     from fuelrail.sharding.sources.scan_table import ScanWriter
-    from fuelrail.sharding.sources.source import ScanInfo
+    from fuelrail.sharding.sources.source import Reads, ScanInfo
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
 _AXES = Literal["optical", "flu"]
 
 
-class ManifestSettings(FrameSettings, frozen=True, kw_only=True):
+class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
     """Options of the adapter."""
 
     pixel_origin: Annotated[
@@ -87,13 +97,14 @@ class ManifestSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 class Manifest(FrameSource[ManifestSettings]):
-    """Tables of your own (Parquet, JSON lines, CSV) that name files, ranges of files, and members of tars."""
+    """Tables of your own (Parquet, JSON lines, CSV) that name files, ranges of files, members of tars, video frames."""
 
     kind = "manifest"
     settings = ManifestSettings
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
+        self.given.check_libraries()
         self.time_base, self.ego_origin = self.given.time_base, self.given.ego_origin
         self._is_unix = self.time_base == "unix"
         self._paths = Paths(self.files)
@@ -125,6 +136,32 @@ class Manifest(FrameSource[ManifestSettings]):
                 found[field.name] = attribute_type(f"table '{self.files.shown}/{name}'", field)
         return found
 
+    @cached_property
+    def _prefixes(self) -> list[str]:
+        """What the columns of each sensor in ``frames`` begin with, such as ``cam.front.``."""
+        found = (SENSOR.match(column) for column in _columns(self._tables.get("frames")))
+        return list(dict.fromkeys(f"{match[1]}.{match[2]}." for match in found if match is not None))
+
+    @cached_property
+    def _has_video(self) -> bool:
+        """Whether a path names a frame of a video."""
+        named = [name for stem, name in self._names.items() if stem in ("frames", "sensor_data")]
+        return any(has_text(self.files, name, FRAME, is_path) for name in named)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """All options; the versions of libraries where there is video."""
+        return {**super().options, "libraries": libraries_of(has_video=self._has_video)}
+
+    @property
+    def reads(self) -> Reads:  # type: ignore[override]  # of these tables, not of the kind
+        """By clip where there is video."""
+        return "clip" if self._has_video else "random"
+
+    def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
+        """Decode frames of video, each once."""
+        return self._paths.videos.jpegs(refs, self.given.video_quality)
+
     @property
     def attribute_types(self) -> dict[str, type]:
         """Columns of attributes: those of all sources, and the free columns of ``frames``."""
@@ -133,6 +170,8 @@ class Manifest(FrameSource[ManifestSettings]):
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept."""
         self.columns = self._free
+        if self._has_video:
+            check_decoder(f"'{self.files.shown}'")
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
                 types = box_type if stem == "boxes" else type_of
@@ -145,9 +184,11 @@ class Manifest(FrameSource[ManifestSettings]):
                 corner = self.given.pixel_origin == "corner"
                 self._calibrations = Calibrations(self._tables["calibration"], axes, is_corner=corner)
             self.has_poses = "ego_pose" in self._tables or any(
-                name.partition(".")[0] == "ego2global" for name in self._columns("frames")
+                name.partition(".")[0] == "ego2global" for name in _columns(self._tables.get("frames"))
             )
-            if not self.has_poses and any(name.startswith("ego2global") for name in self._columns("sensor_data")):
+            if not self.has_poses and any(
+                name.startswith("ego2global") for name in _columns(self._tables.get("sensor_data"))
+            ):
                 raise SourceError(
                     f"table '{self._tables['sensor_data'].name}' has poses of files, but none of frames: "
                     "give the table ego_pose"
@@ -156,10 +197,6 @@ class Manifest(FrameSource[ManifestSettings]):
                 return super().scan(out)
             finally:
                 self._tables, self._calibrations = {}, None
-
-    def _columns(self, stem: str) -> list[str]:
-        """Names of the columns of a table; none where it is not there."""
-        return list(self._tables[stem].schema.names) if stem in self._tables else []
 
     def sensors(self) -> Sensors:
         """Return the sensors that the columns name, or the rows of ``calibration``."""
@@ -178,7 +215,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     )
             for name, is_camera in known.items():
                 (cameras if is_camera else lidars)[name] = None
-        for column in self._columns("frames"):
+        for column in _columns(self._tables.get("frames")):
             found = SENSOR.match(column)
             if found is not None:
                 check_column(self._tables["frames"].name, found)
@@ -207,7 +244,9 @@ class Manifest(FrameSource[ManifestSettings]):
             facts: dict[str, Any] = {
                 name: _one(rows, name) or "" for name in OF_CLIP if "frames" in self._tables and name in rows
             }
-            yield Clip(name=clip, **facts)
+            named = [self._tables[stem].rows(clip) for stem in ("frames", "sensor_data") if stem in self._tables]
+            videos = self._paths.videos.named(rows for rows in named if rows is not None) if self._has_video else ()
+            yield Clip(name=clip, files=videos, **facts)
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of ``ego_pose``, else those of the frames."""
@@ -216,18 +255,10 @@ class Manifest(FrameSource[ManifestSettings]):
         found = None if rows is None else rows.poses("ego2global")
         if rows is None or found is None:
             return None
-        times = self._times(rows)
+        times = _times(rows, is_unix=self._is_unix)
         known = ~np.isnan(found[:, 0, 0])
         order = ascending(rows, times, np.flatnonzero(known))
         return Trajectory(times[order], found[order], rows.table, max_gap_s=self.given.max_gap_s)
-
-    def _times(self, rows: Rows) -> NDArray[np.int64]:
-        times = rows.times(is_unix=self._is_unix)
-        if times is None:
-            raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
-        if (times < 0).any():
-            rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
-        return times
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
         """Yield the clip's frames by time."""
@@ -235,23 +266,31 @@ class Manifest(FrameSource[ManifestSettings]):
         data = self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
         sensors = None
         if data is not None and self._calibrations is not None:
-            sensors = SensorRows(clip.name, RowFiles(self._paths, data, "", self._times(data)), self._calibrations)
+            sensors = SensorRows(
+                clip.name, RowFiles(self._paths, data, "", _times(data, is_unix=self._is_unix)), self._calibrations
+            )
         if rows is None:
             assert sensors is not None, "there is one of the two"
             times = sensors.reference_times(self.given.reference)
             order = np.arange(len(times))
         else:
-            times = self._times(rows)
+            times = _times(rows, is_unix=self._is_unix)
             order = ascending(rows, times, np.arange(len(times)))
         images: list[dict[str, Image | Absent]] = [{} for _ in times]
         sweeps: list[dict[str, Sweep]] = [{} for _ in times]
         if rows is not None:
-            self._add_columns(clip, rows, times, images, sweeps)
+            for prefix in self._prefixes:
+                found = self._calibration(clip, rows, prefix)
+                add_columns(self._paths, rows, prefix, times, found, images, sweeps, is_unix=self._is_unix)
         if sensors is not None:
             into = [(images[at], sweeps[at]) for at in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)
         stated = None if rows is None else rows.poses("ego2global")
-        boxes = self._boxes(clip, rows, times, order)
+        table = self._tables.get("boxes")
+        boxes = boxes_of_frames(
+            rows, None if table is None else table.rows(clip.name), times, order,
+            in_global=self.given.boxes_in == "global", is_unix=self._is_unix,
+        )  # fmt: skip
         free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
         for number, at in enumerate(order.tolist()):
             has_pose = stated is not None and not np.isnan(stated[at, 0, 0])
@@ -264,60 +303,39 @@ class Manifest(FrameSource[ManifestSettings]):
                 attributes={name: values[at] for name, values in free.items()},
             )
 
-    def _boxes(
-        self, clip: Clip, rows: Rows | None, times: NDArray[np.int64], order: NDArray[np.intp]
-    ) -> Sequence[BoxRows | None]:
-        in_global = self.given.boxes_in == "global"
-        if rows is not None and "boxes" in rows:
-            found = listed_boxes(rows, in_global=in_global)
-            return [found[at] for at in order.tolist()]
-        table = self._tables.get("boxes")
-        own = None if table is None else table.rows(clip.name)
-        return boxes_by_time(own, times[order], in_global=in_global, is_unix=self._is_unix)
-
     # Wide: columns of the frame's row.
 
-    @cached_property
-    def _columns_of(self) -> dict[str, tuple[str, str]]:
-        """Prefix of columns, such as ``cam.front.``, to kind and name of the sensor."""
-        found: dict[str, tuple[str, str]] = {}
-        for column in self._columns("frames"):
-            match = SENSOR.match(column)
-            if match is not None:
-                found[f"{match[1]}.{match[2]}."] = (match[1], match[2])
-        return found
-
-    def _add_columns(
-        self,
-        clip: Clip,
-        rows: Rows,
-        frame_ns: NDArray[np.int64],
-        images: list[dict[str, Image | Absent]],
-        sweeps: list[dict[str, Sweep]],
-    ) -> None:
-        for prefix, (kind, name) in self._columns_of.items():
-            is_camera = kind == "cam"
-            given = self.given.camera_axes
-            axes = given if isinstance(given, str) else given.get(name, "optical")
-            own = read_calibration(
-                rows, prefix, "cam2ego" if is_camera else "lidar2ego",
-                is_corner=self.given.pixel_origin == "corner", is_flu=is_camera and axes == "flu",
-            )  # fmt: skip
-            found = own.filled(None if self._calibrations is None else self._calibrations.find(clip.name, name))
-            times = rows.times(prefix, is_unix=self._is_unix)
-            times = frame_ns if times is None else np.where(times < 0, frame_ns, times)
-            files = RowFiles(self._paths, rows, prefix, times)
-            for row in range(len(rows)):
-                if is_camera:
-                    images[row][name.lower()] = files.image(row, found, row)
-                elif (sweep := files.sweep(row, found, row)) is not None:
-                    sweeps[row][name.lower()] = sweep
+    def _calibration(self, clip: Clip, rows: Rows, prefix: str) -> Calibration:
+        """The calibration of the sensor whose columns begin with ``prefix``, and what ``calibration`` has of it."""
+        _, name, _ = prefix.split(".")
+        is_camera, given = prefix.startswith("cam."), self.given.camera_axes
+        axes = given if isinstance(given, str) else given.get(name, "optical")
+        own = read_calibration(
+            rows, prefix, "cam2ego" if is_camera else "lidar2ego",
+            is_corner=self.given.pixel_origin == "corner", is_flu=is_camera and axes == "flu",
+        )  # fmt: skip
+        return own.filled(None if self._calibrations is None else self._calibrations.find(clip.name, name))
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a lidar file, or a range of a file."""
         return parse_points(
             self.files.read(*Part.of(ref)), self.given.lidar_columns, f"lidar '{self.files.shown}/{ref}'"
         )
+
+
+def _columns(table: Table | None) -> list[str]:
+    """Names of the columns of a table; none where it is not there."""
+    return [] if table is None else list(table.schema.names)
+
+
+def _times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
+    """Times of all rows [ns]; raises SourceError where one has none."""
+    times = rows.times(is_unix=is_unix)
+    if times is None:
+        raise SourceError(f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}")
+    if (times < 0).any():
+        rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
+    return times
 
 
 def _one(rows: Rows, name: str) -> str | None:

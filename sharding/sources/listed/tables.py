@@ -52,6 +52,27 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
         return next(_batches(file, f"{files.shown}/{name}", type_of)).schema
 
 
+def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
+    """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the other forms."""
+    with _readable(files, name), _opened(files, name) as file:
+        if name.endswith(".parquet"):
+            opened = parquet.ParquetFile(file, buffer_size=1 << 16, pre_buffer=False)
+            columns = [column for column in opened.schema_arrow.names if of_column(column)]
+            batches = opened.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False) if columns else ()
+            return any(
+                pc.any(pc.match_substring(column.cast(pa.string()), text)).as_py() or False
+                for batch in batches
+                for column in batch.columns
+                if pa.types.is_dictionary(column.type) or column.type in (pa.string(), pa.large_string())
+            )
+        wanted, rest = text.encode(), b""
+        while block := file.read(_BLOCK_BYTES):
+            if wanted in rest + block:
+                return True
+            rest = block[-len(wanted) :]
+    return False
+
+
 @contextlib.contextmanager
 def _readable(files: SourceFiles, name: str) -> Iterator[None]:
     """Turn Arrow's errors into SourceError."""

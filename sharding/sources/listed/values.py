@@ -220,7 +220,7 @@ class Rows:
         if bad.any():
             at = int(np.argmax(bad))
             self.fail(
-                at, f"{prefix}intrinsics", f"{found[at].tolist()}: wanted is fx s cx, 0 fy cy, 0 0 1, fx and fy over 0"
+                at, f"{prefix}intrinsics", f"{found[at].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0"
             )
         return found
 

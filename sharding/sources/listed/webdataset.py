@@ -264,7 +264,7 @@ class _Facts(NamedTuple):
     def whole(self, path: str) -> int:
         value = self.at(path)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise SourceError(f"{self.where}: {path} is {value!r}, wanted is a whole number of nanoseconds")
+            raise SourceError(f"{self.where}: {path} is {value!r}, expected a whole number of nanoseconds")
         return value
 
     def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:

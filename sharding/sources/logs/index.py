@@ -192,12 +192,3 @@ class LogIndex:
                 "clock=log_time takes the times of the recording"
             )
         return stamp_ns
-
-
-def calibration_at(calibrations: Sequence[Calibration], stamp_ns: int) -> Calibration:
-    """The last one that is not later, else the first."""
-    found = calibrations[0]
-    for one in calibrations:
-        if one.stamp_ns <= stamp_ns:
-            found = one
-    return found

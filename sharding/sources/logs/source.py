@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,8 +19,7 @@ from fuelrail.sharding.sources.logs.index import LogIndex
 from fuelrail.sharding.sources.logs.members import Job, Members
 from fuelrail.sharding.sources.logs.messages.clouds import COLUMNS
 from fuelrail.sharding.sources.logs.messages.records import CLOUDS, PICTURES, POSES, VIDEOS
-from fuelrail.sharding.sources.logs.settings import LogSettings
-from fuelrail.sharding.sources.logs.video import libraries
+from fuelrail.sharding.sources.logs.settings import LogSettings, check_decoder, libraries_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,11 +42,7 @@ class LogSource(FrameSource[LogSettings]):
         """Take the options and the root; reads nothing."""
         super().__init__(location, options)
         self.has_poses = self.given.poses != "none"
-        if self.given.libraries and self.given.libraries != _libraries():
-            raise ConfigError(
-                f"the dataset's video was decoded with {self.given.libraries}, here is {_libraries()}: install those "
-                "versions, or make the dataset again"
-            )
+        self.given.check_libraries()
         self.recordings = Recordings(
             self.files, self.file, self.suffixes, skip_damaged=self.given.damaged == "skip",
             check_all=self.given.checksums,
@@ -59,7 +53,7 @@ class LogSource(FrameSource[LogSettings]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; the versions of libraries where there is video."""
-        return {**super().options, "libraries": _libraries() if _has_video(self) else ""}
+        return {**super().options, "libraries": libraries_of(has_video=_has_video(self))}
 
     @property
     def reads(self) -> Reads:  # type: ignore[override]  # of these logs, not of the kind
@@ -169,8 +163,8 @@ class LogSource(FrameSource[LogSettings]):
                 names = sorted(name for name, one in self.recordings.topics.items() if one.type in POSES)
                 raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {', '.join(names) or '-'}")
         needs_video = [topic for topic in self.camera_topics.values() if self.recordings.topics[topic].type in VIDEOS]
-        if needs_video and importlib.util.find_spec("av") is None:
-            raise ConfigError(f"topic '{needs_video[0]}' is video, which needs: pip install 'fuelrail[video]'")
+        if needs_video:
+            check_decoder(f"topic '{needs_video[0]}'")
 
     def _indexed(self, log: str) -> LogIndex:
         """What is known of a log; that of the last one is kept."""
@@ -198,10 +192,6 @@ class Rosbag2Source(LogSource):
 
     kind = "rosbag2"
     suffixes: ClassVar[tuple[str, ...]] = (".db3", ".mcap")
-
-
-def _libraries() -> str:
-    return libraries() if importlib.util.find_spec("av") is not None else "no PyAV"
 
 
 def _has_video(source: LogSource) -> bool:

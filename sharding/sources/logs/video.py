@@ -42,17 +42,25 @@ _FINE: Final = 2.5
 
 
 class VideoFacts(NamedTuple):
-    """Size [px], codec, and the number of frames; -1 where the file does not state it."""
+    """Size [px], codec, number of frames, and the first frame that can be decoded: those before have no keyframe."""
 
     width: int
     height: int
     codec: str
     num_frames: int
+    first_frame: int
 
 
 class _Packet(NamedTuple):
     pts: int
     is_keyframe: bool
+
+
+class _Shown(NamedTuple):
+    """Packets of the frames that are shown; in the order of presentation where they have times, else of the file."""
+
+    packets: list[_Packet]
+    has_times: bool
 
 
 def libraries() -> str:
@@ -82,13 +90,23 @@ class VideoFile:
         self.num_decoded = 0
 
     def facts(self) -> VideoFacts:
-        """Size, codec and number of frames; packets are counted, and none is decoded."""
+        """What the index of the file states; without an index packets are counted, and none is decoded.
+
+        Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames` does.
+        """
         with self._opened() as container:
             stream = container.streams.video[0]
-            packets = _packets(container)
             context = stream.codec_context
-            number = -1 if packets is None else len(packets)
-            return VideoFacts(context.width, context.height, _codec(context.name, self._where), number)
+            head = context.width, context.height, _codec(context.name, self._where)
+            entries = list(stream.index_entries)
+            if entries and len(entries) == stream.frames and entries[0].is_keyframe:
+                end = max(entry.pos + entry.size for entry in entries)
+                if end > container.size:
+                    raise SourceError(f"{self._where} is cut off: it has {container.size} bytes, its index {end}")
+                return VideoFacts(*head, sum(not entry.is_discard for entry in entries), 0)
+            packets = self._shown(container).packets
+            first = next((at for at, packet in enumerate(packets) if packet.is_keyframe), len(packets))
+            return VideoFacts(*head, len(packets), first)
 
     def jpegs(self, numbers: Iterable[int], quality: int = QUALITY) -> Iterator[tuple[int, bytes]]:
         """As :func:`video_frames`."""
@@ -96,14 +114,13 @@ class VideoFile:
         if not wanted:
             return
         with self._opened() as container:
-            packets = _packets(container)
-        if packets is None:
+            order, has_times = self._shown(container)
+        if wanted[-1] >= len(order) or wanted[0] < 0:
+            bad = wanted[0] if wanted[0] < 0 else wanted[-1]
+            raise SourceError(f"{self._where} has {len(order)} frames, and no frame {bad}")
+        if not has_times:
             yield from self._from_the_start(wanted, quality)
             return
-        if wanted[-1] >= len(packets) or wanted[0] < 0:
-            bad = wanted[0] if wanted[0] < 0 else wanted[-1]
-            raise SourceError(f"{self._where} has {len(packets)} frames, and no frame {bad}")
-        order = sorted(packets)
         keys = [at for at, packet in enumerate(order) if packet.is_keyframe]
         runs: list[tuple[int, list[int]]] = []
         group = -2
@@ -147,6 +164,22 @@ class VideoFile:
                 if number >= wanted[-1]:
                     return
         raise SourceError(f"{self._where} has {number + 1} frames, and no frame {wanted[-1]}")
+
+    def _shown(self, container: Any) -> _Shown:  # noqa: ANN401 - PyAV
+        found = [
+            _Packet(packet.pts, packet.is_keyframe)
+            for packet in container.demux(video=0)
+            if packet.size and not packet.is_discard
+        ]
+        times = {packet.pts for packet in found}
+        if None not in times and len(times) == len(found):
+            return _Shown(sorted(found), has_times=True)
+        if found and not found[0].is_keyframe:
+            raise SourceError(
+                f"{self._where} has no times and does not begin with a keyframe, so its frames have no numbers: cut it "
+                "at a keyframe"
+            )
+        return _Shown(found, has_times=False)
 
     def _decoded(self, container: Any) -> Iterator[Any]:  # noqa: ANN401 - PyAV
         import av
@@ -259,16 +292,6 @@ def _obu_types(head: bytes) -> Iterator[int]:
             if byte < 0x80:
                 break
         at += length
-
-
-def _packets(container: Any) -> list[_Packet] | None:  # noqa: ANN401 - PyAV
-    """Times of the frames that are shown; None for a stream without times."""
-    found = [
-        (packet.pts, packet.is_keyframe) for packet in container.demux(video=0) if packet.size and not packet.is_discard
-    ]
-    if any(pts is None for pts, _ in found) or len({pts for pts, _ in found}) < len(found):
-        return None
-    return [_Packet(pts, is_key) for pts, is_key in found]
 
 
 def _codec(name: str, where: str) -> str:

@@ -10,11 +10,11 @@ from fuelrail.sharding.sources.scan_report import Findings
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from fuelrail.sharding.sources.files import FileFacts, SourceFiles
     from fuelrail.sharding.sources.nuscenes.geometry import Frame, Keyframes, SensorRow
-    from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
+    from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps, SweepList
     from fuelrail.sharding.sources.scan_report import ScanReport
 
 _IMAGE_EXTENSIONS: Final = {"jpg": "jpg", "jpeg": "jpg", "png": "png"}
@@ -30,10 +30,12 @@ class KeyframeFiles:
         self._facts: dict[str, FileFacts | None] = {}
         self.findings = Findings()
 
-    def look_at(self, filenames: list[str]) -> None:
-        """Look at many files together; :meth:`file_bytes` knows of them then."""
-        inside = [name for name in filenames if not _leads_out(name)]
-        self._facts = dict(zip(inside, self._files.facts_of(inside), strict=True))
+    def look_at(self, filenames: Iterable[str], *, more: bool = False) -> None:
+        """Look at many files together; :meth:`file_bytes` knows of them then, with ``more`` of those before too."""
+        if not more:
+            self._facts = {}
+        inside = [name for name in dict.fromkeys(filenames) if not _leads_out(name) and name not in self._facts]
+        self._facts.update(zip(inside, self._files.facts_of(inside), strict=True))
 
     def of(self, keyframes: Keyframes, frame: Frame, stamps: list[str], report: ScanReport) -> list[Reference]:
         """References of the sample's sensor files that are there, in rig order."""
@@ -88,13 +90,18 @@ class KeyframeFiles:
                 if row is not None:
                     yield lidar, row
 
-    def earlier(self, keyframes: Keyframes, sweeps: SensorSweeps, frame: Frame, stamps: list[str]) -> list[Reference]:
-        """References of the sweeps before the sample's own ones, which are valid as these are."""
+    def sweeps_before(self, keyframes: Keyframes, sweeps: SensorSweeps, frame: Frame) -> dict[str, SweepList]:
+        """The sweeps before the sample's own ones by lidar, which are valid as these are."""
+        return {
+            lidar: sweeps.before(row.token, self._num_sweeps)
+            for lidar, row in self._lidars(keyframes, frame)
+            if row.is_valid
+        }
+
+    def earlier(self, sweeps: dict[str, SweepList], stamps: list[str]) -> list[Reference]:
+        """References of what :meth:`sweeps_before` found; raises SourceError for a file that is not there."""
         members = []
-        for lidar, row in self._lidars(keyframes, frame):
-            if not row.is_valid:
-                continue
-            found = sweeps.before(row.token, self._num_sweeps)
+        for lidar, found in sweeps.items():
             num_bytes = 0
             for filename in found.files:
                 size = self.file_bytes(filename, stamps)

@@ -24,14 +24,20 @@ from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.sharding.sources.columns.tokens import Cut
 from fuelrail.sharding.sources.files import LFS_MAGIC, source_files
 from fuelrail.sharding.sources.frames.classes import NUSCENES10, ClassMap, ClassOption, loaded
-from fuelrail.sharding.sources.nuscenes.channels import CHANNELS_FILE, CHANNELS_FOLDER, channel_members, load_channels
+from fuelrail.sharding.sources.nuscenes.channels import (
+    CHANNELS_FILE,
+    CHANNELS_FOLDER,
+    channel_file,
+    channel_members,
+    load_channels,
+)
 from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
 from fuelrail.sharding.sources.nuscenes.extras.groups import MADE, Extras, Group, check_apart, made
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, Keyframes
 from fuelrail.sharding.sources.nuscenes.members import KeyframeFiles
 from fuelrail.sharding.sources.nuscenes.samples import SceneFacts, attribute_types, clip_ids
 from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps, SweepList
-from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables
+from fuelrail.sharding.sources.nuscenes.tables import TABLES, check_tables, check_time
 from fuelrail.sharding.sources.scan_report import ScanReport
 from fuelrail.sharding.sources.source import Camera, Place, ScanInfo
 
@@ -277,6 +283,8 @@ class NuScenesSource:
 
         scenes = []
         for row, samples in keyframes.scenes():
+            for own in samples[[0, -1]].tolist():
+                check_time(int(keyframes.timestamp_us[own]), keyframes.sample_tokens[own])
             kept = keyframes.have_pictures(samples, None if self._options.missing_camera == "error" else are_files)
             num_kept = int(np.count_nonzero(kept))
             report.samples += num_kept
@@ -332,6 +340,11 @@ class NuScenesSource:
                 if count:
                     report.distorted[name.lower()] = report.distorted.get(name.lower(), 0) + count
             batch = Batch(keyframes, order[first : first + _FRAMES_AT_ONCE], geometry, frames, files, stamps)
+            earlier = [{} if sweeps is None else files.sweeps_before(keyframes, sweeps, frame) for frame in frames]
+            _look_at_more(batch, earlier, channels)
+            if extras is not None:
+                with files.findings.of("channels"):
+                    extras.look_at(batch)
             for at, (frame, members, encoded) in enumerate(zip(frames, found, encode_stacked(geometry), strict=True)):
                 scene_row, kept, number = next(places)
                 if scene_row != current:
@@ -339,8 +352,7 @@ class NuScenesSource:
                     scene, log = keyframes.scene[scene_row], keyframes.log[keyframes.scene_log[scene_row]]
                     out.begin_clip(ids[scene_row], scene.name, scene.token)
                     facts = SceneFacts(scene, log, ids[scene_row], kept, keyframes.cameras, counted)
-                if sweeps is not None:
-                    members += files.earlier(keyframes, sweeps, frame, stamps[at])
+                members += files.earlier(earlier[at], stamps[at])
                 if channels:
                     found_bytes = partial(files.file_bytes, stamps=stamps[at])
                     members += channel_members(channels, frame.token, found_bytes)
@@ -380,6 +392,13 @@ class NuScenesSource:
                     f"{', '.join(found)}"
                 )
         return version
+
+
+def _look_at_more(batch: Batch, earlier: list[dict[str, SweepList]], channels: tuple[Channel, ...]) -> None:
+    """Look at the earlier sweeps and the channels' own files of a batch together."""
+    names = [name for own in earlier for found in own.values() for name in found.files]
+    names += [channel_file(channel, frame.token) for frame in batch.frames for channel in channels]
+    batch.files.look_at(names, more=True)
 
 
 def _is_sweep(ref: str) -> bool:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import LFS_MAGIC
-from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.frame import Absent, BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.frames.poses import pose
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.listed.points import parse_points
@@ -37,6 +37,7 @@ from fuelrail.sharding.sources.nuscenes.tables import (
     Sensor,
     Vector3,
     Visibility,
+    check_time,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Record)
 
 _FOLDER: Final = "annotation"
+_BOXES2D: Final = "annotated in the image; row counts in boxes, by the track"
 _COLUMNS: Final = ("x", "y", "z", "intensity", "ring")
 
 
@@ -54,6 +56,15 @@ class _Annotation(Annotation, frozen=True, gc=False):
     """``velocity`` [m/s] in global; null: not stated."""
 
     velocity: Vector3 | None = None
+
+
+class _ImageAnnotation(Record, frozen=True, gc=False):
+    """Table ``object_ann``: a box in an image, left, top, right, bottom [px]."""
+
+    sample_data_token: str
+    instance_token: str
+    category_token: str
+    bbox: tuple[float, float, float, float]
 
 
 class T4Settings(FrameSettings, frozen=True, kw_only=True):
@@ -66,6 +77,9 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
             "(leave the member out, mark it invalid); drop (leave the sample out)"
         ),
     ] = "mask"
+    boxes2d: Annotated[
+        bool, Meta(description="true stores the boxes of table object_ann as channels boxes2d_CAMERA")
+    ] = False
 
 
 class T4(FrameSource[T4Settings]):
@@ -137,6 +151,7 @@ class T4(FrameSource[T4Settings]):
                 {"camera": cameras, "lidar": lidars}.get(sensor.modality, {})[sensor.channel] = None
             attributes.update((record.name, None) for record in self._table(dataset, "attribute", Named))
         self.box_attributes = list(attributes)
+        self.image_boxes = {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
         ranked = sorted(cameras, key=lambda name: (RIG.index(name) if name in RIG else len(RIG), name))
         return Sensors.of(ranked, dict.fromkeys(sorted(lidars), _COLUMNS))
 
@@ -145,7 +160,7 @@ class T4(FrameSource[T4Settings]):
         for dataset in self._datasets():
             scenes = self._table(dataset, "scene", Scene)
             if len(scenes) != 1:
-                raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, wanted is one")
+                raise SourceError(f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, expected one")
             (scene,) = scenes
             log = self._found(dataset, "log", self._by_token(dataset, "log", Log), scene.log_token, scene.token)
             yield Clip(
@@ -163,9 +178,13 @@ class T4(FrameSource[T4Settings]):
         calibrated = self._calibrations(dataset)
         poses = self._poses(dataset)
         boxes = self._boxes(dataset)
+        in_images = self._in_images(dataset) if self.given.boxes2d else None
         samples = sorted(self._table(dataset, "sample", SampleRecord), key=lambda record: record.timestamp)
         for sample in samples:
+            check_time(sample.timestamp, sample.token)
             images: dict[str, Image | Absent] = {}
+            boxes2d: dict[str, ImageBoxRows] = {}
+            own_boxes = boxes.get(sample.token, [])
             sweeps: dict[str, Sweep] = {}
             reference: tuple[bool, int] | None = None
             ego2global = None
@@ -182,12 +201,14 @@ class T4(FrameSource[T4Settings]):
                     images[channel] = Absent("marked as not valid")
                 elif sensor.modality == "camera":
                     images[channel] = self._image(dataset, row, record, sensor2ego, own)
+                    if in_images is not None:
+                        boxes2d[channel] = _image_boxes(in_images.get(row.token, []), own_boxes)
                 elif sensor.modality == "lidar" and row.is_valid:
                     ref = f"{dataset}{row.filename}"
                     sweeps[channel] = Sweep(ref=ref, timestamp_ns=time_ns, lidar2ego=sensor2ego, ego2global=own)
             yield Frame(
                 timestamp_ns=sample.timestamp * NS_PER_US, ego2global=ego2global, images=images, sweeps=sweeps,
-                boxes=self._box_rows(boxes.get(sample.token, [])), token=sample.token,
+                boxes=_box_rows(own_boxes), boxes2d=boxes2d, token=sample.token,
             )  # fmt: skip
 
     def _found_in(self, records: dict[str, Any], token: str, owner: str) -> Any:  # noqa: ANN401 - of any table
@@ -246,26 +267,45 @@ class T4(FrameSource[T4Settings]):
             found.setdefault(one.sample_token, []).append(row)
         return found
 
-    @staticmethod
-    def _box_rows(rows: list[tuple[_Annotation, str, int, int]]) -> BoxRows:
-        records = [row[0] for row in rows]
-        nothing = (np.nan,) * 3
-        velocity = None
-        if any(one.velocity is not None for one in records):
-            velocity = [one.velocity or nothing for one in records]
-        size_wlh = np.array([one.size for one in records], np.float64).reshape(-1, 3)
-        return BoxRows(
-            centre=[one.translation for one in records], size_lwh=size_wlh[:, [1, 0, 2]],
-            rotation_wxyz=[one.rotation for one in records], category=[row[1] for row in rows],
-            track=[one.instance_token for one in records], velocity=velocity,
-            num_lidar_pts=[_number(one.num_lidar_pts) for one in records],
-            num_radar_pts=[_number(one.num_radar_pts) for one in records],
-            visibility=[row[2] for row in rows], attribute=[row[3] for row in rows], in_global=True,
-        )  # fmt: skip
+    def _in_images(self, dataset: str) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
+        """By row of ``sample_data``: annotations in images with their categories."""
+        categories = self._by_token(dataset, "category", Named)
+        found: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
+        for one in self._table(dataset, "object_ann", _ImageAnnotation):
+            category = self._found(dataset, "category", categories, one.category_token, one.token)
+            found.setdefault(one.sample_data_token, []).append((one, category.name))
+        return found
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """Read a sweep: rows of five float32, or PCD with these columns."""
         return parse_points(self.files.read(ref), _COLUMNS, f"lidar file '{self.files.shown}/{ref}'")
+
+
+def _box_rows(rows: list[tuple[_Annotation, str, int, int]]) -> BoxRows:
+    records = [row[0] for row in rows]
+    nothing = (np.nan,) * 3
+    velocity = None
+    if any(one.velocity is not None for one in records):
+        velocity = [one.velocity or nothing for one in records]
+    size_wlh = np.array([one.size for one in records], np.float64).reshape(-1, 3)
+    return BoxRows(
+        centre=[one.translation for one in records], size_lwh=size_wlh[:, [1, 0, 2]],
+        rotation_wxyz=[one.rotation for one in records], category=[row[1] for row in rows],
+        track=[one.instance_token for one in records], velocity=velocity,
+        num_lidar_pts=[_number(one.num_lidar_pts) for one in records],
+        num_radar_pts=[_number(one.num_radar_pts) for one in records],
+        visibility=[row[2] for row in rows], attribute=[row[3] for row in rows], in_global=True,
+    )  # fmt: skip
+
+
+def _image_boxes(
+    rows: list[tuple[_ImageAnnotation, str]], in_space: list[tuple[_Annotation, str, int, int]]
+) -> ImageBoxRows:
+    row_of = {one[0].instance_token: at for at, one in enumerate(in_space)}
+    return ImageBoxRows(
+        box=[one.bbox for one, _ in rows], category=[name for _, name in rows],
+        track=[one.instance_token for one, _ in rows], row=[row_of.get(one.instance_token, -1) for one, _ in rows],
+    )  # fmt: skip
 
 
 def _number(stated: int | None) -> int:

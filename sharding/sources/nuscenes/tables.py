@@ -11,6 +11,7 @@ Layout of the tables: https://github.com/nutonomy/nuscenes-devkit/blob/master/do
 from __future__ import annotations
 
 import itertools
+import re
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
@@ -151,6 +152,8 @@ class Annotation(Record, frozen=True, gc=False):
 
 
 R = TypeVar("R", bound=Record)
+_FLOAT_TIME: Final = re.compile(rb'("timestamp"\s*:\s*)([0-9]+\.[0-9]+)')
+_FIRST_US, _LAST_US = 946_684_800_000_000, 4_102_444_800_000_000
 
 
 def check_tables(folder: Path) -> None:
@@ -167,8 +170,18 @@ def check_tables(folder: Path) -> None:
 def read_table(folder: Path, table: str, of: type[R]) -> Iterator[list[R]]:
     """Yield a table's records in pieces, in order; raises SourceError where it is no JSON list of such records."""
     path = folder / f"{table}.json"
-    decode = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
+    strict = msgspec.json.Decoder(list[of]).decode  # type: ignore[valid-type]
     count = 0
+
+    def decode(data: bytes) -> list[R]:
+        try:
+            return strict(data)
+        except msgspec.ValidationError:
+            whole = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
+            if whole == data:
+                raise
+            return strict(whole)
+
     try:
         with path.open("rb") as file:
             for records in _pieces(file, path, decode):
@@ -226,6 +239,19 @@ def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None
         raise
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def _rounded(found: re.Match[bytes]) -> bytes:
+    return found[1] + str(round(float(found[2]))).encode()
+
+
+def check_time(timestamp_us: int, token: str) -> None:
+    """Raise SourceError for a sample's time that is not between the years 2000 and 2100: its unit is another one."""
+    if not _FIRST_US <= timestamp_us <= _LAST_US:
+        raise SourceError(
+            f"table 'sample': row '{token}' has the timestamp {timestamp_us}, which is not between the years 2000 and "
+            "2100: times are in microseconds since 1970, not in seconds or nanoseconds"
+        )
 
 
 def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.float64]:

@@ -177,7 +177,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         bad = [name for name, text in zip(names, texts, strict=True) if not text.isdecimal()]
         if bad:
             where = "/".join((self.files.shown, folder, *parts))
-            raise SourceError(f"file '{where}/{bad[0]}' has no time in its name; wanted is NANOSECONDS{suffix}")
+            raise SourceError(f"file '{where}/{bad[0]}' has no time in its name; expected NANOSECONDS{suffix}")
         return np.sort(np.array(texts, np.int64))
 
     def _images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:

@@ -71,7 +71,7 @@ def columns(table: pa.Table, where: str, types: Mapping[str, pa.DataType]) -> di
             values = column.cast(wanted)
         except pa.ArrowException as error:
             text = " ".join(str(error).split())
-            raise SourceError(f"{where}: column '{name}' is {column.type}, wanted is {wanted}: {text}") from error
+            raise SourceError(f"{where}: column '{name}' is {column.type}, expected {wanted}: {text}") from error
         if pa.types.is_fixed_size_list(wanted):
             parts = [chunk.flatten().to_numpy() for chunk in values.chunks]
             found[name] = np.concatenate([np.empty(0), *parts]).reshape(-1, wanted.list_size)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
-    from fuelrail.sharding.output.folder import FolderOutput
+    from fuelrail.sharding.output.folder import Output
 
 SHARD_BYTES: Final = 256 << 20
 """A shard ends before the row that would make it larger."""
@@ -81,7 +81,7 @@ def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
     }
 
 
-def finish_layer(out: FolderOutput, base: Dataset, run: LayerRun, *, partial: bool) -> LayerManifest:
+def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) -> LayerManifest:
     """Cut all published rows into shards, unless that was done; returns the manifest.
 
     Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and what
@@ -89,17 +89,23 @@ def finish_layer(out: FolderOutput, base: Dataset, run: LayerRun, *, partial: bo
     """
     data = out.read(MANIFEST_FILE)
     if data is None:
-        segments = Segments(out.root)
+        segments = Segments(out)
         _check_whole(segments, base, out, partial=partial)
-        out.temporary.mkdir(parents=True, exist_ok=True)
-        data = _write(out, base, run, segments)
+        temporary = out.work / "tmp"
+        temporary.mkdir(parents=True, exist_ok=True)
+        try:
+            data = _write(out, temporary, base, run, segments)
+        except FileNotFoundError:  # at a URL another machine may have finished the layer, and removed the segments
+            data = out.read(MANIFEST_FILE)
+            if data is None:
+                raise
     manifest = decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", LAYERS)
     out.remove_work()
     assert isinstance(manifest, LayerManifest)
     return manifest
 
 
-def _check_whole(segments: Segments, base: Dataset, out: FolderOutput, *, partial: bool) -> None:
+def _check_whole(segments: Segments, base: Dataset, out: Output, *, partial: bool) -> None:
     present = np.zeros(len(base), bool)
     for positions in segments.positions:
         present[positions] = True
@@ -112,11 +118,11 @@ def _check_whole(segments: Segments, base: Dataset, out: FolderOutput, *, partia
         )
 
 
-def _write(out: FolderOutput, base: Dataset, run: LayerRun, segments: Segments) -> bytes:
+def _write(out: Output, temporary: Path, base: Dataset, run: LayerRun, segments: Segments) -> bytes:
     shards = _Shards(out)
     rows = np.full(len(base), NO_ROW, ROWS_DTYPE)
-    attributes = _AttributesWriter(out.temporary / ATTRIBUTES_FILE, run.channels)
-    index, count = out.temporary / INDEX_FILE, 0
+    attributes = _AttributesWriter(temporary / ATTRIBUTES_FILE, run.channels)
+    index, count = temporary / INDEX_FILE, 0
     fields = [channel.field for channel in run.channels]
     with IndexWriter(index, fields, sorted({channel.codec for channel in run.channels})) as table:
         for position, found in segments.rows():
@@ -127,10 +133,10 @@ def _write(out: FolderOutput, base: Dataset, run: LayerRun, segments: Segments) 
             count += 1
     entries = shards.close()
     attributes.close()
-    files = [*write_tables(out.temporary, entries), file_entry(out.temporary / ATTRIBUTES_FILE)]
-    files += rows_file(out.temporary, rows)
+    files = [*write_tables(temporary, entries), file_entry(temporary / ATTRIBUTES_FILE)]
+    files += rows_file(temporary, rows)
     for entry in files:
-        out.publish_file(entry.name, out.temporary / entry.name)
+        out.publish_file(entry.name, temporary / entry.name)
     num_clips = len(np.unique(base.index.clip_numbers()[np.flatnonzero(rows != NO_ROW)]))
     encoded = encode_manifest(_manifest(base, run, entries, files, num_clips))
     with out.publish(MANIFEST_FILE) as file:
@@ -149,7 +155,7 @@ def rows_file(folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
 class _Shards:
     """Writes spans one after the other; a shard is published when it is full."""
 
-    def __init__(self, out: FolderOutput) -> None:
+    def __init__(self, out: Output) -> None:
         self._out, self._entries = out, list[ShardEntry]()
         self._num_rows = self._offset = 0
         self._rows: list[IndexRow] = []

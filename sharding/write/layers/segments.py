@@ -11,6 +11,7 @@ the end of this head (int64 each), the blobs (msgpack of `SegmentRow`). Little-e
 from __future__ import annotations
 
 import functools
+import uuid
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -23,11 +24,10 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.output.folder import FolderOutput
+    from fuelrail.sharding.output.folder import Output
 
 SEGMENTS: Final = f"{WORK_FOLDER}/segments"
 ROWS_PER_SEGMENT: Final = 1024
@@ -36,6 +36,8 @@ BYTES_PER_SEGMENT: Final = 64 << 20
 
 _SUFFIX: Final = ".rows"
 _WORD: Final = np.dtype("<i8")
+_HEAD_BYTES: Final = (1 + ROWS_PER_SEGMENT) * _WORD.itemsize
+"""What holds a segment's number of rows and their positions."""
 _FILES_OPEN: Final = 256
 
 
@@ -54,7 +56,7 @@ class Blob(NamedTuple):
     data: bytes
 
 
-def publish_segment(out: FolderOutput, blobs: Sequence[Blob]) -> None:
+def publish_segment(out: Output, blobs: Sequence[Blob]) -> None:
     """Write rows of different positions as one segment."""
     ordered = sorted(blobs)
     head = np.empty(1 + 2 * len(ordered), _WORD)
@@ -70,8 +72,8 @@ def publish_segment(out: FolderOutput, blobs: Sequence[Blob]) -> None:
 class Segments:
     """All segments that are published at this moment; ``update`` looks for more."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / SEGMENTS
+    def __init__(self, out: Output) -> None:
+        self._out = out
         self._names: list[str] = []
         self._known: set[str] = set()
         self._positions: list[NDArray[np.int64]] = []
@@ -85,14 +87,14 @@ class Segments:
 
     def update(self) -> None:
         """Look for segments that were published since."""
-        found = sorted(path.name for path in self._folder.glob(f"*{_SUFFIX}") if path.name not in self._known)
-        for name in found:
-            try:
-                with (self._folder / name).open("rb") as file:
-                    count = int(np.fromfile(file, _WORD, 1)[0])
-                    self._positions.append(np.fromfile(file, _WORD, count).astype(np.int64))
-            except FileNotFoundError:  # another process has finished the layer meanwhile
+        for name in self._out.names(SEGMENTS):
+            if not name.endswith(_SUFFIX) or name in self._known:
                 continue
+            head = self._out.read(f"{SEGMENTS}/{name}", _HEAD_BYTES)
+            if head is None:  # another process has finished the layer meanwhile
+                continue
+            words = np.frombuffer(head[: len(head) // _WORD.itemsize * _WORD.itemsize], _WORD)
+            self._positions.append(words[1 : 1 + int(words[0])].astype(np.int64))
             self._names.append(name)
             self._known.add(name)
 
@@ -113,8 +115,9 @@ class Segments:
                 if last[1].span != row.span:
                     raise DatasetError(
                         f"sample '{row.row.key}' (position {position}) was written twice, with different values, in "
-                        f"'{self._folder}': segments {self._names[last[2]]} and {self._names[segment]}; a model must "
-                        "give the same values each time, and each sample one writer; remove one of the two files"
+                        f"'{self._out.shown}/{SEGMENTS}': segments {self._names[last[2]]} and {self._names[segment]}; "
+                        "a model must give the same values each time, and each sample one writer; remove one of the "
+                        "two files"
                     )
                 continue
             last = position, row, segment
@@ -129,4 +132,11 @@ class Segments:
         return mapped[head + start : head + end].data
 
     def _map(self, segment: int) -> NDArray[np.uint8]:
-        return np.memmap(self._folder / self._names[segment], np.uint8, mode="r")
+        name = self._names[segment]
+        path = self._out.work / "segments" / name
+        if not path.exists():  # at a URL
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{uuid.uuid4().hex[:12]}")
+            self._out.fetch(f"{SEGMENTS}/{name}", temporary)
+            temporary.replace(path)
+        return np.memmap(path, np.uint8, mode="r")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import os
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -24,7 +23,7 @@ from fuelrail.pipeline.format.dataset import Dataset, open_dataset
 from fuelrail.pipeline.format.layers import BaseEntry, LayerView, check_layer_table, open_layer_data
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.pipeline.settings import convert
-from fuelrail.sharding.output.folder import FolderOutput, check_out
+from fuelrail.sharding.output.folder import check_out, open_output
 from fuelrail.sharding.planning.recipe import channel_codec
 from fuelrail.sharding.write.blocks import ReadBuffer
 from fuelrail.sharding.write.layers.finish import LayerRun, finish_layer, scalar_channels
@@ -39,6 +38,7 @@ from fuelrail.sharding.write.layers.segments import (
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
@@ -63,7 +63,8 @@ class LayerWriter:
 
     Args:
         base: folder or URL of the base, or the open base.
-        out: folder of the layer: new or empty, of a partial layer, or of a finished one, which is left as it is.
+        out: folder of the layer, or a URL that fsspec knows: new or empty, of a partial layer, or of a finished one,
+            which is left as it is.
         channels: the table: entries, or dicts of their fields. Only ``name``, ``kind``, ``field``, ``law`` and what the
             kind needs must be given (FORMAT.md, section 2.1).
         name: name of the layer in its manifest; None: the last part of ``out``.
@@ -84,7 +85,7 @@ class LayerWriter:
         view: LayerView | None = None,
     ) -> None:
         self._base = base if isinstance(base, Dataset) else open_dataset(base)
-        self._out = FolderOutput(os.fspath(out).removeprefix("file://"))
+        self._out = open_output(out)
         table = tuple(_entry(one) for one in channels)
         if not table:
             raise ConfigError("channels is empty: a layer has at least one channel")
@@ -92,14 +93,18 @@ class LayerWriter:
         check_layer_table(table, entry, "channels", ConfigError, known_only=False)
         table = tuple(msgspec.structs.replace(one, codec=channel_codec(one)) for one in table)
         self._run = LayerRun(
-            name=name or self._out.root.name, base=entry, channels=table, view=view or LayerView(), zstd=_versions()
+            name=name or self._out.location.rpartition("/")[2],
+            base=entry,
+            channels=table,
+            view=view or LayerView(),
+            zstd=_versions(),
         )
         self._scalars = scalar_channels(table)
         self._buffer, self._blobs, self._held = ReadBuffer(), dict[int, Blob](), 0
         check_out(self._out)
         self.is_finished = self._out.size(MANIFEST_FILE) is not None
         self._check_run()
-        self._segments = Segments(self._out.root)
+        self._segments = Segments(self._out)
 
     @property
     def channels(self) -> tuple[Channel, ...]:
@@ -153,6 +158,7 @@ class LayerWriter:
         unless ``partial`` allows it, and where one was written twice with different values.
         """
         self.flush()
+        self._check_run()  # at a URL two first writers may not have seen each other
         with self._out.writing(), self._locked():
             manifest = finish_layer(self._out, self._base, self._run, partial=partial)
         self.is_finished = True
@@ -203,7 +209,7 @@ class LayerWriter:
     def _check_run(self) -> None:
         """Agree with the other writers of the folder on what is written."""
         if self.is_finished:
-            manifest: Any = open_layer_data(self._out.root).manifest
+            manifest: Any = open_layer_data(self._out.location).manifest
             zstd = manifest.provenance.get("recipe", {}).get("zstd", "")
             found = LayerRun(
                 name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view, zstd=zstd
@@ -223,8 +229,11 @@ class LayerWriter:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the folder, which ends with the process."""
-        folder = self._out.root / WORK_FOLDER
+        """Hold the lock of the folder, which ends with the process.
+
+        At a URL it is one of this machine's processes alone. Whatever another machine writes has the same bytes.
+        """
+        folder = self._out.work
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -33,7 +33,7 @@ def test_batches_cost_in_proportion():
 
 def test_ranks_of_one_host_share_its_loaders():
     alone, crowded = (simulate(fit(service_ms=[40.0], **QUIET), Cluster(4, 2, here)) for here in (1, 4))
-    assert alone.step_ms == pytest.approx(101 + 1.5 * 2)
+    assert alone.step_ms == pytest.approx(101 + 1.5 * 1.5)
     assert crowded.step_ms == pytest.approx(160.0)
 
 
@@ -87,9 +87,11 @@ def test_what_is_drawn_depends_on_the_seed_alone():
     assert results[0] == results[1] != results[2]
 
 
-def test_the_all_reduce_grows_with_the_depth_of_a_tree():
+def test_the_all_reduce_grows_with_the_bytes_of_a_ring():
     model = fit()
-    assert [exposed_all_reduce_ms(model, ranks) for ranks in (1, 2, 4, 1024)] == [0.0, 1.5, 3.0, 15.0]
+    assert [exposed_all_reduce_ms(model, ranks) for ranks in (1, 2, 4, 1024)] == pytest.approx(
+        [0.0, 1.5, 2.25, 3.0], rel=1e-3
+    )
 
 
 def test_more_ranks_never_help_the_slowest():

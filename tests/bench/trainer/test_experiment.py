@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fuelrail.bench.trainer.experiment import make_loader
-from fuelrail.bench.trainer.settings import Injection
+from fuelrail.bench.trainer.injection import Injection
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import SETTINGS
 from support.datasets import build_dataset

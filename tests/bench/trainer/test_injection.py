@@ -6,8 +6,7 @@ import pytest
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.trainer import injection
-from fuelrail.bench.trainer.injection import StallingAccelerator, delayed_stages, late_batches, slow_reads
-from fuelrail.bench.trainer.settings import Injection
+from fuelrail.bench.trainer.injection import Injection, StallingAccelerator, delayed_stages, late_batches, slow_reads
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import Stage
 from support.bench_runs import MS, PROFILE, HandClock

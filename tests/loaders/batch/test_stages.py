@@ -232,3 +232,45 @@ def test_f33_closing_a_loader_closes_its_decoder(dataset, backend):
     before = backend.closed
     loader.close()
     assert backend.closed == before + 1
+
+
+BAD = ((3, "cam_back"), (5, "cam_front"))
+GROUPS = {
+    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40, train=True, rotate_deg=(-5, 5))},
+    "front": {"cameras": ["cam_front"], "image": IMAGE},
+}
+
+
+@pytest.mark.parametrize("window", [None, {"frames": [-1, 0]}])
+@pytest.mark.parametrize("options", [{"two_views": True}, {"image": None}, {"image": None, "two_views": True}])
+def test_two_views_and_groups_of_cameras(dataset, options, window) -> None:
+    if "image" in options:
+        options = {**options, "camera_groups": GROUPS, "image": ImageAugment(height=256, width=704)}
+    found, expected = (load(dataset, decoder, window=window, **options) for decoder in ("batched", "turbo"))
+    for have, want in zip(found, expected, strict=True):
+        images = [
+            [one["img"]] if isinstance(one["img"], torch.Tensor) else list(one["img"].values()) for one in (have, want)
+        ]
+        for mine, others in zip(*images, strict=True):
+            assert mine.shape == others.shape
+            # Each view is decoded alone here; turbo decodes both at once.
+            assert (mine.float() - others.float()).abs().mean() < (1.0 if "two_views" in options else 1e-9)
+
+
+@pytest.mark.parametrize(
+    "options", [{"two_views": True}, {"camera_groups": GROUPS, "image": ImageAugment(height=256, width=704)}]
+)
+def test_a_bad_image_in_two_views_or_a_group_is_replaced(tmp_path, options) -> None:
+    root = tmp_path / "bad"
+    build_dataset(
+        root, {"train": (8, 4)},
+        rewrite=lambda row, channel, data: data[:150] if (row, channel) in BAD else data,
+    )  # fmt: skip
+    policy = {"on_error": "substitute", "max_bad": 9, "file": tmp_path / "bad.jsonl", "verify": False}
+    for batch in load(root, "batched", **policy, **options):
+        rows = batch["global_index"]
+        assert not {3, 5} & set(rows.tolist())
+        if "two_views" in options:
+            assert torch.equal(*rows.chunk(2))
+        parts = batch["img"].values() if isinstance(batch["img"], dict) else [batch["img"]]
+        assert all(image.float().std() > 1 for part in parts for image in part)

@@ -83,3 +83,37 @@ def test_the_decoder_never_goes_below_the_resolution_asked_for(
     decoder = TurboDecoder(native=False)
     decoder.decode_into(encode(natural(*wh)), image_map, np.empty((3, height, width), np.uint8))
     assert sizes == [(-(-451 // factor), -(-801 // factor))]
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("scales", [(0.5, 0.4), (0.44, 0.3), (0.25, 0.49), (0.9, 0.12)])
+def test_two_views_are_one_decode_and_equal_those_of_two(scales, is_native: bool, monkeypatch) -> None:
+    encoded = encode(natural(1600, 900), subsampling="4:2:0", quality=92)
+    decoder = TurboDecoder(native=is_native)
+    decoded = []
+    for owner, name in ((turbo, "decode_jpeg"), (native.CameraJpeg, "picture")):
+        true = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, true=true: decoded.append(picture := true(*a)) or picture)
+    whole = ImageMap.identity((1600, 900))
+    maps = [
+        whole.resize(round(1600 * scale), round(900 * scale)).crop(11, 7, 180, 100).rotate(degrees)
+        for scale, degrees in zip(scales, (0.0, 4.0), strict=True)
+    ]
+    both = [np.empty((3, 100, 180), np.uint8) for _ in maps]
+    decoder.decode_views(encoded, maps, both)
+    assert len(decoded) == 1
+    for image_map, found in zip(maps, both, strict=True):
+        alone = np.empty_like(found)
+        decoder.decode_into(encoded, image_map, alone)
+        assert psnr_db(found, alone) > 35.0
+
+
+def test_views_of_a_png_and_of_an_unscaled_jpeg_are_those_of_one() -> None:
+    decoder = TurboDecoder()
+    maps = [ImageMap.identity((96, 64)).crop(x, 3, 40, 30) for x in (0, 20)]
+    for encoded in (encode(natural(96, 64), "png"), encode(natural(96, 64))):
+        both, alone = np.empty((2, 3, 30, 40), np.uint8), np.empty((2, 3, 30, 40), np.uint8)
+        decoder.decode_views(encoded, maps, list(both))
+        for image_map, out in zip(maps, alone, strict=True):
+            decoder.decode_into(encoded, image_map, out)
+        assert np.array_equal(both, alone)

@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 import pytest
 
-from fuelrail.sharding.demo.camera import render
-from fuelrail.sharding.demo.poses import inverse
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.picture.camera import render
 from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
 
@@ -43,7 +43,7 @@ def _projected_corners(shot: _Shot, solid: Solid) -> np.ndarray | None:
     x, y, z = np.array(np.meshgrid([-0.5, 0.5], [-0.5, 0.5], [-0.5, 0.5])).reshape(3, 8)
     corners = np.array([c * x * length - s * y * width, s * x * length + c * y * width, z * height, np.zeros(8)])
     corners = corners + np.array([[*solid.centre, 1.0]]).T
-    global2cam = inverse(shot.clip.ego2global(shot.exposure_us) @ shot.camera.cam2ego)
+    global2cam = invert_rigid(shot.clip.ego2global(shot.exposure_us) @ shot.camera.cam2ego)
     seen = (global2cam @ corners)[:3]
     if seen[2].min() < 1.0:
         return None

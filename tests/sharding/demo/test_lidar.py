@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import NUM_COLUMNS, NUM_RINGS, cast, points_in_box
-from fuelrail.sharding.demo.poses import inverse
-from fuelrail.sharding.demo.shapes import shape_of
+from fuelrail.sharding.demo.picture.shapes import shape_of
 from fuelrail.sharding.demo.solids import Solid, solids_near
 from fuelrail.sharding.demo.world import Clip, WorldSpec, captures, make_clip
 
@@ -65,7 +65,7 @@ def test_casting_agrees_with_a_ray_at_a_time() -> None:
     clip, solids, capture_us = _sweep(0)
     points = cast(clip, solids, capture_us)
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.lidar2ego
-    global2lidar = inverse(lidar2global)
+    global2lidar = invert_rigid(lidar2global)
     bodies = [
         (part.vertices @ m[:3, :3].T + m[:3, 3], part.faces)
         for solid in solids

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.sharding.demo.raster import Window, blend, clip_depth, convex_hull, coverage, window_of
+from fuelrail.sharding.demo.picture.raster import Window, blend, clip_depth, convex_hull, coverage, window_of
 
 
 @given(st.floats(20.0, 60.0), st.floats(20.0, 60.0), st.floats(0.0, math.pi), st.floats(8.0, 30.0))

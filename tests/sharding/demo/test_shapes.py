@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.sharding.demo.shapes import painting_order, shape_of
-from fuelrail.sharding.demo.traffic import KINDS
+from fuelrail.sharding.demo.picture.shapes import painting_order, shape_of
+from fuelrail.sharding.demo.street import KINDS
 
 ALL = [*KINDS, "bicycle", "building", "tree", "crown"]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuelrail.sharding.demo.road import corners, footprints_overlap
 from fuelrail.sharding.demo.solids import far_to_near, solids_near
+from fuelrail.sharding.demo.street import corners, footprints_overlap
 from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
 
 RECTANGLE = st.tuples(

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fuelrail.sharding.demo.solids import Solid
-from fuelrail.sharding.demo.visibility import visibility_level, visible_shares
+from fuelrail.sharding.demo.solids import Solid, visibility_level, visible_shares
 from fuelrail.sharding.demo.world import Clip, WorldSpec, make_clip
 
 

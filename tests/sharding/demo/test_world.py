@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from fuelrail.sharding.demo.rig import make_rig
-from fuelrail.sharding.demo.road import footprints_overlap
-from fuelrail.sharding.demo.traffic import check_times, footprint_track
+from fuelrail.sharding.demo.street import check_times, footprint_track, footprints_overlap
 from fuelrail.sharding.demo.world import KEYFRAME_US, WorldSpec, captures, make_clip, token
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.sharding.verify.catalogue import read_tags
 from support.datasets import build_dataset
 from support.edits import rewrite
+from support.layers import TABLE, values_of, write_layer
 from support.nuscenes_tables import build_nuscenes
 from support.sharding import shard_nuscenes
 
@@ -128,3 +129,26 @@ def test_commands(old, appended, capsys) -> None:
     assert main(["diff", str(old), str(appended[1]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["samples_only_in_b"]["count"] == 2
     assert main(["diff", str(old), "nothing"]) == 2
+
+
+def test_layers_are_compared_too(tmp_path) -> None:
+    build_dataset(tmp_path / "base", {"train": (4,)}, size=(32, 24))
+    old = write_layer(tmp_path / "base", tmp_path / "old")
+    new = tmp_path / "new"
+    table = [*({**one, "dtype": "float32"} if one["name"] == "logits" else one for one in TABLE[:2])]
+    with fr.LayerWriter(tmp_path / "base", new, channels=table, view=fr.LayerView(kind="per_view", epoch=1)) as writer:
+        for row in range(3):
+            values = {name: one for name, one in values_of(row).items() if name != "caption"}
+            writer.write(row, {**values, "logits": values["logits"].astype("float32")})
+    writer.finish(partial=True)
+    diff = fr.dataset_diff(old, new)
+    assert diff.samples_only_in_a.first == ("clip-0000-000003",)
+    assert [one["dtype"] for one in diff.channels["logits"]] == ["float16", "float32"] and "shape" not in diff.channels[
+        "logits"
+    ][0]
+    assert diff.channels["caption"][0]["kind"] == "text" and diff.channels["caption"][1] is None
+    assert diff.options["view"] == ({}, {"kind": "per_view", "epoch": 1}) and "base" not in diff.options
+    assert "channel logits: a" in diff.as_text()
+    assert fr.dataset_diff(old, old).is_same
+    assert fr.dataset_diff(tmp_path / "base", old).options["format"] == ("fuelrail-dataset", "fuelrail-layer")
+    assert fr.dataset_log(new).num_samples == 3

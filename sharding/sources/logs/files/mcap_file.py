@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.files import opened
 from fuelrail.sharding.sources.logs.files.log_file import HEAD_BYTES, Locator, Message, Topic, check_compression
 from fuelrail.sharding.sources.logs.files.mcap_records import (
     CHANNEL_OP,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from fuelrail.pipeline.sample.arrays import Buffer
-    from fuelrail.sharding.sources.files import SourceFiles
+    from fuelrail.sharding.sources.files import SourceFiles, Window
 
 _HEAD = MESSAGE.size - RECORD.size
 
@@ -90,12 +91,13 @@ class McapFile:
             yield from self._walk_records(wanted)
             return
         self._channels.topics = summary.channels
-        for chunk in summary.chunks:
-            check_compression(chunk.compression, f"{self._where}: the chunk at byte {chunk.at}")
-            if chunk.is_plain and not self._check_all:
-                yield from self._walk_index(chunk, wanted, frozenset(whole))
-            else:
-                yield from self._walk_chunk(chunk, wanted)
+        with opened(self._files, self._name) as window:
+            for chunk in summary.chunks:
+                check_compression(chunk.compression, self._of(chunk))
+                if chunk.is_plain and not self._check_all:
+                    yield from self._walk_index(window, chunk, wanted, frozenset(whole))
+                else:
+                    yield from self._walk_chunk(chunk, wanted)
 
     def places(self, topic: str) -> list[Locator]:
         """Where the messages of a topic are, in the order of their recording; by an index nothing is decompressed."""
@@ -104,7 +106,9 @@ class McapFile:
             return [message.place for message in self._walk_records(frozenset([topic]))]
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
-            offsets = [offset for offset, _ in message_offsets(index, summary.channels, frozenset([topic]))]
+            offsets = [
+                offset for offset, _ in message_offsets(index, summary.channels, frozenset([topic]), self._of(chunk))
+            ]
             found += [self._place(chunk, offset) for offset in offsets]
         return found
 
@@ -122,26 +126,30 @@ class McapFile:
         length, start = RECORD.unpack_from(chunk, place.at)[1] - _HEAD, place.at + MESSAGE.size
         return Message("", 0, place, memoryview(chunk)[start : start + length], length)
 
+    def _of(self, chunk: Chunk) -> str:
+        return f"{self._where}: the chunk at byte {chunk.at}"
+
     def _place(self, chunk: Chunk, offset: int) -> Locator:
         if chunk.is_plain:
             return Locator(self._name, -1, chunk.data_at + offset)
         return Locator(self._name, chunk.at, offset)
 
-    def _walk_index(self, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]) -> Iterator[Message]:
+    def _walk_index(
+        self, window: Window, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
+    ) -> Iterator[Message]:
         """Messages of an uncompressed chunk by its message index."""
         end = chunk.at + chunk.length
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
-        for offset, topic in message_offsets(index, self._channels.topics, wanted):
+        for offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
             at = chunk.data_at + offset
-            head = self._files.read(self._name, at, min(MESSAGE.size + HEAD_BYTES, end - at))
+            head = window.at(at, MESSAGE.size, HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(f"{self._where}: the index names a message at byte {at}, where there is none")
-            length, log_ns, start = RECORD.unpack_from(head)[1] - _HEAD, MESSAGE.unpack_from(head)[4], at + MESSAGE.size
+            _, size, _, _, log_ns, _ = MESSAGE.unpack_from(head)
+            length, start = size - _HEAD, at + MESSAGE.size
             if start + length > end:
                 raise SourceError(f"{self._where}: the message at byte {at} has {length} bytes, more than its chunk")
-            data: Buffer = memoryview(head)[MESSAGE.size : MESSAGE.size + length]
-            if topic.name in whole and len(head) - MESSAGE.size < length:
-                data = self._files.read(self._name, start, length)
+            data = window.at(start, length if topic.name in whole else min(length, HEAD_BYTES))
             yield Message(topic.name, log_ns, Locator(self._name, -1, at), data, length, start)
 
     def _walk_chunk(self, chunk: Chunk, wanted: frozenset[str]) -> Iterator[Message]:
@@ -216,6 +224,6 @@ class McapFile:
         """The records of a chunk, decompressed, with the right checksum; the last chunk is kept."""
         if self._chunk[0] != chunk.at:
             record = self._files.read(self._name, chunk.at + RECORD.size, chunk.length - RECORD.size)
-            self._chunk = (chunk.at, chunk_data(record, f"{self._where}: the chunk at byte {chunk.at}"))
+            self._chunk = (chunk.at, chunk_data(record, self._of(chunk)))
             self.num_decompressed += 1
         return self._chunk[1]

@@ -23,6 +23,10 @@ MESSAGE: Final = struct.Struct("<BQHIQQ")
 """The record's head, then channel, sequence, log time and publish time."""
 CHUNK: Final = struct.Struct("<QQQII")
 """Of a chunk: first and last time, size, checksum, length of the name of its compression."""
+_INDEX: Final = struct.Struct("<BQHI")
+"""The head of a message index: record's head, channel, bytes of its pairs of log time and offset."""
+_PAIR: Final = struct.Struct("<QQ")
+_INDEX_OP: Final = 0x07
 _FOOTER: Final = struct.Struct("<BQQQI")
 SCHEMA_OP, CHANNEL_OP, MESSAGE_OP, CHUNK_OP, DATA_END_OP = 0x03, 0x04, 0x05, 0x06, 0x0F
 
@@ -91,7 +95,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     if head == _ROS1_MAGIC:
         raise SourceError(f"{where} is a ROS 1 bag; convert it with `rosbags-convert`")
     if not head.startswith(MAGIC):
-        raise SourceError(f"{where} is no MCAP file: it begins with {head[:8]!r}, wanted is {MAGIC!r}")
+        raise SourceError(f"{where} is no MCAP file: it begins with {head[:8]!r}, expected {MAGIC!r}")
     tail = _FOOTER.size + len(MAGIC)
     data = files.read(name, max(size - tail, 0), tail)
     if len(data) < tail or not data.endswith(MAGIC):
@@ -115,19 +119,27 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     return Summary(channels.topics, sorted(chunks)) if is_whole or not num_messages else None
 
 
-def message_offsets(index: bytes, topics: Mapping[int, Topic], wanted: frozenset[str]) -> list[tuple[int, Topic]]:
-    """Offsets in a chunk of the messages of these topics, ascending, by the chunk's message index."""
-    from mcap.data_stream import ReadDataStream
-    from mcap.records import MessageIndex
+def message_offsets(
+    index: bytes, topics: Mapping[int, Topic], wanted: frozenset[str], where: str
+) -> list[tuple[int, Topic]]:
+    """Offsets in a chunk of the messages of these topics, ascending, by the chunk's message index.
 
-    stream = ReadDataStream(io.BytesIO(index))
+    Raises SourceError, naming ``where``, for what is no index.
+    """
     found: list[tuple[int, Topic]] = []
-    while stream.count < len(index):
-        stream.read(RECORD.size)
-        record = MessageIndex.read(stream)
-        topic = topics.get(record.channel_id)
+    at = 0
+    while at < len(index):
+        op, length = RECORD.unpack_from(index, at) if at + _INDEX.size <= len(index) else (0, 0)
+        if op != _INDEX_OP or at + RECORD.size + length > len(index):
+            raise SourceError(f"{where}: its message index is damaged at byte {at} of {len(index)}")
+        _, _, channel, size = _INDEX.unpack_from(index, at)
+        topic = topics.get(channel)
         if topic is not None and topic.name in wanted:
-            found += [(offset, topic) for _, offset in record.records]
+            pairs = index[at + _INDEX.size : at + RECORD.size + length][:size]
+            found += [
+                (offset, topic) for _, offset in _PAIR.iter_unpack(pairs[: len(pairs) // _PAIR.size * _PAIR.size])
+            ]
+        at += RECORD.size + length
     return sorted(found, key=lambda pair: pair[0])
 
 

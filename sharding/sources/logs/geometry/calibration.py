@@ -57,7 +57,7 @@ def camera_models(index: LogIndex, channel: str, topic: str, info_topic: str, eg
     found: list[CameraModel] = []
     before: Calibration | None = None
     for one in sorted(index.calibrations[info_topic], key=lambda one: one.stamp_ns):
-        if before is None or one._replace(stamp_ns=0) != before._replace(stamp_ns=0):
+        if before is None or one[1:] != before[1:]:
             found.append(_model(where, one, cam2ego, is_rectified=is_rectified))
             before = one
     return found

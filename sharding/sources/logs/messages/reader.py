@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,9 +61,15 @@ class Reader:
         return self._guard(lambda data: self._form.cloud_head(data, message.length), message.data)
 
     def _guard(self, read: Callable[[Buffer], T], data: Buffer) -> T:
-        from rosbags.serde import SerdeError
-
         try:
             return read(data)
-        except (struct.error, IndexError, KeyError, ValueError, AssertionError, SerdeError) as error:
+        except _errors() as error:
             raise SourceError(f"topic '{self._topic.name}': a message is no {self._topic.type}: {error}") from error
+
+
+@functools.cache
+def _errors() -> tuple[type[Exception], ...]:
+    """What a message that is not of its type raises."""
+    from rosbags.serde import SerdeError
+
+    return struct.error, IndexError, KeyError, ValueError, AssertionError, SerdeError

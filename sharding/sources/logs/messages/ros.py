@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
+_LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I", "II", "7d")) for order in ("<", ">"))
+"""What reads a u32, a stamp, and a translation with a rotation, by the order of bytes."""
+_POSE_BYTES: Final = 56
+_STAMP: Final = slice(4, 12)
+"""Where the stamp of a message is that begins with one."""
+_PADDING: Final = 3
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
 
@@ -21,6 +27,7 @@ class Ros:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._type = topic.type.replace("/", "/msg/")
+        self._same: tuple[bytes, Calibration] | None = None
 
     def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
         return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
@@ -35,7 +42,7 @@ class Ros:
             step, length = cdr.u32(), cdr.u32()
             return Picture(stamp_ns, frame_id, cdr.at, length, encoding, width, height, step)
         if self._topic.type == "sensor_msgs/CompressedImage":
-            cdr.text()  # the format: free text that is often wrong
+            cdr.chars()  # the format: free text that is often wrong
         length = cdr.u32()
         return Picture(stamp_ns, frame_id, cdr.at, length)
 
@@ -44,7 +51,14 @@ class Ros:
         return str(self._read(data).format)
 
     def calibration(self, data: Buffer) -> Calibration:
-        """A CameraInfo, or foxglove's CameraCalibration."""
+        """A CameraInfo, or foxglove's CameraCalibration: one that says the same as the last is not parsed again."""
+        text = bytes(data)
+        rest = text[: _STAMP.start] + text[_STAMP.stop :]
+        if self._same is None or self._same[0] != rest:
+            self._same = rest, self._calibration(text)
+        return self._same[1]._replace(stamp_ns=_Cdr(text).stamp())
+
+    def _calibration(self, data: Buffer) -> Calibration:
         info = self._read(data)
         size = info.width, info.height, info.distortion_model
         is_foxglove = self._topic.type != "sensor_msgs/CameraInfo"
@@ -58,15 +72,13 @@ class Ros:
 
     def transforms(self, data: Buffer) -> list[Edge]:
         """A TFMessage, or foxglove's FrameTransform and FrameTransforms."""
-        one = self._read(data)
         if self._topic.type == "tf2_msgs/TFMessage":
-            return [
-                Edge(
-                    edge.header.frame_id, edge.child_frame_id, _time_ns(edge.header.stamp),
-                    _wxyz(edge.transform.rotation), _xyz(edge.transform.translation),
-                )
-                for edge in one.transforms
-            ]  # fmt: skip
+            cdr = _Cdr(data)
+            edges = [cdr.edge() for _ in range(cdr.u32())]
+            if len(memoryview(data)) - cdr.at > _PADDING:
+                raise ValueError(f"{len(memoryview(data)) - cdr.at} bytes are left after {len(edges)} transforms")
+            return edges
+        one = self._read(data)
         return [
             Edge(
                 edge.parent_frame_id, edge.child_frame_id, _time_ns(edge.timestamp), _wxyz(edge.rotation),
@@ -123,22 +135,37 @@ class _Cdr:
 
     def __init__(self, data: Buffer) -> None:
         self._data, self.at = memoryview(data), 4
-        self._u32 = struct.Struct("<I" if self._data[1] & 1 else ">I")
+        self._u32, self._stamp, self._pose = _LITTLE if self._data[1] & 1 else _BIG
 
     def u32(self) -> int:
-        self.at += -self.at % 4
-        (value,) = self._u32.unpack_from(self._data, self.at)
-        self.at += 4
+        at = self.at + -self.at % 4
+        self.at = at + 4
+        (value,) = self._u32(self._data, at)
         return int(value)
 
     def text(self) -> str:
-        length = self.u32()
-        found = bytes(self._data[self.at : self.at + length])
-        self.at += length
-        return found.rstrip(b"\0").decode("utf-8", "replace")
+        return bytes(self.chars()).rstrip(b"\0").decode("utf-8", "replace")
+
+    def chars(self) -> memoryview:
+        """A text as it is, with its end mark."""
+        start = self.at + -self.at % 4 + 4
+        (length,) = self._u32(self._data, start - 4)
+        self.at = start + length
+        return self._data[start : start + length]
 
     def stamp(self) -> int:
-        return self.u32() * 1_000_000_000 + self.u32()
+        at = self.at + -self.at % 4
+        self.at = at + 8
+        seconds, rest = self._stamp(self._data, at)
+        return int(seconds * 1_000_000_000 + rest)
+
+    def edge(self) -> Edge:
+        """A TransformStamped."""
+        stamp_ns, parent, child = self.stamp(), self.text(), self.text()
+        self.at += (4 - self.at) % 8
+        x, y, z, qx, qy, qz, w = self._pose(self._data, self.at)
+        self.at += _POSE_BYTES
+        return Edge(parent, child, stamp_ns, (w, qx, qy, qz), (x, y, z))
 
 
 def _time_ns(time: Any) -> int:  # noqa: ANN401 - rosbags

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.sources.frames.channels import boxes2d_channel
 from fuelrail.sharding.sources.nuscenes.extras.batch import inline
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.nuscenes.extras.batch import Batch
     from fuelrail.sharding.sources.scan_table import Reference
 
+_DESCRIPTION: Final = "bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes"
 _NEAR_M: Final = 0.1
 _FACES: Final = np.array(((0, 1, 3, 2), (4, 5, 7, 6), (0, 1, 5, 4), (2, 3, 7, 6), (0, 2, 6, 4), (1, 3, 7, 5)))
 """Corners of each side of a box, in the order of `Boxes.corners`."""
@@ -35,32 +37,12 @@ TOKENS: Final = Channel(
 )
 
 
-def boxes_channel(camera: str) -> Channel:
-    """The entry of the table for one camera."""
-    return Channel(
-        name=f"boxes2d_{camera}",
-        kind="ragged",
-        field=f"boxes2d_{camera}.safetensors",
-        law=Law("image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}),
-        arrays=(
-            ArraySpec("box", "float32", (4,), "px"),
-            ArraySpec("row", "int32"),
-            ArraySpec("label", "int16"),
-            ArraySpec("instance_id", "int64"),
-            ArraySpec("visible", "uint8"),
-        ),
-        frame=f"image:{camera}",
-        optional=True,
-        description="bounds of the part of each 3-D box that is in the image, whatever hides it; row counts in boxes",
-    )
-
-
 class ImageBoxes:
     """2-D boxes of every camera of the rig."""
 
     def __init__(self, cameras: Sequence[str], *, has_boxes: bool) -> None:
         """``has_boxes``: whether the tables have annotations at all."""
-        self.channels = tuple(boxes_channel(name.lower()) for name in cameras) if has_boxes else ()
+        self.channels = tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras) if has_boxes else ()
 
     def members(self, batch: Batch, at: int) -> list[Reference]:
         """References of one sample's members, of the cameras that have an image; raises SourceError."""

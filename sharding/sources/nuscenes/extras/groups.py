@@ -89,6 +89,12 @@ class Extras:
         """Entries of the table, once all samples are through."""
         return tuple(channel for group in self._groups for channel in group.channels)
 
+    def look_at(self, batch: Batch) -> None:
+        """Look at files of the batch together, of which there are many: those of radars. Raises SourceError."""
+        for group in self._groups:
+            if isinstance(group, Radars):
+                group.look_at(batch)
+
     def members(self, batch: Batch, at: int) -> list[Reference]:
         """References of one sample's members, in the table's order; raises SourceError."""
         return [member for group in self._groups for member in group.members(batch, at)]

@@ -117,17 +117,27 @@ class Radars:
 
         self._sweeps = SensorSweeps(folder, spill, "radar", on_keyframes)
         self._rows = dict(sorted(rows.items()))
+        self._chains: dict[tuple[int, str], NDArray[np.int64]] = {}
         self.channels = tuple(map(radar_channel, self._rows))
+
+    def look_at(self, batch: Batch) -> None:
+        """Look at the files of all samples of a batch together; raises SourceError."""
+        self._chains.clear()
+        for name, rows in self._rows.items():
+            for at, own in enumerate(rows[batch.samples].tolist()):
+                if own >= 0 and self._sweeps.is_valid(own):
+                    self._chains[at, name] = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
+        names = (name for chain in self._chains.values() for name in self._sweeps.files(chain))
+        batch.files.look_at(names, more=True)
 
     def members(self, batch: Batch, at: int) -> list[Reference]:
         """References of one sample's members; radars without a valid row are left out. Raises SourceError."""
         found = []
         global2ego = invert_rigid(batch.geometry.ego2global[at])
-        for channel, rows in zip(self.channels, self._rows.values(), strict=True):
-            own = int(rows[batch.samples[at]])
-            if own < 0 or not self._sweeps.is_valid(own):
+        for channel, name in zip(self.channels, self._rows, strict=True):
+            chain = self._chains.get((at, name))
+            if chain is None:
                 continue
-            chain = np.array([own, *self._sweeps.rows_before(own, self._num_sweeps)])
             files = self._sweeps.files(chain)
             sizes = [batch.file_bytes(file, at) for file in files]
             if None in sizes:
@@ -174,7 +184,7 @@ def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
         )
     number = " ".join(header.get("POINTS", []))
     if not number.isdecimal() or len(number) > 9 or int(number) > _MAX_POINTS:
-        raise SourceError(f"radar file '{name}' has POINTS {number!r:.80}; wanted is a number up to {_MAX_POINTS}")
+        raise SourceError(f"radar file '{name}' has POINTS {number!r:.80}; expected a number up to {_MAX_POINTS}")
     dtype, body = (
         np.dtype([(field, _TYPES[kind]) for field, kind in zip(FIELDS, kinds, strict=True)]),
         data[end.end() :],

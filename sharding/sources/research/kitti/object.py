@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.frames.poses import quaternions
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.kitti.calibration import (
@@ -41,6 +41,9 @@ class KittiObjectSettings(FrameSettings, frozen=True, kw_only=True):
     """Options of the source."""
 
     right: Annotated[bool, Meta(description="true takes the right colour camera (image_3) too")] = False
+    boxes2d: Annotated[
+        bool, Meta(description="true stores the labels' boxes in image_2 as the channel boxes2d_image_2")
+    ] = False
 
 
 class KittiObject(FrameSource[KittiObjectSettings]):
@@ -56,6 +59,11 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     def sensors(self) -> Sensors:
         """The left colour camera, with the option the right one, and the lidar."""
         return Sensors.of(self._cameras, {LIDAR: POINT_COLUMNS})
+
+    @property
+    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
+        """The left colour camera, with the option."""
+        return {"image_2": "bounds as labelled; row counts in boxes"} if self.given.boxes2d else {}
 
     @property
     def _cameras(self) -> tuple[str, ...]:
@@ -108,15 +116,15 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         lidar2ego = invert_rigid(imu2velo)
         sweeps = {LIDAR: Sweep(ref=scans[0], timestamp_ns=number + 1, lidar2ego=lidar2ego)} if scans else {}
         labels = [name for name in clip.files[1:] if name.endswith(".txt")]
-        boxes = self._boxes(labels[0], invert_rigid(ego2rect)) if labels else None
-        yield Frame(timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes)
+        boxes, bounds = self._boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
+        yield Frame(timestamp_ns=number + 1, images=images, sweeps=sweeps, boxes=boxes, boxes2d=bounds)
 
     def points(self, ref: str) -> NDArray[np.float32]:
         """(P, 4) in the lidar's frame."""
         return read_points(self.files, ref)
 
-    def _boxes(self, name: str, rect2ego: F64) -> BoxRows:
-        """The rows of a label file, which stand on their bottom in rectified camera 0, with y down."""
+    def _boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
+        """The rows of a label file, which stand on their bottom in rectified camera 0, with y down; and in image 2."""
         where = f"file '{self.files.shown}/{name}'"
         data = self.files.read(name)
         rows = [line.split() for line in (read_file(self.files, name) if data else data).decode().splitlines()]
@@ -130,18 +138,20 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 raise SourceError(f"{where}: line {at} has {len(row)} columns, wanted are {_LABEL}")
             if row[0] != _TYPE_TO_IGNORE:
                 kinds.append(row[0])
-                found.append(values[7:14])
-        height, width, length, x, y, z, turn = np.array(found).reshape(-1, 7).T
+                found.append(values[3:14])
+        *bounds, height, width, length, x, y, z, turn = np.array(found).reshape(-1, 11).T
         centre = np.stack([x, y - height / 2, z], 1)
         cos, sin, none = np.cos(turn), np.sin(turn), np.zeros(len(kinds))
         # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
         axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(-1, 3, 3)
-        return BoxRows(
+        in_image = ImageBoxRows(box=np.stack(bounds, 1), category=kinds, row=np.arange(len(kinds)))
+        in_space = BoxRows(
             centre=centre @ rect2ego[:3, :3].T + rect2ego[:3, 3],
             size_lwh=np.stack([length, width, height], 1),
             rotation_wxyz=quaternions(rect2ego[:3, :3] @ axes),
             category=kinds,
         )
+        return in_space, {"image_2": in_image}
 
 
 def _transform(matrix: F64) -> F64:

@@ -237,23 +237,32 @@ class Kitti(FrameSource[KittiSettings]):
                     rows.setdefault(at, []).append((kind, f"{number}", [*place, *size]))
         except (ElementTree.ParseError, ValueError) as error:
             raise SourceError(f"file '{self.files.shown}/{name}' is not as tracklets are: {error}") from error
-        return {at: _boxes(found, invert_rigid(ego2lidar)) for at, found in rows.items()}
+        return _boxes(rows, invert_rigid(ego2lidar))
 
 
 _NO_BOXES: Final = BoxRows(centre=np.empty((0, 3)), size_lwh=np.empty((0, 3)), category=(), yaw=np.empty(0))
 
 
-def _boxes(rows: list[tuple[str, str, list[float]]], lidar2ego: F64) -> BoxRows:
-    x, y, z, yaw, length, width, height = np.array([numbers for _, _, numbers in rows]).T
-    half, none = yaw / 2, np.zeros(len(rows))
+def _boxes(rows: dict[int, list[tuple[str, str, list[float]]]], lidar2ego: F64) -> dict[int, BoxRows]:
+    """Boxes by number of the frame; their numbers are worked out for the whole drive at once."""
+    if not rows:
+        return {}
+    x, y, z, yaw, length, width, height = np.array([numbers for own in rows.values() for _, _, numbers in own]).T
+    half, none = yaw / 2, np.zeros(len(x))
     turned = lidar2ego[:3, :3] @ rotation_matrices(np.stack([np.cos(half), none, none, np.sin(half)], 1))
-    return BoxRows(
-        centre=np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
-        size_lwh=np.stack([length, width, height], 1),
-        rotation_wxyz=quaternions(turned),
-        category=[kind for kind, _, _ in rows],
-        track=[track for _, track, _ in rows],
-    )
+    centre = np.stack([x, y, z + height / 2], 1) @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+    size, rotation = np.stack([length, width, height], 1), quaternions(turned)
+    found, end = {}, 0
+    for at, own in rows.items():
+        part = slice(end, end := end + len(own))
+        found[at] = BoxRows(
+            centre=centre[part],
+            size_lwh=size[part],
+            rotation_wxyz=rotation[part],
+            category=[kind for kind, _, _ in own],
+            track=[track for _, track, _ in own],
+        )
+    return found
 
 
 def oxts_poses(rows: F64) -> F64:

@@ -21,11 +21,12 @@ from fuelrail.sharding.sources.research.waymo.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from fuelrail.sharding.sources.research.waymo.records import FieldPlace, Record, Window
+    from fuelrail.sharding.sources.files import Window
+    from fuelrail.sharding.sources.research.waymo.records import FieldPlace, Record
 
 CAMERAS: Final = {1: "FRONT", 2: "FRONT_LEFT", 3: "FRONT_RIGHT", 4: "SIDE_LEFT", 5: "SIDE_RIGHT"}
 LABEL_TYPES: Final = ("unknown", "vehicle", "pedestrian", "sign", "cyclist")
@@ -34,6 +35,7 @@ OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 
 """From a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
 
 _FRAME_CONTEXT, _FRAME_TIME, _FRAME_POSE, _FRAME_IMAGES, _FRAME_LASERS, _FRAME_LABELS = range(1, 7)
+_FRAME_CAMERA_LABELS: Final = 8
 _IMAGE_NAME, _IMAGE_JPEG, _IMAGE_POSE, _, _IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE = range(1, 9)
 _BOX: Final = struct.Struct("<" + "xd" * 7)
 _BOX_KEYS: Final = bytes(number << 3 | FIXED64 for number in range(1, 8))
@@ -70,7 +72,10 @@ class ImageHead(NamedTuple):
 
 
 class FrameHead(NamedTuple):
-    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images."""
+    """A frame; ``context`` are the bytes of the message, ``labels`` a message each; bytes of all range images.
+
+    ``camera_labels`` are a message for each camera that has labels in its image.
+    """
 
     timestamp_us: int
     pose: tuple[float, ...]
@@ -78,16 +83,19 @@ class FrameHead(NamedTuple):
     images: list[ImageHead]
     labels: list[bytes]
     laser_bytes: int
+    camera_labels: list[bytes]
 
 
-def read_frame(window: Window, record: Record, context: bytes | None) -> FrameHead:
+def read_frame(window: Window, record: Record, context: bytes | None, *, boxes2d: bool = False) -> FrameHead:
     """Read a record that is a frame; ``context`` of the frame before it is not read again where it is the same.
+
+    Labels in images are read with ``boxes2d`` alone.
 
     Raises SourceError for what is no frame.
     """
     place = f"{window.where}: record {record.number}"
     try:
-        head = _read(window, record, context)
+        head = _read(window, record, context, boxes2d=boxes2d)
     except (ValueError, struct.error) as error:
         raise SourceError(
             f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the motion dataset (Scenario) and of "
@@ -99,8 +107,8 @@ def read_frame(window: Window, record: Record, context: bytes | None) -> FrameHe
     return head
 
 
-def _read(window: Window, record: Record, context: bytes | None) -> FrameHead:
-    time, pose, images, labels, laser_bytes = -1, None, [], [], 0
+def _read(window: Window, record: Record, context: bytes | None, *, boxes2d: bool) -> FrameHead:
+    time, pose, images, labels, laser_bytes, camera_labels = -1, None, [], [], 0, []
     for field in field_places(window, record.start, record.end):
         if field.number == _FRAME_CONTEXT:
             _expect(field, BYTES, "context")
@@ -124,10 +132,13 @@ def _read(window: Window, record: Record, context: bytes | None) -> FrameHead:
         elif field.number == _FRAME_LABELS:
             _expect(field, BYTES, "laser_labels")
             labels.append(window.at(field.start, field.end - field.start, _LABELS_AHEAD))
+        elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
+            _expect(field, BYTES, "camera_labels")
+            camera_labels.append(window.at(field.start, field.end - field.start))
     if context is None or time <= 0 or pose is None:
         missing = "context" if context is None else "timestamp_micros" if time <= 0 else "pose"
         raise ValueError(f"it has no {missing}")
-    return FrameHead(time, pose, context, images, labels, laser_bytes)
+    return FrameHead(time, pose, context, images, labels, laser_bytes, camera_labels)
 
 
 def _expect(field: FieldPlace, wire: int, name: str) -> None:
@@ -139,16 +150,15 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     """None for a camera that is not known, and for one without a picture."""
     name, offset, num_bytes, pose = 0, 0, 0, None
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
-    for field in field_places(window, place.start, place.end, _AFTER_JPEG if offset else 0):
-        if field.number == _IMAGE_NAME:
-            name = field.value
-        elif field.number == _IMAGE_JPEG:
-            offset, num_bytes = field.start, field.end - field.start
-            window.at(field.end, min(_AFTER_JPEG, place.end - field.end))
-        elif field.number == _IMAGE_POSE:
-            pose = transform(window.at(field.start, field.end - field.start))
-        elif field.number in times and field.wire == FIXED64:
-            times[field.number] = _DOUBLE.unpack(window.at(field.start, 8))[0]
+    for number, wire, value in _image_fields(window, place):
+        if number == _IMAGE_NAME and isinstance(value, int):
+            name = value
+        elif number == _IMAGE_JPEG and isinstance(value, tuple):
+            offset, num_bytes = value
+        elif number == _IMAGE_POSE and isinstance(value, bytes):
+            pose = transform(value)
+        elif number in times and wire == FIXED64 and isinstance(value, bytes):
+            times[number] = _DOUBLE.unpack(value)[0]
     if name not in CAMERAS or not num_bytes:
         return None
     if pose is None:
@@ -156,6 +166,22 @@ def _image(window: Window, place: FieldPlace) -> ImageHead | None:
     if not times[_IMAGE_TIME] > 0:
         raise ValueError(f"the image of {CAMERAS[name]} has no pose_timestamp")
     return ImageHead(CAMERAS[name], offset, num_bytes, pose, *times.values())
+
+
+def _image_fields(window: Window, place: FieldPlace) -> Iterator[tuple[int, int, int | bytes | tuple[int, int]]]:
+    """Number, wire type and value of each field of an image; of the JPEG where it is, and how long."""
+    for field in field_places(window, place.start, place.end):
+        length = field.end - field.start
+        if field.number == _IMAGE_JPEG and field.wire == BYTES:
+            yield field.number, field.wire, (field.start, length)
+            rest = place.end - field.end
+            if rest <= _AFTER_JPEG:
+                yield from fields(window.at(field.end, rest))
+                return
+        elif field.wire == VARINT:
+            yield field.number, field.wire, field.value
+        elif field.number <= _IMAGE_DONE:  # what comes behind may be large, as labels of pixels are
+            yield field.number, field.wire, window.at(field.start, length)
 
 
 def transform(data: bytes) -> tuple[float, ...]:
@@ -238,6 +264,37 @@ def read_labels(labels: Sequence[bytes], *, camera_synced: bool) -> LabelColumns
         track.append(found[4].decode() if 4 in found else "")
         num_points.append(found.get(7, -1))
     return LabelColumns(np.array(boxes, np.float64).reshape(-1, 7), category, track, num_points)
+
+
+class ImageLabels(NamedTuple):
+    """The boxes in one camera's image."""
+
+    camera: str
+    boxes: NDArray[np.float64]
+    """(K, 4): centre x, y, and sides along x and y [px]; the left edge of the first pixel is 0."""
+    category: list[str]
+    track: list[str]
+
+
+def read_camera_labels(data: bytes) -> ImageLabels:
+    """A message ``CameraLabels``; raises ValueError where it is none."""
+    name, boxes, category, track = 0, [], [], []
+    for number, _, value in fields(data):
+        if number == 1 and isinstance(value, int):
+            name = value
+        elif number == 2 and isinstance(value, bytes):
+            found: dict[int, Any] = {at: one for at, _, one in fields(value)}
+            values = {at: one for at, wire, one in fields(found.get(1, b"")) if wire == FIXED64}
+            if not values.keys() >= {1, 2, 4, 5}:
+                raise ValueError(f"a label of camera {name} without a box")
+            sides = [_DOUBLE.unpack(values[at])[0] for at in (1, 2, 5, 4)]  # its length is along x
+            boxes.append(sides)
+            kind = found.get(3, 0)
+            category.append(LABEL_TYPES[kind] if kind < len(LABEL_TYPES) else f"type {kind}")
+            track.append(found[4].decode() if 4 in found else "")
+    if name not in CAMERAS:
+        raise ValueError(f"labels of the unknown camera {name}")
+    return ImageLabels(CAMERAS[name], np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
 def _box(data: bytes) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.frames.frame import Clip, Frame, Image, ImageBoxRows, Sensors
 from fuelrail.sharding.sources.frames.source import FrameSource
 from fuelrail.sharding.sources.research.tables import check_unique, columns, names_in, stacked
 from fuelrail.sharding.sources.research.waymo.frame_heads import CAMERAS, LABEL_TYPES, LabelColumns, calibration
@@ -24,6 +24,8 @@ from fuelrail.sharding.sources.research.waymo.source import (
     WaymoSettings,
     box_rows,
     channel,
+    image_rows,
+    labelled_cameras,
     microseconds,
     rig,
     shutter_times,
@@ -54,6 +56,8 @@ _INTRINSIC: Final = tuple(
 )
 _BOX: Final = ("center.x", "center.y", "center.z", "size.y", "size.x", "size.z", "heading")
 """In the order of version 1: width before length."""
+_CAMERA_BOX: Final = "[CameraBoxComponent]."
+_SIDES: Final = tuple(f"{_CAMERA_BOX}box.{name}" for name in ("center.x", "center.y", "size.x", "size.y"))
 _ROWS_AT_ONCE: Final = 16
 
 
@@ -71,6 +75,11 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         """The five cameras in the order of their numbers."""
         return rig()
 
+    @property
+    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
+        """All cameras, with the option."""
+        return labelled_cameras() if self.given.boxes2d else {}
+
     def category_names(self) -> tuple[str, ...]:
         """Types of labels, without the unknown one."""
         return LABEL_TYPES[1:]
@@ -83,7 +92,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             for name in names_in(self.files, folder, "vehicle_pose"):
                 if name.endswith(".parquet"):
                     needed = ("camera_image", "camera_calibration", "vehicle_pose")
-                    more = [one for one in ("lidar_box", "lidar_camera_synced_box", "stats") if name in
+                    more = [one for one in ("lidar_box", "lidar_camera_synced_box", "camera_box", "stats") if name in
                             names_in(self.files, folder, one)]  # fmt: skip
                     files = tuple(f"{prefix}{part}/{name}" for part in (*needed, *more))
                     yield Clip(name=name.removesuffix(".parquet"), split=split, files=files)
@@ -95,6 +104,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         order = np.argsort(poses[_TIME], kind="stable")
         images = self._images(files["camera_image"], self._cameras(files["camera_calibration"]))
         boxes = self._boxes(files)
+        boxes2d = self._boxes2d(files["camera_box"]) if self.given.boxes2d and "camera_box" in files else None
         stats = self._stats(files.get("stats"))
         if unknown := images.keys() - set(poses[_TIME].tolist()):
             raise SourceError(
@@ -108,6 +118,9 @@ class WaymoParquet(FrameSource[WaymoSettings]):
                 ego2global=poses[_POSE][row].reshape(4, 4),
                 images=images.get(time, {}),
                 boxes=None if boxes is None else box_rows(boxes.get(time, _NO_LABELS)),
+                boxes2d={}
+                if boxes2d is None
+                else {name: boxes2d.get((time, name), _NONE) for name in images.get(time, {})},
                 attributes=stats,
             )
 
@@ -247,6 +260,23 @@ class WaymoParquet(FrameSource[WaymoSettings]):
             for time, chosen in by_time.items()
         }
 
+    def _boxes2d(self, name: str) -> dict[tuple[int, str], ImageBoxRows]:
+        """By time of the frame [us] and channel."""
+        kind, track = f"{_CAMERA_BOX}type", "key.camera_object_id"
+        keys = {_TIME: pa.int64(), _NAME: pa.int64(), kind: pa.int64(), track: pa.string()}
+        rows = self._read(name, {**keys, **dict.fromkeys(_SIDES, _F64)})
+        by_image: dict[tuple[int, str], list[int]] = {}
+        for row, (time, camera) in enumerate(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)):
+            if camera in CAMERAS:
+                by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
+        sides, kinds = stacked(rows, _SIDES), rows[kind].tolist()
+        names = [LABEL_TYPES[one] if 0 <= one < len(LABEL_TYPES) else f"type {one}" for one in kinds]
+        tracks = rows[track].tolist()
+        return {
+            image: image_rows(sides[own], [names[row] for row in own], [tracks[row] for row in own])
+            for image, own in by_image.items()
+        }
+
     def _stats(self, name: str | None) -> dict[str, str | bool | None]:
         if name is None:
             return {}
@@ -256,6 +286,7 @@ class WaymoParquet(FrameSource[WaymoSettings]):
         return weather_columns({part: found[0] for part, found in zip(parts, values, strict=True) if len(found)})
 
 
+_NONE: Final = image_rows(np.empty((0, 4)), [], [])
 _NO_LABELS: Final = LabelColumns(np.empty((0, 7)), [], [], [])
 
 

@@ -1,4 +1,4 @@
-"""TFRecord files, read in small pieces, and the wire format of the protocol buffers in them.
+"""Records of TFRecord files, and the wire format of the protocol buffers in them.
 
 A record is its length (u64), the masked CRC32C of that (u32), its bytes, and their masked CRC32C, little-endian
 (tensorflow/core/lib/io/record_writer.h). Messages are walked after protobuf.dev/programming-guides/encoding.
@@ -6,8 +6,6 @@ A record is its length (u64), the masked CRC32C of that (u32), its bytes, and th
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,9 +13,9 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import LFS_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from fuelrail.sharding.sources.files import SourceFiles
+    from fuelrail.sharding.sources.files import Window
 
 VARINT: Final = 0
 FIXED64: Final = 1
@@ -29,25 +27,7 @@ MAX_HEAD: Final = 20
 _HEAD: Final = struct.Struct("<QI")
 _U32: Final = struct.Struct("<I")
 _MASK: Final = 0xA282EAD8
-_LEAST: Final = 64
 _CRC_CHUNK: Final = 1 << 20
-
-
-class Window:
-    """Bytes of a file, a few at a time: what was read last is kept."""
-
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
-        """``read(offset, length)`` reads; the file has ``num_bytes``; ``where`` names it in errors."""
-        self._read, self.num_bytes, self.where = read, num_bytes, where
-        self._start, self._data = 0, b""
-
-    def at(self, offset: int, length: int, ahead: int = 0) -> bytes:
-        """``length`` bytes from ``offset`` on, fewer where the file ends; reads ``ahead`` bytes beyond them."""
-        begin = offset - self._start
-        if begin < 0 or begin + length > len(self._data):
-            self._data = self._read(offset, max(length + ahead, _LEAST))
-            self._start, begin = offset, 0
-        return self._data[begin : begin + length]
 
 
 class Record(NamedTuple):
@@ -56,26 +36,6 @@ class Record(NamedTuple):
     number: int
     start: int
     end: int
-
-
-@contextlib.contextmanager
-def opened(files: SourceFiles, name: str) -> Iterator[Window]:
-    """A window on a file; at a URL, each read is a request, so :func:`records` reads records whole."""
-    facts = files.facts_of([name])[0]
-    where = f"file '{files.shown}/{name}'"
-    if facts is None:
-        raise SourceError(f"{where} is not there")
-    path = files.path(name)
-    if path is None:
-        yield Window(lambda offset, length: files.read(name, offset, length), facts.num_bytes, where)
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield Window(lambda offset, length: os.pread(descriptor, length, offset), facts.num_bytes, where)
-    except OSError as error:
-        raise SourceError(f"{where} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
 
 
 def records(window: Window, *, whole: bool, payloads: bool) -> Iterator[Record]:
@@ -173,17 +133,16 @@ def field_places(window: Window, start: int, end: int, ahead: int = 0) -> Iterat
     """
     at = start
     while at < end:
-        head = window.at(at, min(end - at, MAX_HEAD), ahead)
+        head = window.at(at, MAX_HEAD, ahead)
         if not head:
             raise ValueError("the file ends")
-        key = head[0]
-        key, used = (key, 1) if key < 0x80 else varint(head, 0)
+        key, used = (head[0], 1) if head[0] < 0x80 else varint(head, 0)
         wire = key & 7
         value = length = 0
-        if wire == VARINT:
+        if wire == BYTES:
+            length, used = (head[1], 2) if used == 1 < len(head) and head[1] < 0x80 else varint(head, used)
+        elif wire == VARINT:
             value, used = varint(head, used)
-        elif wire == BYTES:
-            length, used = varint(head, used)
         else:
             length = _fixed(wire)
         begin = at + used

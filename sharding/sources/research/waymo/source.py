@@ -16,18 +16,20 @@ from msgspec import Meta
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, Sensors, Sweep
+from fuelrail.sharding.sources.files import opened
+from fuelrail.sharding.sources.frames.frame import BoxRows, Clip, Frame, Image, ImageBoxRows, Sensors, Sweep
 from fuelrail.sharding.sources.frames.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.research.waymo.frame_heads import (
     CAMERAS,
     LABEL_TYPES,
     LabelColumns,
+    read_camera_labels,
     read_context,
     read_frame,
     read_labels,
 )
 from fuelrail.sharding.sources.research.waymo.range_images import POINT_COLUMNS, frame_points
-from fuelrail.sharding.sources.research.waymo.records import opened, records
+from fuelrail.sharding.sources.research.waymo.records import records
 from fuelrail.sharding.sources.source import Camera
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
             "the time when it sees them"
         ),
     ] = "lidar"
+    boxes2d: Annotated[
+        bool, Meta(description="true stores the labels in images as channels boxes2d_CAMERA, apart from boxes")
+    ] = False
 
 
 class WaymoFileSettings(WaymoSettings, frozen=True, kw_only=True):
@@ -78,6 +83,11 @@ class Waymo(FrameSource[WaymoFileSettings]):
     def sensors(self) -> Sensors:
         """The five cameras in the order of their numbers, and the five lidars as one."""
         return rig()._replace(lidars=[LidarEntry(channel=LIDAR, source_name="LIDAR", columns=POINT_COLUMNS)])
+
+    @property
+    def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
+        """All cameras, with the option."""
+        return labelled_cameras() if self.given.boxes2d else {}
 
     def category_names(self) -> tuple[str, ...]:
         """Types of labels, without the unknown one."""
@@ -110,7 +120,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
             cameras: dict[str, CameraCalibration] = {}
             stats: dict[str, str] = {}
             for record in records(window, whole=at_url, payloads=self.given.payload_crc):
-                head = read_frame(window, record, context)
+                head = read_frame(window, record, context, boxes2d=self.given.boxes2d)
                 try:
                     if head.context is not context:
                         segment, cameras, stats = read_context(head.context)
@@ -175,6 +185,7 @@ class Waymo(FrameSource[WaymoFileSettings]):
             images=images,
             sweeps={LIDAR: sweep} if head.laser_bytes else {},
             boxes=box_rows(labels),
+            boxes2d=_image_boxes(head) if self.given.boxes2d else {},
             attributes=weather_columns(stats),
         )
 
@@ -222,6 +233,28 @@ def box_rows(labels: LabelColumns) -> BoxRows:
         track=labels.track,
         num_lidar_pts=labels.num_points,
     )
+
+
+def labelled_cameras() -> dict[str, str]:
+    """The cameras with what their 2-D boxes are."""
+    text = "labelled in the image, with tracks of their own; row is -1"
+    return {channel(name): text for name in CAMERAS.values()}
+
+
+def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
+    """Boxes (K, 4) of centre and sides [px], whose pixel 0 is the left edge of the first one."""
+    centre, half = boxes[:, :2] - 0.5, boxes[:, 2:] / 2
+    return ImageBoxRows(box=np.concatenate([centre - half, centre + half], 1), category=category, track=track)
+
+
+def _image_boxes(head: FrameHead) -> dict[str, ImageBoxRows]:
+    """Boxes of all images of a frame that has such labels; an image without any has no box."""
+    if not head.camera_labels:
+        return {}
+    found = {channel(image.name): image_rows(np.empty((0, 4)), [], []) for image in head.images}
+    for one in map(read_camera_labels, head.camera_labels):
+        found[channel(one.camera)] = image_rows(one.boxes, one.category, one.track)
+    return found
 
 
 def _clip(name: str, split: str) -> Clip:

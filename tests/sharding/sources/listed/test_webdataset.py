@@ -138,7 +138,7 @@ def test_options_map_extensions_and_cut_clips(tars):
     ("options", "match"),
     [
         ({"timestamp_ns": "time"}, r"key 'drive-0/0000': the JSON has no time"),
-        ({"timestamp_ns": "pose"}, r"wanted is a whole number"),
+        ({"timestamp_ns": "pose"}, r"expected a whole number"),
         ({"ego2global": "cams.cam_left.k"}, r"no 4x4 matrix"),
         ({"timestamp_ns": "t", "meta": "yaml"}, r"there is no .yaml, but json"),
         ({"timestamp_ns": "t", "meta": "cam_left.jpg"}, r"is not JSON"),

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from fuelrail.pipeline.sample.schema import Geometry, Sweeps, decode_arrays, decode_points
+from fuelrail.sharding.run import scan_source
+from fuelrail.sharding.sources.files import FolderFiles
 from fuelrail.sharding.sources.registry import SourceSpec, make_source
 from fuelrail.sharding.sources.scan_table import ScanTable, ScanWriter
+from support.nuscenes_radar import add_radar_files
 from support.nuscenes_tables import Dataroot, build_nuscenes, token
 
 LIDARS = ("LIDAR_TOP", "LIDAR_FRONT_LEFT", "LIDAR_REAR")
@@ -74,3 +77,28 @@ def test_every_lidar_of_a_rig_is_stored_with_its_sweeps(tmp_path) -> None:
             before = next(r for r in rows if r["token"] == own["prev"])
             assert sweeps.timestamp_ns.tolist() == [before["timestamp"] * 1000]
             np.testing.assert_array_equal(sweeps.points, written[before["filename"]])
+
+
+def test_files_are_looked_at_many_at_a_time(tmp_path, monkeypatch) -> None:
+    """Sweeps, radars and channels' own files too: where a look takes long, all of a batch are asked for at once."""
+    made = build_nuscenes(tmp_path / "source", {"a": 3})
+    with_more_lidars(made)
+    add_radar_files(made)
+    together: list[str] = []
+    looks, facts = FolderFiles.facts_of, FolderFiles.facts
+
+    def one_by_one(self, name):
+        raise AssertionError(f"'{name}' is looked at alone")
+
+    def many(self, names):
+        together.extend(names)
+        with monkeypatch.context() as inside:
+            inside.setattr(FolderFiles, "facts", facts)
+            return looks(self, names)
+
+    monkeypatch.setattr(FolderFiles, "facts_of", many)
+    monkeypatch.setattr(FolderFiles, "facts", one_by_one)
+    info = scan_source(SourceSpec("nuscenes", str(made.root), {"sweeps": 2, "channels": ["radar"], "radar_sweeps": 2}))
+    assert info.num_samples == 3
+    assert len(together) == len(set(together))
+    assert {name.split("/")[1] for name in together} >= {*LIDARS, "CAM_FRONT", "RADAR_FRONT"}

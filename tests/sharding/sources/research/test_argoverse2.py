@@ -107,6 +107,20 @@ class TestArgoverse2(AtUrl, SourceSuite):
             write_log(root / ("train", "val")[number % 2] / clip.name, clip)
         return str(root)
 
+    def test_the_upright_front_camera_is_a_group_of_its_own(self, tmp_path):
+        self.make(self.spec(tmp_path), tmp_path / "made")
+        groups = {
+            "front": {"cameras": [RING[0]], "image": {"height": 32, "width": 24}},
+            "ring": {"cameras": list(RING[1:]), "image": {"height": 24, "width": 32}},
+        }
+        with fr.DataLoader(tmp_path / "made", 2, transforms={"camera_groups": groups}, num_workers=1) as loader:
+            batch = next(iter(loader))
+        assert batch["img"]["front"].shape == (2, 1, 3, 32, 24)
+        assert batch["img"]["ring"].shape == (2, len(RING) - 1, 3, 24, 32)
+        # The whole of each image is seen: half of each side, no side cut off.
+        assert np.allclose(batch["ida_mat"][:, :, 0, 0], 0.5)
+        assert batch["cam_valid"].all() and all(one.float().std() > 1 for one in batch["img"]["front"])
+
     def test_attributes_and_columns_of_points(self, tmp_path):
         world = self.world()
         self.make(self.spec(tmp_path, world), tmp_path / "out")
@@ -172,7 +186,7 @@ BAD = {
     ),
     "times as floats": (
         lambda log: change(log / "annotations.feather", "timestamp_ns", pa.array([1.6e18] * 12)),
-        r"column 'timestamp_ns' is double, wanted is int64",
+        r"column 'timestamp_ns' is double, expected int64",
     ),
     "quaternion that is none": (
         lambda log: change(log / "calibration" / "egovehicle_SE3_sensor.feather", "qw", pa.array([2.0] * 8)),

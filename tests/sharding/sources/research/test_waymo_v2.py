@@ -73,11 +73,11 @@ BAD = {
     ),
     "times as floats": (
         lambda root: change(root, "vehicle_pose", "key.frame_timestamp_micros", pa.array([1.6e15] * 4)),
-        r"column 'key\.frame_timestamp_micros' is double, wanted is int64",
+        r"column 'key\.frame_timestamp_micros' is double, expected int64",
     ),
     "a camera as text": (
         lambda root: change(root, "camera_calibration", "key.camera_name", pa.array(list("abcde"))),
-        r"column 'key\.camera_name' is string, wanted is int64",
+        r"column 'key\.camera_name' is string, expected int64",
     ),
     "two rows for a camera": (
         lambda root: change(root, "camera_image", "key.camera_name", pa.array([1] * 20)),
@@ -101,7 +101,7 @@ BAD = {
         lambda root: change(
             root, "vehicle_pose", "[VehiclePoseComponent].world_from_vehicle.transform", pa.array([[2.0] * 12] * 4)
         ),
-        r"world_from_vehicle\.transform' is list<.*wanted is fixed_size_list",
+        r"world_from_vehicle\.transform' is list<.*expected fixed_size_list",
     ),
 }  # fmt: skip
 

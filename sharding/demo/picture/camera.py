@@ -15,12 +15,23 @@ from typing import TYPE_CHECKING, Any, Final
 import cv2
 import numpy as np
 
-from fuelrail.sharding.demo.materials import texture, tile, to_pixels
-from fuelrail.sharding.demo.poses import inverse, stream
-from fuelrail.sharding.demo.raster import Image, Window, blend, clip_depth, convex_hull, coverage, normal_of, window_of
-from fuelrail.sharding.demo.road import FACADE_M, KERB_M, LANE_WIDTH_M
-from fuelrail.sharding.demo.shapes import Face, Part, painting_order, shape_of
+from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.sharding.demo.picture.materials import texture, tile, to_pixels
+from fuelrail.sharding.demo.picture.raster import (
+    NEAR_M,
+    Image,
+    Window,
+    blend,
+    clip_depth,
+    convex_hull,
+    coverage,
+    normal_of,
+    window_of,
+)
+from fuelrail.sharding.demo.picture.shapes import Face, Part, painting_order, shape_of
+from fuelrail.sharding.demo.rig import stream
 from fuelrail.sharding.demo.solids import Solid, far_to_near
+from fuelrail.sharding.demo.street import FACADE_M, KERB_M, LANE_WIDTH_M
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +41,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.floating[Any]]
 
-NEAR_M: Final = 0.3
 _COARSE: Final = 4  # sky and lamplight are smooth: worked out for every fourth pixel
 _FARTHEST_M: Final = 900.0
 _SMALLEST_PX: Final = 0.7
@@ -98,7 +108,7 @@ def render(
     lamps = [(prop.x, prop.y) for prop in clip.props if prop.kind == "post"] if clip.weather.night else []
     light = _Light(clip.weather, (x, y), 2.0 * math.atan2(z, w), np.array(lamps).reshape(-1, 2))
     cam2global = clip.ego2global(exposure_us) @ camera.cam2ego
-    global2cam = inverse(cam2global)
+    global2cam = invert_rigid(cam2global)
     seen = [solid for solid in solids if _in_view(solid, camera, global2cam)]
     shadow = _shadow(clip, camera, seen, global2cam)
     nobody = np.full((camera.height_px, camera.width_px), -1, np.int32) if owners else None

@@ -1,4 +1,7 @@
-"""Who is on the road: candidates for moving and parked objects, kept where they never touch one another."""
+"""The street: a road of constant curvature, what lines it, and the actors on it, which never touch one another.
+
+Places on the road are ``(along, left)`` in metres: arc length of the centre line, and distance to its left.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,133 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from fuelrail.sharding.demo.poses import METRE_DECIMALS
-from fuelrail.sharding.demo.road import KERB_M, LANE_WIDTH_M, PARKING_M, Road, corners, footprints_overlap
+from fuelrail.sharding.demo.rig import METRE_DECIMALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
+
+LANE_WIDTH_M: Final = 3.5
+PARKING_M: Final = 8.25  # centre of the parked cars, left or right of the centre line
+KERB_M: Final = 9.4
+FACADE_M: Final = 15.0
+_STRAIGHT_PER_M: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """Centre line through ``(x, y)`` of the global frame, ``heading_rad`` there, constant ``curvature_per_m``."""
+
+    x: float
+    y: float
+    heading_rad: float
+    curvature_per_m: float
+
+    def heading(self, along: float) -> float:
+        """Global heading of the centre line in rad."""
+        return self.heading_rad + self.curvature_per_m * along
+
+    def point(self, along: float, left: float) -> tuple[float, float]:
+        """Global x, y of a place on the road."""
+        k = self.curvature_per_m
+        if abs(k) < _STRAIGHT_PER_M:
+            u, v = along, left
+        else:
+            radius = 1.0 / k - left
+            u, v = math.sin(k * along) * radius, 1.0 / k - math.cos(k * along) * radius
+        c, s = math.cos(self.heading_rad), math.sin(self.heading_rad)
+        return self.x + c * u - s * v, self.y + s * u + c * v
+
+    def locate(self, x: NDArray[np.float32], y: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Inverse of `point` for arrays of offsets from the road's own origin, float32 in the global axes."""
+        c, s = np.float32(math.cos(self.heading_rad)), np.float32(math.sin(self.heading_rad))
+        u, v = c * x + s * y, c * y - s * x
+        k = self.curvature_per_m
+        if abs(k) < _STRAIGHT_PER_M:
+            return u, v
+        sign, radius = math.copysign(1.0, k), np.float32(1.0 / k)
+        v -= radius
+        along = np.arctan2(np.float32(sign) * u, np.float32(-sign) * v) * radius
+        return along, radius - np.float32(sign) * np.hypot(u, v)
+
+
+def corners(
+    x: NDArray[np.float64], y: NDArray[np.float64], yaw_rad: NDArray[np.float64], length: float, width: float
+) -> NDArray[np.float64]:
+    """Footprint corners (..., 4, 2), counter-clockwise, of upright boxes with the given centres."""
+    along = np.array([0.5, -0.5, -0.5, 0.5]) * length
+    left = np.array([0.5, 0.5, -0.5, -0.5]) * width
+    c, s = np.cos(yaw_rad)[..., None], np.sin(yaw_rad)[..., None]
+    return np.stack([x[..., None] + c * along - s * left, y[..., None] + s * along + c * left], axis=-1)
+
+
+def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
+    """Whether two tracks of rectangles (T, 4, 2) touch at any of the T instants (separating axis theorem)."""
+    apart = np.zeros(len(first), bool)
+    for rectangle in (first, second):
+        for edge in (rectangle[:, 1] - rectangle[:, 0], rectangle[:, 2] - rectangle[:, 1]):
+            a = (first * edge[:, None]).sum(-1)
+            b = (second * edge[:, None]).sum(-1)
+            apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
+    return not bool(apart.all())
+
+
+@dataclass(frozen=True, slots=True)
+class Prop:
+    """An upright box of scenery on the ground. ``kind`` is building, tree or post; ``style`` picks its looks."""
+
+    kind: str
+    x: float
+    y: float
+    yaw_rad: float
+    size_wlh: tuple[float, float, float]
+    style: int
+
+
+def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Prop, ...]:
+    """Both sides of the road, from behind the start to past the end; no two buildings overlap."""
+    start, end = -110.0, route_m + 150.0
+    props = [*_greenery(draw, road, start, end)]
+    buildings: list[np.ndarray] = []
+    for prop in _buildings(draw, road, start, end):
+        width, length, _ = prop.size_wlh
+        footprint = corners(np.array([prop.x]), np.array([prop.y]), np.array([prop.yaw_rad]), length + 0.4, width + 0.4)
+        if not any(footprints_overlap(footprint, other) for other in buildings):
+            buildings.append(footprint)
+            props.append(prop)
+    return tuple(props)
+
+
+def _buildings(draw: np.random.Generator, road: Road, start: float, end: float) -> Iterator[Prop]:
+    for side in (-1, 1):
+        along = start
+        while along < end:
+            length, depth = draw.uniform(11.0, 26.0), draw.uniform(9.0, 16.0)
+            height = draw.uniform(5.5, 11.0) if draw.random() < 0.6 else draw.uniform(12.0, 30.0)
+            setback = draw.uniform(0.0, 2.5)
+            left = side * (FACADE_M + setback + depth / 2.0)
+            # On the inner side of a bend the back of a building has less room than its front.
+            stretch = max(1.0, 1.0 / (1.0 - road.curvature_per_m * (left + np.sign(left) * depth / 2.0)))
+            along += length * stretch / 2.0
+            x, y = road.point(along, left)
+            heading = road.heading(along) + (np.pi if side < 0 else 0.0)
+            yield Prop("building", x, y, float(heading), (depth, length, height), int(draw.integers(1 << 16)))
+            along += length * stretch / 2.0 + (draw.uniform(0.5, 2.0) if draw.random() < 0.75 else draw.uniform(8, 16))
+
+
+def _greenery(draw: np.random.Generator, road: Road, start: float, end: float) -> Iterator[Prop]:
+    for side in (-1, 1):
+        along = start
+        while along < end:
+            kind = "post" if draw.random() < 0.4 else "tree"
+            x, y = road.point(along, side * (KERB_M + 0.9))
+            height = draw.uniform(6.5, 9.0) if kind == "tree" else 7.0
+            width = draw.uniform(2.2, 3.2) if kind == "tree" else 0.22
+            yaw = road.heading(along) + (0.0 if side < 0 else np.pi)
+            yield Prop(kind, x, y, float(yaw), (width, width, height), int(draw.integers(1 << 16)))
+            along += draw.uniform(9.0, 17.0)
+
 
 _CHECK_STEP_S: Final = 0.1
 _ELBOW_ROOM_M: Final = 0.35

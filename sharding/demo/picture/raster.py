@@ -5,12 +5,13 @@ Pixel coordinates have the centre of the top left pixel at (0, 0).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+NEAR_M: Final = 0.3  # what is nearer to a camera is cut off
 Image = NDArray[np.uint8]
 
 

@@ -8,7 +8,8 @@ import pytest
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.bench.planner.hardware import CLUSTERS
-from fuelrail.bench.planner.plan import Scenario, plan
+from fuelrail.bench.planner.scenario import Scenario
+from fuelrail.bench.studies.plan.run import plan
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
 from support.datasets import CAMERAS, build_dataset
@@ -37,7 +38,7 @@ def test_the_simplest_strategy_that_fits_and_why_the_simpler_one_does_not(tmp_pa
     assert "GiB on stage 0 (" in found.tried[0].fails
     assert found.strategy == "zero1"
     assert found.peak_gib < found.usable_gib == pytest.approx(0.0017 * 0.9)
-    assert found.explained["step.compute"].startswith("2 micro-batches x ")
+    assert found.explained["step.compute"].inputs["micro_batches"] == 2
 
 
 def test_nothing_fits_with_a_reason_for_each(tmp_path):

@@ -1,4 +1,4 @@
-"""The emulated link, against a clock turned by hand."""
+"""Collectives by kind and bytes, and the emulated link against a clock turned by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
-from fuelrail.bench.measure.link import link_of, moved_bytes
+from fuelrail.bench.measure.collectives import collective_of, link_of
 from support.bench_runs import MS, PROFILE, HandClock
 
 # 1 MB lasts 1 ms, and every collective half a millisecond.
@@ -65,10 +65,22 @@ def test_buckets_follow_each_other_on_the_link_and_overlap_computing():
 
 def test_bytes_are_those_of_a_large_ring():
     tensor, group = torch.zeros(100), object()
-    assert moved_bytes("c10d.allreduce_.default", ([tensor], group)) == 800
-    assert moved_bytes("_c10d_functional.all_reduce.default", (tensor, "sum", "0")) == 800
-    assert moved_bytes("c10d._allgather_base_.default", (torch.zeros(400), tensor, group)) == 1600
-    assert moved_bytes("c10d._reduce_scatter_base_.default", (tensor, torch.zeros(400), group)) == 1600
-    assert moved_bytes("_c10d_functional.all_gather_into_tensor.default", (tensor, 4, "0")) == 1600
-    assert moved_bytes("_c10d_functional.reduce_scatter_tensor.default", (tensor, "sum", 4, "0")) == 400
-    assert moved_bytes("c10d.send.default", ([tensor], group, 1, 0)) == 400
+    assert collective_of(torch.ops.c10d.allreduce_.default, ([tensor], group)) == ("all_reduce", 400)
+    assert collective_of(torch.ops._c10d_functional.all_reduce.default, (tensor, "sum", "0")) == ("all_reduce", 400)
+    assert collective_of(torch.ops.c10d._allgather_base_.default, (torch.zeros(400), tensor, group)) == (
+        "all_gather",
+        1600,
+    )
+    assert collective_of(torch.ops.c10d._reduce_scatter_base_.default, (tensor, torch.zeros(400), group)) == (
+        "reduce_scatter",
+        1600,
+    )
+    assert collective_of(torch.ops._c10d_functional.all_gather_into_tensor.default, (tensor, 4, "0")) == (
+        "all_gather",
+        1600,
+    )
+    assert collective_of(torch.ops._c10d_functional.reduce_scatter_tensor.default, (tensor, "sum", 4, "0")) == (
+        "reduce_scatter",
+        400,
+    )
+    assert collective_of(torch.ops.c10d.send.default, ([tensor], group, 1, 0)) == ("send", 400)

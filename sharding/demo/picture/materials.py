@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import cv2
 import numpy as np
 
-from fuelrail.sharding.demo.poses import stream
+from fuelrail.sharding.demo.rig import stream
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

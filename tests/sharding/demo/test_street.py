@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.sharding.demo.road import Road, corners, footprints_overlap
+from fuelrail.sharding.demo.street import Road, corners, footprints_overlap
 
 
 @given(st.sampled_from([0.0, 1 / 120, -1 / 150]), st.floats(-60, 140), st.floats(-20, 20), st.floats(-math.pi, math.pi))

@@ -1,0 +1,178 @@
+"""Collectives as a rank sees them: counted by kind and axis of the mesh, or slowed as an emulated link would.
+
+Of an emulated link, a collective of n bytes lasts n / bandwidth + latency, one after another, where n is what a large
+ring sends per rank: twice the tensor's bytes in an all-reduce, the whole tensor's otherwise. The ranks really
+communicate too, through the host's memory; that time comes on top, and is small.
+
+DDP's buckets are the accelerator's own business and overlap its backward pass. All other collectives hold the rank up:
+what a device would hide of them is not modelled.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.bench.measure.accelerator import EmulatedAccelerator
+
+# Of operators that move data; waits, barriers and receivers do not.
+_KINDS = {
+    "all_reduce": ("allreduce", "all_reduce"),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_gather": ("allgather", "all_gather"),
+    "broadcast": ("broadcast",),
+    "all_to_all": ("alltoall", "all_to_all"),
+    "send": ("c10d.send",),
+}
+
+
+def collective_of(func: Any, args: Sequence[Any]) -> tuple[str, int] | None:  # noqa: ANN401 - an operator
+    """Return a collective's kind and the bytes of its whole tensor; None for other operators."""
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = str(func)
+    kind = next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), None)
+    if kind is None:
+        return None
+    sizes = [_bytes(argument) for argument in args[:2]]
+    if name.startswith("_c10d_functional.all_gather"):
+        return kind, sizes[0] * int(args[1])  # what comes together is in its result only
+    return kind, max(sizes, default=0)
+
+
+def _bytes(argument: object) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """Collectives of one kind over one axis; ``bytes`` are those of the whole tensors."""
+
+    kind: str
+    axis: str
+    ranks: int
+    count: int
+    bytes: int
+
+
+def summed(collectives: Sequence[Collective], times: int = 1) -> list[Collective]:
+    """Add up those of one kind and axis."""
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for one in collectives:
+        noted = found.setdefault((one.kind, one.axis, one.ranks), [0, 0])
+        noted[0] += one.count * times
+        noted[1] += one.bytes * times
+    return [
+        Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
+        for (kind, axis, ranks), (count, size) in sorted(found.items())
+    ]
+
+
+# Attention on a CPU is an operator of its own, which torch's registry does not know. Its backward pass computes the
+# scores again: a tenth more than the papers' formulas where attention is all there is.
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts this rank's FLOP, and what is sent by kind and axis of the mesh.
+
+    Torch's own counter takes a DTensor's operators at their global size.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        groups = {} if mesh is None else {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+        self._axes = {str(group.group_name): (axis, group.size()) for axis, group in groups.items()}
+        self._found: dict[tuple[str, str, int], list[int]] = {}
+        self.flop = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run and count an operator."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators and collectives come here by themselves
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        moved = collective_of(func, args)
+        if moved is not None:
+            self._note(*moved, args)
+        elif name.startswith(f"{_ATTENTION}_backward"):
+            self.flop += sdpa_backward_flop_count(*(one.shape for one in args[:4]))  # type: ignore[no-untyped-call]
+        elif name.startswith(_ATTENTION):
+            self.flop += sdpa_flop_count(*(one.shape for one in args[:3]))  # type: ignore[no-untyped-call]
+        elif func.overloadpacket in flop_registry:
+            self.flop += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _note(self, kind: str, size: int, args: Sequence[Any]) -> None:
+        names = [name for name in map(_group_name, args) if name in self._axes]
+        axis, ranks = self._axes[names[-1]] if names else ("world", dist.get_world_size())
+        noted = self._found.setdefault((kind, axis, ranks), [0, 0])
+        noted[0] += 1
+        noted[1] += size
+
+    def collectives(self) -> list[Collective]:
+        """What was counted."""
+        return [
+            Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
+            for (kind, axis, ranks), (count, size) in sorted(self._found.items())
+        ]
+
+
+def _group_name(argument: object) -> str:
+    """Name of a collective's group, which operators take by name or as an object; "" for other arguments."""
+    if isinstance(argument, str):
+        return argument
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return str(dist.ProcessGroup.unbox(argument).group_name)
+        except RuntimeError:
+            return ""  # how to reduce, which is an object too
+    return ""
+
+
+class EmulatedLink(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, holds every collective of this thread for the time that the accelerator's link takes."""
+
+    def __init__(self, accelerator: EmulatedAccelerator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._accelerator = accelerator
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Wait before a collective; the peers' links are as slow, so all of them start it late."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own collectives come here by themselves
+        moved = None if self._accelerator.reducing else collective_of(func, args)
+        if moved is not None:
+            self._accelerator.communicate(moved[1] * (2 if moved[0] == "all_reduce" else 1))
+        return func(*args, **(kwargs or {}))
+
+
+def link_of(accelerator: EmulatedAccelerator) -> AbstractContextManager[Any]:
+    """The accelerator's link, to be entered around training; nothing where its profile names none."""
+    return nullcontext() if accelerator.profile.link_gb_per_s is None else EmulatedLink(accelerator)

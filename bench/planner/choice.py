@@ -1,0 +1,251 @@
+"""Which strategy: the simplest that fits in memory, and its step time."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import torch
+
+from fuelrail.bench.measure.collectives import summed
+from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
+from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, shape_of
+from fuelrail.bench.planner.step_time import StepTime, Work, step_time
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
+from fuelrail.bench.trainer.strategies.precision import DTYPES
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings, Precision, degrees_of
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fuelrail.bench.planner.hardware import ClusterSettings
+    from fuelrail.bench.planner.scenario import Recompute, Scenario
+    from fuelrail.bench.trainer.models.settings import ModelSettings
+
+USABLE = 0.9
+"""Share of a device's memory; the rest is for the collective library, the allocator's gaps and scratch memory."""
+FP32 = 4
+_STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
+_STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
+_BUCKET_BYTES = 25 << 20
+_BACKWARD = 2 / 3  # share of a micro-batch behind which DDP's buckets hide
+
+
+class Fit(NamedTuple):
+    """A strategy that fits: its stages, with recomputation and without, the busiest rank's work, and a step's time."""
+
+    settings: ParallelSettings
+    degrees: Degrees
+    inputs: Inputs
+    stages: list[Shape]
+    once: list[Shape]
+    work: Work
+    time: StepTime
+
+
+def candidates(asked: Scenario, cluster: ClusterSettings) -> Iterator[ParallelSettings]:
+    """Strategies from the simplest on; what a scenario names is the only one.
+
+    The order: copies, sharded optimiser state, gradients too, parameters too, activations computed again, layers
+    divided within a node, stages.
+    """
+    if asked.parallel != "auto":
+        yield asked.parallel
+        return
+    yield ParallelSettings(strategy="ddp")
+    if cluster.num_devices == 1:
+        yield ParallelSettings(strategy="ddp", recompute="selective")
+        yield ParallelSettings(strategy="ddp", recompute="full")
+        return
+    yield ParallelSettings(strategy="zero1")
+    yield ParallelSettings(strategy="zero2")
+    yield ParallelSettings(strategy="fsdp2")
+    yield ParallelSettings(strategy="fsdp2", recompute="selective")
+    yield ParallelSettings(strategy="fsdp2", recompute="full")
+    inside = [degree for degree in (2, 4, 8) if cluster.devices_per_node % degree == 0]
+    for tp in inside:
+        yield composed(cluster, 1, tp)
+    for pp in (2, 4, 8, 16):
+        if inside and cluster.num_devices % (pp * inside[-1]) == 0:
+            yield composed(cluster, pp, inside[-1])
+
+
+def composed(cluster: ClusterSettings, pp: int, tp: int, recompute: Recompute = "full") -> ParallelSettings:
+    """Return stages of divided layers; what is left of the ranks shards."""
+    sizes = {"pp": pp, "dp_shard": cluster.num_devices // (pp * tp), "tp": tp}
+    text = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    return ParallelSettings(mesh=text, recompute=recompute)
+
+
+def named(settings: ParallelSettings) -> str:
+    """Return a strategy in words."""
+    again = "" if settings.recompute == "none" else f", {settings.recompute} recomputation"
+    return (settings.mesh or settings.strategy) + again
+
+
+def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> Fit:
+    """Shape every stage and time a step. Raises ConfigError where the strategy does not divide or does not fit."""
+    degrees = degrees_of(settings, cluster.num_devices)
+    settings, inputs = inputs_of(asked, settings, degrees)
+    usable = USABLE * cluster.device.memory_gib.value * GIB
+    _check_state(asked, settings, degrees, usable)
+    found = stages(asked.settings, settings, degrees, inputs, asked.precision)
+    if peak(found) > usable:
+        worst = max(found, key=lambda shape: shape.peak_bytes)
+        largest = sorted(worst.memory.items(), key=lambda item: -item[1])[:3]
+        raise ConfigError(
+            f"needs {worst.peak_bytes / GIB:.1f} GiB on stage {worst.stage} ("
+            + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest)
+            + f"), and {usable / GIB:.1f} GiB of a device are usable"
+        )
+    plain = msgspec.structs.replace(settings, recompute="none")
+    once = found if settings == plain else stages(asked.settings, plain, degrees, inputs, asked.precision)
+    work = _work(settings, degrees, inputs, found, once)
+    return Fit(
+        settings, degrees, inputs, found, once, work, step_time(work, cluster, asked.precision, asked.efficiency)
+    )
+
+
+def inputs_of(asked: Scenario, settings: ParallelSettings, degrees: Degrees) -> tuple[ParallelSettings, Inputs]:
+    """Divide the global batch. Raises ConfigError where that is not even."""
+    at_once = degrees.data * asked.micro_batch
+    if asked.global_batch % at_once:
+        raise ConfigError(
+            f"{degrees.data} data-parallel ranks with micro-batches of {asked.micro_batch} do not divide the global "
+            f"batch of {asked.global_batch}; use a multiple of {at_once}"
+        )
+    inputs = Inputs(
+        micro_batch=asked.micro_batch, micro_batches=asked.global_batch // at_once, cameras=asked.cameras or 1,
+        height=asked.height or 1, width=asked.width or 1,
+    )  # fmt: skip
+    if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
+        raise ConfigError(
+            f"parallel.micro_batches is {settings.micro_batches}, and a global batch of {asked.global_batch} is "
+            f"{inputs.micro_batches} micro-batches of {asked.micro_batch} on {degrees.data} data-parallel ranks; leave "
+            "it out, or change global_batch or micro_batch"
+        )
+    if degrees.pp > 1 and settings.micro_batches is None:
+        settings = msgspec.structs.replace(settings, micro_batches=inputs.micro_batches)
+    return settings, inputs
+
+
+@cache
+def num_parameters(model: ModelSettings) -> int:
+    """Count a model's parameters, on the meta device."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(model).parameters())
+
+
+def _check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float) -> None:
+    """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
+    stage = {"zero1": 1, "zero2": 2}.get(settings.strategy, 0) if settings.mesh is None else 0
+    if degrees.dp_shard > 1 and stage == 0:
+        stage = 3
+    sharing = degrees.data if stage == 1 else degrees.dp_shard
+    moments = FP32 * MOMENTS[settings.optimiser]
+    weights = DTYPES[asked.precision].itemsize if stage == 2 else FP32  # ZeRO-2 keeps what it gathered
+    state = zero_state_bytes(num_parameters(asked.settings), sharing, stage, weights, FP32, moments)
+    state /= degrees.pp * degrees.tp
+    if state > usable * _STATE_MARGIN:
+        raise ConfigError(
+            f"needs {state / GIB:.1f} GiB for weights, gradients and optimiser state alone (ZeRO stage {stage}), and "
+            f"{usable / GIB:.1f} GiB of a device are usable"
+        )
+
+
+def stages(
+    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, precision: Precision
+) -> list[Shape]:
+    """Shape each stage once; inner stages of equal blocks differ in nothing but their micro-batches in flight."""
+
+    def shaped(stage: int) -> Shape:
+        return cached_shape(model, settings, degrees, inputs, stage * degrees.data * degrees.tp, precision)
+
+    if degrees.pp < 4 or not isinstance(model, (GptSettings, VitSettings)):
+        return [shaped(stage) for stage in range(degrees.pp)]
+    inner = shaped(1)
+    return [shaped(0), inner, *(_later(inner, stage, degrees, inputs, settings) for stage in range(2, degrees.pp - 1)),
+            shaped(degrees.pp - 1)]  # fmt: skip
+
+
+def _later(inner: Shape, stage: int, degrees: Degrees, inputs: Inputs, settings: ParallelSettings) -> Shape:
+    count = in_flight(settings.pipeline_schedule, degrees.pp, stage, inputs.micro_batches)
+    # What it gathers by its own order differs from the inner stage's by its warm-up only.
+    memory = {**inner.memory, "activations in flight": inner.kept_bytes * (count - 1)}
+    return msgspec.structs.replace(
+        inner, rank=stage * degrees.data * degrees.tp, stage=stage, memory=memory, peak_bytes=sum(memory.values()),
+        in_flight=count,
+    )  # fmt: skip
+
+
+@cache
+def _shape(
+    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
+) -> Shape:
+    return shape_of(model, settings, degrees, inputs, rank=rank, precision=precision)
+
+
+def cached_shape(
+    model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, rank: int, precision: Precision
+) -> Shape:
+    """Shape a rank once. Without stages a third micro-batch of a step is as the second."""
+    if degrees.pp == 1:
+        few = msgspec.structs.replace(inputs, micro_batches=min(2, inputs.micro_batches))
+        found = _shape(model, msgspec.structs.replace(settings, micro_batches=None), degrees, few, rank, precision)
+        more = summed(found.repeated, inputs.micro_batches - few.micro_batches)
+        return msgspec.structs.replace(
+            found, micro_batches=inputs.micro_batches, collectives=summed([*found.collectives, *more])
+        )
+    return _shape(model, settings, degrees, inputs, rank, precision)
+
+
+def buckets(gradient_bytes: int) -> int:
+    """Return the number of DDP's buckets, as the trainer sizes them: of 25 MiB, and four at least."""
+    return max(4, -(-gradient_bytes // _BUCKET_BYTES))
+
+
+def peak(stages: list[Shape]) -> int:
+    """Return the largest peak of all stages."""
+    return max(shape.peak_bytes for shape in stages)
+
+
+def _work(settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape], once: list[Shape]) -> Work:
+    """Count the work of the stage that computes most."""
+    busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
+    shape, plain = stages[busiest], once[busiest]
+
+    def sent(prefix: str) -> float:
+        return sum(
+            sent_bytes("all_reduce" if one.kind == "all_reduce" else "all_gather", one.ranks, one.bytes)
+            for one in shape.collectives
+            if one.axis.startswith(prefix)
+        )
+
+    sharded, count = degrees.dp_shard > 1, inputs.micro_batches
+    state = shape.parameters * FP32 * _STATE_PASSES
+    if settings.strategy == "zero1" and settings.mesh is None:
+        state //= degrees.data
+    again = shape.flop / plain.flop  # what is computed again moves its activations again
+    return Work(
+        flop=shape.flop,
+        activation_bytes=plain.kept_bytes * again,
+        tensor_bytes=sent("tp") / count,
+        tensor_reach=degrees.tp,
+        pipeline_bytes=2 * shape.hidden_bytes,
+        pipeline_reach=degrees.pp * degrees.data * degrees.tp,
+        micro_batches=count,
+        bubble=bubble(degrees.pp, count),
+        step_data_bytes=sent("dp_"),
+        step_collectives=buckets(shape.parameters * FP32)
+        if not sharded and degrees.data > 1 and not degrees.composed
+        else sum(one.count for one in shape.collectives if one.axis.startswith("dp_")),
+        step_data_reach=degrees.data * degrees.tp,
+        step_data_stride=degrees.tp,
+        step_hidden=1.0 if sharded else _BACKWARD / count,
+        step_buckets=0 if sharded or degrees.data == 1 or degrees.composed else buckets(shape.parameters * FP32),
+        step_state_bytes=state,
+    )

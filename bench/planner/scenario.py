@@ -1,0 +1,225 @@
+"""What is to be planned: a scenario file, what flags change of it, and what must be asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from fuelrail.bench.planner.step_time import Efficiency
+from fuelrail.bench.trainer.models.settings import (
+    MODELS,
+    GptSettings,
+    ModelName,
+    ModelSettings,
+    Positive,
+)
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, Precision, Schedule, Strategy
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings
+
+Auto = Literal["auto"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Scenario(Settings, frozen=True, kw_only=True):
+    """What is to be trained, on what. ``parallel`` auto: the simplest strategy that fits is looked for.
+
+    ``cameras``, ``height`` and ``width`` (pixels) are of a sample's images, and needed by every model but GPT's;
+    ``sequence`` is the number of tokens of GPT's samples (None: the model's own). ``sample_bytes`` are those stored of
+    a sample. ``max_global_batch``: larger ones no longer train as well; None: not known, and weak scaling has no end.
+    ``efficiency`` is a fit to measured steps.
+    """
+
+    name: str
+    model: ModelName
+    cluster: str
+    global_batch: Positive
+    max_global_batch: Positive | None = None
+    micro_batch: Positive = 1
+    precision: Precision = "bf16"
+    parallel: ParallelSettings | Auto = "auto"
+    cameras: Positive | None = None
+    height: Positive | None = None
+    width: Positive | None = None
+    sequence: Positive | None = None
+    sample_bytes: Positive | None = None
+    samples_per_epoch: Positive | None = None
+    failures_per_day: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def settings(self) -> ModelSettings:
+        """Size of the model, with the scenario's number of tokens."""
+        found = MODELS[self.model]
+        if isinstance(found, GptSettings) and self.sequence is not None:
+            return msgspec.structs.replace(found, context=self.sequence)
+        return found
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether a sample is images, rather than tokens."""
+        return not isinstance(MODELS[self.model], GptSettings)
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What the data side can do, and where that is from; images/s of a node, GB/s of the whole cluster."""
+
+    images_per_node_s: float
+    images_source: str
+    storage_gb_per_s: float
+    storage_source: str
+
+
+class PlanOptions(Settings, frozen=True, kw_only=True):
+    """Options of `fuelrail.plan`, and flags of ``fuelrail plan``. What a scenario says, they replace."""
+
+    model: Annotated[ModelName, msgspec.Meta(description="model to train")] | None = None
+    cluster: (
+        Annotated[str, msgspec.Meta(description="cluster to train on: a name of configs/clusters, or a .yaml file")]
+        | None
+    ) = None
+    global_batch: Annotated[Positive, msgspec.Meta(description="samples of an optimiser step")] | None = None
+    max_global_batch: (
+        Annotated[Positive, msgspec.Meta(description="largest global batch that trains as well: ends weak scaling")]
+        | None
+    ) = None
+    micro_batch: (
+        Annotated[Positive, msgspec.Meta(description="samples of a data-parallel rank at once (default: 1)")] | None
+    ) = None
+    precision: Annotated[Precision, msgspec.Meta(description="compute type (default: bf16)")] | None = None
+    strategy: (
+        Annotated[
+            Strategy | Auto,
+            msgspec.Meta(description="how ranks share the model; auto: the simplest strategy that fits (default)"),
+        ]
+        | None
+    ) = None
+    mesh: (
+        Annotated[
+            str,
+            msgspec.Meta(description="degrees of a composed strategy, as in bench train", extra={"metavar": "AXIS=N"}),
+        ]
+        | None
+    ) = None
+    recompute: Annotated[Recompute, msgspec.Meta(description="activation checkpointing, with a strategy")] | None = None
+    pipeline_schedule: Annotated[Schedule, msgspec.Meta(description="order of work in a pipeline")] | None = None
+    cameras: Annotated[Positive, msgspec.Meta(description="images of a sample")] | None = None
+    height: Annotated[Positive, msgspec.Meta(description="height of an image in pixels")] | None = None
+    width: Annotated[Positive, msgspec.Meta(description="width of an image in pixels")] | None = None
+    sequence: (
+        Annotated[Positive, msgspec.Meta(description="tokens of a GPT's sample (default: the model's own)")] | None
+    ) = None
+    sample_bytes: Annotated[Positive, msgspec.Meta(description="stored bytes of a sample")] | None = None
+    samples_per_epoch: Annotated[Positive, msgspec.Meta(description="samples of an epoch")] | None = None
+    failures_per_day: (
+        Annotated[float, msgspec.Meta(gt=0, le=1e9, description="failures of the whole job a day")] | None
+    ) = None
+    data: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="Fuelrail dataset: says bytes, cameras and number of samples", extra={"metavar": "DATASET"}
+            ),
+        ]
+        | None
+    ) = None
+    split: Annotated[str, msgspec.Meta(description="split of --data")] = "train"
+    loader_report: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="report.json of `fuelrail bench loader` on a host of the cluster: images a second of a "
+                "CPU, bytes of a sample, and the rate of storage where that was the loader's limit",
+                extra={"metavar": "FILE"},
+            ),
+        ]
+        | None
+    ) = None
+    calibrate: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="report.json of `fuelrail bench train` on this cluster: efficiencies are fitted to its steps",
+            extra={"metavar": "REPORT"},
+        ),
+    ] = ()
+    sweep: Annotated[
+        bool, msgspec.Meta(description="plan every strategy, micro-batch and recomputation, as a table and plots")
+    ] = False
+    explain: Annotated[bool, msgspec.Meta(description="say formula, inputs and source of each figure")] = False
+
+
+_SCENARIO = (
+    "model", "cluster", "global_batch", "max_global_batch", "micro_batch", "precision", "cameras", "height", "width",
+    "sequence", "sample_bytes", "samples_per_epoch", "failures_per_day",
+)  # fmt: skip
+_PARALLEL = ("strategy", "mesh", "recompute", "pipeline_schedule")
+
+
+def with_options(asked: Scenario | None, options: PlanOptions) -> Scenario:
+    """Return the scenario with what the options replace. Raises ConfigError for what neither of them says."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in _SCENARIO}
+    given = {name: value for name, value in given.items() if value is not None}
+    if asked is None:
+        missing = [name for name in ("model", "cluster", "global_batch") if name not in given]
+        if missing:
+            raise ConfigError(
+                f"the plan does not say {', '.join(missing)}; give a scenario file, or "
+                + " ".join(f"--{name.replace('_', '-')}" for name in missing)
+            )
+        asked = Scenario(name=f"{given['model']} on {given['cluster']}", **given)
+    else:
+        asked = msgspec.structs.replace(asked, **given)
+    how: dict[str, Any] = {name: getattr(options, name) for name in _PARALLEL}
+    how = {name: value for name, value in how.items() if value is not None}
+    if how.get("strategy") == "auto":
+        if len(how) > 1:
+            raise ConfigError(
+                f"strategy auto looks for the rest itself, and {', '.join(name for name in how if name != 'strategy')} "
+                "is given too; leave it out, or name a strategy"
+            )
+        return msgspec.structs.replace(asked, parallel="auto")
+    if not how:
+        return asked
+    if asked.parallel == "auto":
+        if not {"strategy", "mesh"} & how.keys():
+            raise ConfigError(
+                f"{', '.join(how)} is given without a strategy; add --strategy or --mesh, or leave it out: strategy "
+                "auto tries it"
+            )
+        return msgspec.structs.replace(asked, parallel=ParallelSettings(**how))
+    return msgspec.structs.replace(asked, parallel=msgspec.structs.replace(asked.parallel, **how))
+
+
+def check(asked: Scenario) -> None:
+    """Raise ConfigError where the scenario does not say what the model reads."""
+    if not asked.reads_images:
+        return
+    missing = [name for name in ("cameras", "height", "width") if getattr(asked, name) is None]
+    if missing:
+        raise ConfigError(
+            f"scenario '{asked.name}': model '{asked.model}' reads images, and {', '.join(missing)} of a sample "
+            f"{'is' if len(missing) == 1 else 'are'} not given; add {'it' if len(missing) == 1 else 'them'}, such as "
+            "cameras: 6, height: 256, width: 704"
+        )
+
+
+def questions(asked: Scenario) -> list[str]:
+    """What only the user can know, and has not said; each with what is taken instead."""
+    found = []
+    if asked.max_global_batch is None:
+        found.append(
+            "which global batch still trains as well (max_global_batch)? Weak scaling is shown without a limit; "
+            "`fuelrail bench train --check-batch` checks one"
+        )
+    if not asked.reads_images and asked.sequence is None:
+        settings = asked.settings
+        assert isinstance(settings, GptSettings), "what reads no images reads tokens"
+        found.append(f"how many tokens has a sample (sequence)? Taken: the model's {settings.context}")
+    if asked.sample_bytes is None:
+        found.append("how many bytes has a sample (sample_bytes, or --data)? Storage is taken to keep up")
+    if asked.samples_per_epoch is None:
+        found.append("how many samples has an epoch (samples_per_epoch, or --data)? No cost of an epoch is given")
+    if asked.failures_per_day is None:
+        found.append("how often does the job fail (failures_per_day)? No interval of checkpoints is given")
+    return found

@@ -1,0 +1,145 @@
+"""The plan as Markdown, and the figures that all of its forms show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.report.markdown import as_text, table
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.plan.report import PlanReport
+
+TRIED_HEADER = ("strategy", "peak GiB", "samples/s", "why not")
+SWEEP_HEADER = ("strategy", "micro-batch", "peak GiB", "samples/s", "MFU", "why not")
+SCALING_HEADER = ("scaling", "devices", "global batch", "step s", "samples/s", "efficiency", "occupancy")
+STAGE_HEADER = (
+    "stage",
+    "parameters",
+    "in flight",
+    "GFLOP a micro-batch",
+    "memory GiB by kind",
+    "collectives of a step",
+)
+SHOWN_OF_SWEEP = 20
+
+
+def figures(found: PlanReport) -> list[tuple[str, str]]:
+    """Name and text of each figure."""
+    step, data = found.step, found.data
+    images, read = found.images_per_node_s, found.read_gb_per_s
+    overlap = "" if found.overlap is None else f", {found.overlap:.0%} of it hidden"
+    price = "" if found.usd_per_million is None else f", {found.usd_per_million:,.0f} USD"
+    epoch = "not known: the samples of an epoch are not given"
+    if found.device_hours_per_epoch is not None:
+        epoch = f"{found.device_hours_per_epoch:,.1f} device-hours"
+        epoch += "" if found.usd_per_epoch is None else f", {found.usd_per_epoch:,.0f} USD"
+    often = "" if found.checkpoint_interval_s is None else f", each {found.checkpoint_interval_s:,.0f} s"
+    return [
+        ("strategy", found.strategy),
+        ("memory", f"{found.peak_gib:.1f} of {found.usable_gib:.1f} GiB usable on a device"),
+        (
+            "step",
+            (
+                f"{found.step_s:.3f} s: computing {step.compute:.3f}, memory {step.memory:.3f}, tensor "
+                f"{step.tensor:.3f}, pipeline {step.pipeline:.3f}, bubble {step.bubble:.3f}, gradients and weights "
+                f"{step.data_exposed:.3f} exposed of {step.data_total:.3f}{overlap}, optimiser {step.optimiser:.3f}"
+            ),
+        ),
+        ("bottleneck", found.bottleneck),
+        (
+            "rate",
+            (
+                f"{found.samples_per_s:,.1f} samples/s; MFU {found.mfu:.1%}, occupancy {found.occupancy:.1%}, "
+                f"bubble {found.bubble:.1%}"
+            ),
+        ),
+        (
+            "decoding",
+            "none" if images is None else f"{images:,.0f} of {data.images_per_node_s:,.0f} images/s on a node",
+        ),
+        ("storage", "not known" if read is None else f"{read:.2f} of {data.storage_gb_per_s:g} GB/s"),
+        ("cost of a million samples", f"{found.device_hours_per_million:,.1f} device-hours{price}"),
+        ("cost of an epoch", epoch),
+        ("checkpoint", f"{found.checkpoint_gb:,.1f} GB in {found.checkpoint_s:,.1f} s{often}"),
+    ]
+
+
+def tried_rows(found: PlanReport) -> list[list[str]]:
+    """One row a strategy."""
+    return [
+        [
+            one.strategy,
+            "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
+            "" if one.samples_per_s is None else f"{one.samples_per_s:,.1f}",
+            one.fails or "",
+        ]
+        for one in found.tried
+    ]
+
+
+def sweep_rows(found: PlanReport) -> list[list[str]]:
+    """The fastest of the sweep; all of them are in the JSON."""
+    ranked = sorted(found.sweep, key=lambda one: -(one.samples_per_s or 0.0))
+    return [
+        [
+            one.strategy,
+            str(one.micro_batch),
+            "" if one.peak_gib is None else f"{one.peak_gib:.1f}",
+            "" if one.samples_per_s is None else f"{one.samples_per_s:,.1f}",
+            "" if one.mfu is None else f"{one.mfu:.1%}",
+            one.fails or "",
+        ]
+        for one in ranked[:SHOWN_OF_SWEEP]
+    ]
+
+
+def scaling_rows(found: PlanReport) -> list[list[str]]:
+    """One row a point."""
+    return [
+        [
+            f"{curve.scaling}, {curve.name}", f"{point.devices:,}", f"{point.global_batch:,}", f"{point.step_s:.3f}",
+            f"{point.samples_per_s:,.1f}", f"{point.efficiency:.1%}", f"{point.occupancy:.1%}",
+        ]
+        for curve in found.scaling
+        for point in curve.points
+    ]  # fmt: skip
+
+
+def stage_rows(found: PlanReport) -> list[list[str]]:
+    """One row a stage: what it holds, computes and sends."""
+    return [
+        [
+            str(shape.stage), f"{shape.parameters:,}", str(shape.in_flight), f"{shape.flop / 1e9:,.1f}",
+            ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in shape.memory.items() if size),
+            "; ".join(f"{one.count} {one.kind} on {one.axis}: {one.bytes / 1e6:,.1f} MB" for one in shape.collectives),
+        ]
+        for shape in found.stages
+    ]  # fmt: skip
+
+
+def render_markdown(found: PlanReport) -> str:
+    """Return the whole report as one text."""
+    asked = found.scenario
+    lines = [
+        f"# Plan: {asked.name}", "",
+        f"{asked.model} on {found.devices} devices ({found.cluster}). {found.created}.", "",
+        *(f"- {name}: {text}" for name, text in figures(found)), "", "## What was tried", "",
+        *table(TRIED_HEADER, tried_rows(found)), "", "## Stages", "", *table(STAGE_HEADER, stage_rows(found)),
+    ]  # fmt: skip
+    if found.sweep:
+        fits = sum(one.fails is None for one in found.sweep)
+        lines += ["", "## Sweep", "", f"{len(found.sweep)} plans, {fits} of them fit; the fastest:", ""]
+        lines += table(SWEEP_HEADER, sweep_rows(found))
+    if found.scaling:
+        lines += ["", "## Scaling", "", *table(SCALING_HEADER, scaling_rows(found))]
+    if found.explained:
+        lines += ["", "## Where the figures are from", ""]
+        for name, one in found.explained.items():
+            lines.append(f"- {name} = {one.formula}; {as_text(one.inputs)}; {one.source}")
+    lines += [
+        "",
+        *(f"> assumed: {text}" for text in found.assumed),
+        *(f"> not said: {text}" for text in found.questions),
+    ]
+    return "\n".join(lines) + "\n"

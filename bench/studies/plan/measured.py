@@ -1,0 +1,124 @@
+"""What measurements add to a scenario: a dataset, a report of its loader, and reports of training on the cluster."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fuelrail.bench.measure.machine import dataset_facts
+from fuelrail.bench.planner.choice import fit as shape_and_time
+from fuelrail.bench.planner.scenario import Scenario
+from fuelrail.bench.planner.step_time import fit, step_time
+from fuelrail.bench.report.files import REPORT_JSON, load_report_of
+from fuelrail.bench.studies.loader import report as loader_report
+from fuelrail.bench.studies.loader.report import LoaderReport
+from fuelrail.bench.studies.train.report import load_report
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.loaders import Transforms
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.settings import convert
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuelrail.bench.planner.hardware import ClusterSettings, ComputeType
+    from fuelrail.bench.planner.scenario import Data
+    from fuelrail.bench.planner.step_time import Work
+    from fuelrail.bench.studies.train.report import Report
+
+
+def calibrated(asked: Scenario, cluster: ClusterSettings, reports: Sequence[str]) -> tuple[Scenario, list[str]]:
+    """Return the scenario with fitted efficiencies, and what they rest on. Raises ConfigError."""
+    cases: list[tuple[Work, ClusterSettings, ComputeType, float]] = []
+    for name in reports:
+        path = Path(name)
+        cases.append(_case(load_report(path / REPORT_JSON if path.is_dir() else path), path, cluster))
+    found = fit(cases, asked.efficiency)
+    errors = [abs(step_time(work, where, kind, found).total / seconds - 1) for work, where, kind, seconds in cases]
+    said = (
+        f"efficiency {found.compute:.0%} of the peak and activations moved {found.passes:g} times, fitted to "
+        f"{len(cases)} report{'s' if len(cases) != 1 else ''}; off by {max(errors):.0%} at most on them"
+    )
+    return msgspec.structs.replace(asked, efficiency=found), [said]
+
+
+def _case(report: Report, path: Path, cluster: ClusterSettings) -> tuple[Work, ClusterSettings, ComputeType, float]:
+    """Return what a run counted, and how long its steps took without waiting for data."""
+    name = str(report.model["name"])
+    if report.accelerator["kind"] != "cuda":
+        raise ConfigError(
+            f"--calibrate '{path}': its accelerator was emulated, which says nothing of '{cluster.device.name}'; give "
+            "a report of `fuelrail bench train --accelerator cuda` on the cluster"
+        )
+    if report.figures is None or name not in MODELS:
+        raise ConfigError(f"--calibrate '{path}' has no steps of a known model; give one with figures")
+    options = report.options
+    if report.num_ranks > cluster.num_devices:
+        raise ConfigError(
+            f"--calibrate '{path}' is of {report.num_ranks} ranks, and cluster '{cluster.name}' has "
+            f"{cluster.num_devices} devices; give the report's own cluster"
+        )
+    settings = convert(options["parallel"], ParallelSettings, str(path))
+    image = Transforms().image
+    batch = options["batch_size"] * options["accumulation"] * degrees_of(settings, report.num_ranks).data
+    run = Scenario(
+        name=path.name, model=report.model["name"], cluster=cluster.name, global_batch=batch,
+        micro_batch=options["batch_size"], precision=options["precision"], parallel=settings,
+        cameras=max(1, len(report.dataset.cameras)), height=image.height, width=image.width,
+    )  # fmt: skip
+    inside = msgspec.structs.replace(
+        cluster,
+        nodes=math.ceil(report.num_ranks / cluster.devices_per_node),
+        devices_per_node=min(report.num_ranks, cluster.devices_per_node),
+    )
+    waits = sum(phase.time.mean_ms for phase in report.figures.phases if phase.phase == "data_wait")
+    seconds = (report.figures.step_time.mean_ms - waits) / 1e3
+    return shape_and_time(run, inside, settings).work, inside, run.precision, seconds
+
+
+def with_data(asked: Scenario, dataset: str, split: str) -> Scenario:
+    """Take from a dataset what the scenario does not say."""
+    facts = dataset_facts(open_dataset(dataset), split)
+    size = None if facts.mean_sample_bytes is None else max(1, round(facts.mean_sample_bytes))
+    return msgspec.structs.replace(
+        asked,
+        cameras=asked.cameras or len(facts.cameras) or None,
+        sample_bytes=asked.sample_bytes or size,
+        samples_per_epoch=asked.samples_per_epoch or facts.num_samples or None,
+    )
+
+
+def with_loader(asked: Scenario, cluster: ClusterSettings, data: Data, path: Path) -> tuple[Scenario, Data, list[str]]:
+    """Take what a loader was measured to do; raises ConfigError for a report without figures."""
+    file = path / REPORT_JSON if path.is_dir() else path
+    report = load_report_of(file, LoaderReport, loader_report.SCHEMA, loader_report.VERSION)
+    figures = report.figures
+    if figures is None:
+        raise ConfigError(f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer")
+    asked = msgspec.structs.replace(
+        asked,
+        cameras=asked.cameras or len(report.dataset.cameras) or None,
+        sample_bytes=asked.sample_bytes or max(1, round(report.sizes.stored_bytes)),
+    )
+    per_cpu = 1000 / figures.cpu_s_per_1000_images
+    where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"
+    data = msgspec.structs.replace(
+        data,
+        images_per_node_s=cluster.host.cpus.value * per_cpu,
+        images_source=f"{cluster.host.cpus.value:g} CPUs x {per_cpu:.0f} images/s of CPU time: {where}",
+    )
+    said = [f"CPUs of the cluster decode as fast as those of the loader's report ({report.machine.cpu})"]
+    if figures.bound.kind == "storage":
+        rate = figures.stored_mb_per_s / 1e3 * cluster.nodes
+        data = msgspec.structs.replace(
+            data, storage_gb_per_s=rate, storage_source=f"{figures.stored_mb_per_s:.0f} MB/s of a node: {where}"
+        )
+        said.append("each node reads as fast as the one of the loader's report, all of them at once")
+    else:
+        said.append(f"storage is the cluster file's: the measured loader was held up by {figures.bound.kind}")
+    return asked, data, said

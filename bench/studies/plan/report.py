@@ -1,0 +1,225 @@
+"""The report of ``fuelrail plan``: memory, step time, needs of the data, cost, and where each figure is from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fuelrail.bench.planner.choice import FP32, USABLE, named, peak
+from fuelrail.bench.planner.hardware import GIB
+from fuelrail.bench.planner.scaling import Curve  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.planner.scenario import Data, Scenario, questions
+from fuelrail.bench.planner.shape import MOMENTS, Shape, schedule_order
+from fuelrail.bench.planner.step_time import Efficiency, StepTime
+from fuelrail.bench.report.files import created_now
+from fuelrail.bench.studies.plan.sweep import Planned, data_seconds
+from fuelrail.bench.trainer.checkpoints.interval import suggested_interval_s
+
+if TYPE_CHECKING:
+    from fuelrail.bench.planner.choice import Fit
+    from fuelrail.bench.planner.hardware import ClusterSettings
+
+SCHEMA = "fuelrail-plan"
+VERSION = 1
+_SHOWN_ORDER = 64  # operations of a stage
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """A strategy: what of it fails, or the rate that it reaches."""
+
+    strategy: str
+    fails: str | None
+    peak_gib: float | None = None
+    samples_per_s: float | None = None
+
+
+class Explained(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a figure is from."""
+
+    formula: str
+    inputs: dict[str, float | str]
+    source: str
+
+
+class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The report. Times in seconds; bytes and rates of the whole cluster unless a name says otherwise.
+
+    ``step`` is the devices' time by parts; ``step_s`` that of the slowest of devices, decoding and storage; ``overlap``
+    the share of gradients' and weights' traffic that hides behind computing; ``bubble`` the pipeline's idle share.
+    ``schedule`` is each stage's order of work, F and B with a micro-batch's number. A figure is None where the scenario
+    does not say what it needs; ``questions`` are what only the user can know.
+    """
+
+    schema: str
+    version: int
+    created: str
+    options: dict[str, Any]
+    scenario: Scenario
+    cluster: str
+    devices: int
+    strategy: str
+    memory_by_stage: list[dict[str, int]]
+    peak_gib: float
+    usable_gib: float
+    stages: list[Shape]
+    schedule: list[list[str]]
+    step: StepTime
+    step_s: float
+    overlap: float | None
+    bubble: float
+    bottleneck: str
+    occupancy: float
+    mfu: float
+    samples_per_s: float
+    images_per_s: float | None
+    images_per_node_s: float | None
+    data: Data
+    read_gb_per_s: float | None
+    read_bytes_per_node_s: float | None
+    device_hours_per_million: float
+    usd_per_million: float | None
+    device_hours_per_epoch: float | None
+    usd_per_epoch: float | None
+    checkpoint_gb: float
+    checkpoint_s: float
+    checkpoint_interval_s: float | None
+    tried: list[Tried]
+    sweep: list[Planned]
+    scaling: list[Curve]
+    assumed: list[str]
+    questions: list[str]
+    explained: dict[str, Explained]
+
+
+def build_report(
+    asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data, options: dict[str, Any],
+    lists: tuple[list[Tried], list[Planned], list[Curve], list[str]],
+) -> PlanReport:  # fmt: skip
+    """Put a plan together. ``lists``: strategies tried, the sweep, the curves, and what else was assumed."""
+    time, batch = fit.time, asked.global_batch
+    seconds = data_seconds(asked, cluster, data)
+    step_s = max(time.total, *seconds.values())
+    rate, devices = batch / step_s, cluster.num_devices
+    useful = sum(shape.flop for shape in fit.once) / len(fit.once) * fit.inputs.micro_batches
+    hours = 1e6 / rate / 3600 * devices
+    price = None if cluster.usd_per_device_hour is None else cluster.usd_per_device_hour.value
+    epoch = None if asked.samples_per_epoch is None else hours * asked.samples_per_epoch / 1e6
+    saved_gb, storage = checkpoint_gb(fit), data.storage_gb_per_s
+    interval = None
+    if asked.failures_per_day is not None:
+        interval = suggested_interval_s(saved_gb / storage, saved_gb / storage, asked.failures_per_day)
+    images = rate * asked.cameras if asked.reads_images and asked.cameras else None
+    read = None if asked.sample_bytes is None else rate * asked.sample_bytes
+    order = schedule_order(fit.settings.pipeline_schedule, fit.degrees.pp, fit.inputs.micro_batches)
+    tried, sweep, curves, assumed = lists
+    return PlanReport(
+        schema=SCHEMA, version=VERSION, created=created_now(), options=options, scenario=asked, cluster=cluster.name,
+        devices=devices, strategy=named(fit.settings), memory_by_stage=[shape.memory for shape in fit.stages],
+        peak_gib=peak(fit.stages) / GIB, usable_gib=USABLE * cluster.device.memory_gib.value, stages=fit.stages,
+        schedule=[stage[:_SHOWN_ORDER] for stage in order], step=time, step_s=step_s,
+        overlap=1 - time.data_exposed / time.data_total if time.data_total else None, bubble=time.bubble / time.total,
+        bottleneck=bottleneck(time, seconds), occupancy=time.total / step_s,
+        mfu=useful / (step_s * cluster.peak_flops(asked.precision)), samples_per_s=rate, images_per_s=images,
+        images_per_node_s=None if images is None else images / cluster.nodes, data=data,
+        read_gb_per_s=None if read is None else read / 1e9,
+        read_bytes_per_node_s=None if read is None else read / cluster.nodes, device_hours_per_million=hours,
+        usd_per_million=None if price is None else hours * price, device_hours_per_epoch=epoch,
+        usd_per_epoch=None if price is None or epoch is None else epoch * price, checkpoint_gb=saved_gb,
+        checkpoint_s=saved_gb / storage, checkpoint_interval_s=interval, tried=tried, sweep=sweep, scaling=curves,
+        assumed=[*assumptions(asked, cluster, data), *assumed], questions=questions(asked),
+        explained=explanations(asked, cluster, fit, data) if options.get("explain") else {},
+    )  # fmt: skip
+
+
+def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
+    """Name what a step waits for most: the data where it is slower than the devices, else the devices' largest part."""
+    parts = {
+        "computing": time.compute + time.memory + time.optimiser,
+        "communication": time.tensor + time.pipeline + time.data_exposed,
+        "pipeline bubble": time.bubble,
+        "straggler": time.straggler,
+    }
+    waits = {name: value for name, value in seconds.items() if value > time.total}
+    return max(waits or parts, key=lambda name: (waits or parts)[name])
+
+
+def checkpoint_gb(fit: Fit) -> float:
+    """GB of weights and moments; what no plan divides lies on each rank of a tensor-parallel group."""
+    weights = sum(shape.parameters for shape in fit.stages) * fit.degrees.tp * fit.degrees.dp_shard
+    return weights * FP32 * (1 + MOMENTS[fit.settings.optimiser]) / 1e9
+
+
+def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[str]:
+    """Say what the figures rest on that nobody measured."""
+    found = [f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"]
+    if asked.efficiency == Efficiency():
+        found.append(
+            f"efficiency: {asked.efficiency.compute:.0%} of the peak, activations moved {asked.efficiency.passes:g} "
+            "times; not fitted to this model: use --calibrate with reports of `fuelrail bench train`"
+        )
+    if cluster.usd_per_device_hour is None:
+        found.append(f"no price: cluster '{cluster.name}' has no usd_per_device_hour")
+    if asked.reads_images:
+        found.append(f"decoding: {data.images_per_node_s:,.0f} images/s of a node: {data.images_source}")
+    found.append(f"storage: {data.storage_gb_per_s:g} GB/s: {data.storage_source}")
+    numbers = {"inside.gb_per_s": cluster.inside.gb_per_s}
+    if cluster.between is not None:
+        numbers["between.gb_per_s"] = cluster.between.gb_per_s
+    return found + [f"{name} {one.value:g}: {one.source}" for name, one in numbers.items() if "assumed" in one.source]
+
+
+def explanations(asked: Scenario, cluster: ClusterSettings, fit: Fit, data: Data) -> dict[str, Explained]:
+    """Formula, inputs and source of each figure."""
+    device, used, work, degrees = cluster.device, asked.efficiency, fit.work, fit.degrees
+    top, moved = device.peak_tflops[asked.precision], device.memory_gb_per_s
+    rate = cluster.bytes_per_s
+    ring = "NVIDIA nccl-tests, doc/PERFORMANCE.md; "
+    tensor, whole = rate(work.tensor_reach), rate(work.step_data_reach, work.step_data_stride)
+    link = cluster.link(work.step_data_reach).gb_per_s.source
+    count, price = work.micro_batches, cluster.usd_per_device_hour
+
+    def line(formula: str, source: str, **inputs: float | str) -> Explained:
+        return Explained(formula=formula, inputs=inputs, source=source)
+
+    return {
+        "peak_gib": line(
+            "torch's memory tracker + moments + kept x (in_flight - 1), the largest of all stages",
+            "the trainer's own strategy, run on fake tensors as one rank",
+            in_flight=str([shape.in_flight for shape in fit.stages]), moments=MOMENTS[fit.settings.optimiser],
+        ),
+        "usable_gib": line("0.9 x memory", device.memory_gib.source, memory_gib=device.memory_gib.value),
+        "step.compute": line("micro_batches x FLOP / (compute x peak)", top.source, micro_batches=count,
+                             flop=work.flop, compute=used.compute, peak_tflops=top.value),
+        "step.memory": line("micro_batches x passes x activations / rate", moved.source, micro_batches=count,
+                            passes=used.passes, activation_bytes=work.activation_bytes, gb_per_s=moved.value),
+        "step.tensor": line("micro_batches x bytes sent on axis tp / bus bandwidth",
+                            ring + cluster.inside.gb_per_s.source, bytes=work.tensor_bytes, gb_per_s=tensor / 1e9),
+        "step.pipeline": line("micro_batches x 2 x hidden tensor / one port", cluster.link(
+                              work.pipeline_reach).gb_per_s.source, bytes=work.pipeline_bytes),
+        "step.bubble": line("(p - 1) / m x (compute + memory + tensor + pipeline)", "arXiv 2104.04473, section 2.2",
+                            p=degrees.pp, m=count),
+        "step.data_exposed": line("bytes sent on axes dp_* / bus bandwidth + latency - what hides behind computing",
+                                  ring + link, bytes=work.step_data_bytes, gb_per_s=whole / 1e9,
+                                  hidden_share=work.step_hidden, collectives=work.step_collectives),
+        "step.optimiser": line("7 x 4 bytes x own parameters / rate", moved.source, bytes=work.step_state_bytes),
+        "step_s": line("max(sum of step, decoding, storage)", "the slowest of three that run side by side",
+                       **data_seconds(asked, cluster, data), devices=fit.time.total),
+        "mfu": line("FLOP without recomputation / (step_s x peak)", "arXiv 2205.05198, equation 7; " + top.source,
+                    flop=sum(shape.flop for shape in fit.once) / len(fit.once) * count),
+        "data.images_per_node_s": line("images/s of a CPU x CPUs of a node", data.images_source,
+                                       images_per_s=data.images_per_node_s),
+        "data.storage_gb_per_s": line("what all nodes together can read", data.storage_source,
+                                      gb_per_s=data.storage_gb_per_s),
+        "usd_per_million": line("10^6 / samples_per_s / 3600 x devices x price",
+                                "no price is known" if price is None else price.source,
+                                price="none" if price is None else price.value),
+        "checkpoint_gb": line("4 bytes x (1 + moments) x parameters", "weights and moments in fp32",
+                              parameters=sum(shape.parameters for shape in fit.stages)),
+        "checkpoint_s": line("checkpoint_gb / storage", data.storage_source, gb=checkpoint_gb(fit)),
+        "checkpoint_interval_s": line(
+            "sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C",
+            "J. T. Daly, Future Generation Computer Systems 22 (2006) 303-312, equation 37",
+            C=checkpoint_gb(fit) / data.storage_gb_per_s, failures_per_day=asked.failures_per_day or "not given",
+        ),
+    }  # fmt: skip

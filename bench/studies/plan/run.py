@@ -1,0 +1,84 @@
+"""Plan a scenario: what it says, what a dataset and reports of this cluster add, the choice, and the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fuelrail.bench.planner.choice import candidates, fit, named, peak
+from fuelrail.bench.planner.hardware import GIB, load_cluster
+from fuelrail.bench.planner.scaling import scaling_curves
+from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, check, with_options
+from fuelrail.bench.studies.plan.measured import calibrated, with_data, with_loader
+from fuelrail.bench.studies.plan.report import Tried, build_report
+from fuelrail.bench.studies.plan.sweep import sweep
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import load_yaml, make_options
+
+if TYPE_CHECKING:
+    import os
+
+    from fuelrail.bench.planner.choice import Fit
+    from fuelrail.bench.planner.hardware import ClusterSettings
+    from fuelrail.bench.studies.plan.report import PlanReport
+
+
+def plan(
+    scenario: str | os.PathLike[str] | Scenario | None = None,
+    options: PlanOptions | None = None,
+    **changes: Any,  # noqa: ANN401 - fields of PlanOptions
+) -> PlanReport:
+    """Plan a scenario: a struct, the path of its YAML file, or None where the options say all of it.
+
+    ``fuelrail.plan("SCENARIO.yaml", data="DATASET")`` takes the fields of :class:`PlanOptions` as keywords. Raises
+    ConfigError for what a scenario leaves out or what cannot be divided, and where nothing fits: with the reason for
+    each strategy.
+    """
+    options = make_options(PlanOptions, options, changes)
+    read = scenario if isinstance(scenario, Scenario | None) else load_yaml(scenario, Scenario)
+    asked = with_options(read, options)
+    assumed: list[str] = []
+    if options.data is not None:
+        asked = with_data(asked, options.data, options.split)
+        if options.loader_report is None:
+            assumed.append(
+                "no report of `fuelrail bench loader` for the dataset: decoding and storage are the cluster file's; "
+                "measure them on a host of the cluster and give --loader-report"
+            )
+    cluster = load_cluster(asked.cluster)
+    data = Data(
+        images_per_node_s=cluster.host.cpus.value * cluster.host.images_per_cpu_s.value,
+        images_source=f"{cluster.host.cpus.value:g} CPUs x {cluster.host.images_per_cpu_s.source}",
+        storage_gb_per_s=cluster.storage_gb_per_s.value, storage_source=cluster.storage_gb_per_s.source,
+    )  # fmt: skip
+    if options.loader_report is not None:
+        asked, data, found = with_loader(asked, cluster, data, Path(options.loader_report))
+        assumed += found
+    check(asked)
+    if options.calibrate:
+        asked, found = calibrated(asked, cluster, options.calibrate)
+        assumed += found
+    chosen, tried = choose(asked, cluster)
+    swept = sweep(asked, cluster, data) if options.sweep else []
+    curves = scaling_curves(asked, cluster, chosen, data.images_per_node_s, data.storage_gb_per_s)
+    assumed.append(f"scaling: storage stays {data.storage_gb_per_s:g} GB/s for all nodes, however many")
+    said = {name: value for name, value in msgspec.to_builtins(options).items() if value not in (None, False, [])}
+    return build_report(asked, cluster, chosen, data, said, (tried, swept, curves, assumed))
+
+
+def choose(asked: Scenario, cluster: ClusterSettings) -> tuple[Fit, list[Tried]]:
+    """Return the simplest strategy that fits, and all that were tried. Raises ConfigError where none does."""
+    tried: list[Tried] = []
+    for settings in candidates(asked, cluster):
+        try:
+            found = fit(asked, cluster, settings)
+        except ConfigError as error:
+            tried.append(Tried(strategy=named(settings), fails=str(error)))
+            continue
+        rate = asked.global_batch / found.time.total
+        size = peak(found.stages) / GIB
+        return found, [*tried, Tried(strategy=named(settings), fails=None, peak_gib=size, samples_per_s=rate)]
+    reasons = "; ".join(f"{one.strategy}: {one.fails}" for one in tried)
+    raise ConfigError(f"model '{asked.model}' does not fit on {cluster.num_devices} x {cluster.device.name}: {reasons}")

@@ -1,0 +1,52 @@
+"""How a student is distilled, as plain values; nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import Settings
+
+DISTILL = "labels=1,logits=1"
+_MOST = 1e9
+
+
+class DistillSettings(Settings, frozen=True, kw_only=True):
+    """A teacher out of ``checkpoints``, or a ``layer`` of its predictions; one of them is given.
+
+    ``weights`` is the text that :func:`weights_of` reads. ``temperature`` softens the logits.
+    """
+
+    checkpoints: str | None = None
+    layer: str | None = None
+    weights: str = DISTILL
+    temperature: float = 2.0
+
+
+class LossWeights(NamedTuple):
+    """Weights of the parts of the loss of distillation; 0: left out."""
+
+    labels: float = 0.0
+    logits: float = 0.0
+    features: float = 0.0
+    targets: float = 0.0
+
+
+def weights_of(text: str) -> LossWeights:
+    """Read ``PART=WEIGHT,...``. Raises ConfigError."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = 0.0
+        if name not in LossWeights._fields or name in found or not 0 < weight <= _MOST:
+            raise ConfigError(
+                f"distill '{text}' has the part '{part}'; write PART=WEIGHT with a weight above 0, each part once; "
+                f"parts: {', '.join(LossWeights._fields)}"
+            )
+        found[name] = weight
+    if found.keys() <= {"labels"}:
+        raise ConfigError(f"distill '{text}' takes nothing from the teacher; add logits=1, features=1 or targets=1")
+    return LossWeights(**found)

@@ -1,0 +1,142 @@
+"""Distillation: a student learns from a teacher's predictions besides the labels.
+
+The teacher is a trained model out of its checkpoints, which predicts beside the student (online), or a layer of its
+predictions (offline). The loss is the weighted sum of up to four parts:
+
+=========  =============================================================================================================
+labels     the student's own loss
+logits     divergence (Kullback and Leibler) of the student's distribution from the teacher's, both softened by a
+           temperature T, times T^2 (arXiv 1503.02531); a cell of a grid has the two classes free and occupied
+features   mean squared difference of the maps in front of the heads, the student's through a learnt linear map (arXiv
+           1412.6550); the teacher's is averaged to the student's size
+targets    the student's own loss, with the teacher's detections in place of the labels
+=========  =============================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fuelrail.bench.trainer.distill.settings import weights_of
+from fuelrail.bench.trainer.distill.teacher import Source, Teacher, of_checkpoint, of_layer
+from fuelrail.bench.trainer.models.occupancy import OccupancyModel
+from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings, feature_width
+from fuelrail.bench.trainer.models.staged import StagedModel, TensorPlans, mean_over_samples
+from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights
+    from fuelrail.loaders import DataLoader
+
+
+class Distilled(StagedModel):
+    """A student with the loss of distillation; its inputs end with the teacher's tensors.
+
+    It takes over the student's parts, so parameters keep their names. With the part ``features`` the head has one more,
+    ``projection``.
+    """
+
+    def __init__(self, student: StagedModel, source: Source, weights: LossWeights, temperature: float) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = student.stem, student.blocks, student.head
+        del student.stem, student.blocks, student.head  # it lives on for its inputs and losses
+        self.student, self.weights, self._source = student, weights, source
+        self._temperature = temperature
+        if weights.features:
+            device = next(self.parameters()).device
+            width = feature_width(student.settings)
+            self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False).to(device))
+            self.head.register_forward_hook(self._with_features)
+
+    def _with_features(self, head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.student.feature_map(*arguments)
+        return logits, head.get_submodule("projection")(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the student's inputs, and of a layer the teacher's tensors."""
+        return (*self.student.inputs(batch), *self._source.of_batch(batch))
+
+    def tensor_plans(self) -> TensorPlans:
+        """Return the student's."""
+        return self.student.tensor_plans()
+
+    def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return the student's own."""
+        return self.student.losses(logits, *inputs)
+
+    def loss(self, logits: Any, *inputs: Tensor) -> Tensor:  # noqa: ANN401 - with features a pair
+        """Return the weighted sum of the parts, the mean over the batch's real samples."""
+        own, taught = inputs[: -len(self._source.names)], inputs[-len(self._source.names) :]
+        said = dict(zip(self._source.names, taught, strict=True))
+        weights, student, total = self.weights, self.student, torch.zeros((), device=own[-1].device)
+
+        def mean(values: Tensor) -> Tensor:
+            return mean_over_samples(student.by_sample(values, *own), own[-1])
+
+        if weights.features:
+            logits, features = logits
+            wanted = F.adaptive_avg_pool2d(said["features"].flatten(0, 1).float(), features.shape[-2:])
+            difference = (features.flatten(0, 1).float() - wanted).square().mean(dim=(1, 2, 3))
+            total = total + weights.features * mean(difference.view(features.shape[:2]))
+        if weights.labels:
+            total = total + weights.labels * mean(student.losses(logits, *own))
+        if weights.targets:
+            detected = said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
+            total = total + weights.targets * mean(student.losses(logits, *own[:-2], detected, own[-1]))
+        if weights.logits:
+            binary = isinstance(student, OccupancyModel)
+            total = total + weights.logits * mean(divergence(logits, said["logits"], self._temperature, binary=binary))
+        return total
+
+
+def divergence(logits: Tensor, teacher: Tensor, temperature: float, *, binary: bool) -> Tensor:
+    """Divergence of the student's distribution from the teacher's, at a temperature, times its square, in nats.
+
+    ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many; else classes are along
+    the last axis, which the result has not.
+    """
+    own = logits.float() / temperature
+    wanted = teacher.reshape(logits.shape).float() / temperature
+    if binary:
+        yes = wanted.sigmoid() * (F.logsigmoid(wanted) - F.logsigmoid(own))
+        values = yes + (-wanted).sigmoid() * (F.logsigmoid(-wanted) - F.logsigmoid(-own))
+    else:
+        own, wanted = own.log_softmax(-1), wanted.log_softmax(-1)
+        values = F.kl_div(own, wanted, reduction="none", log_target=True).sum(-1)
+    return values * temperature**2
+
+
+def distilled(
+    student: StagedModel, settings: DistillSettings, loader: DataLoader, device: str, *, tp: int = 1
+) -> tuple[StagedModel, Callable[..., tuple[Tensor, ...]] | None]:
+    """Return the student with the loss of distillation, and the teacher that is to be called with a batch's inputs.
+
+    A layer needs no call: its values are in the batches. ``tp`` is the student's degree of tensor parallel. All ranks
+    must call this. Raises ConfigError for a teacher that predicts other things than the student, and what
+    :class:`Teacher` and `open_layer` raise.
+    """
+    weights, size = weights_of(settings.weights), student.settings
+    if weights.targets and not isinstance(student, OccupancyModel):
+        raise ConfigError(
+            f"distill '{settings.weights}': 'targets' are detections, which this model does not learn; use a model of "
+            "occupancy, or 'logits'"
+        )
+    if weights.features and tp > 1 and isinstance(size, VitSettings | GptSettings):
+        raise ConfigError(
+            f"distill '{settings.weights}': 'features' lie in parts on the ranks of tp={tp}; use tp=1, or a model of "
+            "convolutions"
+        )
+    if settings.layer is not None:
+        source = of_layer(settings.layer, size, loader.dataset, weights, loader.transforms)
+    else:
+        assert settings.checkpoints is not None, "one of them is given"
+        teacher = Teacher(settings.checkpoints, device, shard=dist.is_initialized() and dist.get_world_size() > 1)
+        source = of_checkpoint(teacher, size, weights, len(loader.dataset.manifest.cameras))
+    return Distilled(student, source, weights, settings.temperature), source.of_inputs

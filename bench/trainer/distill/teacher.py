@@ -1,0 +1,191 @@
+"""The teacher of a distillation: a trained model, or a layer of its predictions.
+
+A layer's channels are moved by their laws with the sample's augmentation: ``logits`` [B, g, g] of an occupancy grid
+(law ``ego_grid``; axes x, y), [B, T, V] of tokens, [B, N, classes] of images; ``features_{camera}`` [B, H, W, C] of
+each camera (law ``image``), or ``features`` [B, N, C, h, w] of one view; ``detections`` (law ``ego_boxes``), boxes.
+An int8 channel is multiplied by the channel ``{name}_scale``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from fuelrail.bench.trainer.checkpoints.store import DamagedError, Store
+from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.occupancy import occupied_cells
+from fuelrail.bench.trainer.models.settings import MODELS, BevSettings, VitSettings, feature_width, predictions
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.layers import open_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from fuelrail.bench.trainer.distill.settings import LossWeights
+    from fuelrail.bench.trainer.models.settings import ModelSettings
+    from fuelrail.loaders import Transforms
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.dataset import Dataset
+
+LAYER = "teacher"
+"""What the loader calls a teacher's layer."""
+
+
+class Teacher(nn.Module):
+    """A trained model out of the newest whole checkpoint of a run; it predicts, and does not learn.
+
+    With ``shard`` its parameters are divided over all ranks, and gathered block by block; all ranks must call it. Load
+    checkpoints that you trust only. Raises ConfigError where there is none, and StateMismatchError for another version.
+    """
+
+    def __init__(self, place: str, device: str = "cpu", *, shard: bool = False) -> None:
+        super().__init__()
+        store, skipped = Store(place), []
+        for folder in store.complete():
+            try:
+                manifest = store.read(folder)
+                store.check(folder, manifest, sorted(manifest.files))
+                break
+            except DamagedError as error:
+                skipped.append(f"{folder}: {error}")
+        else:
+            why = f" ({'; '.join(skipped)})" if skipped else ""
+            raise ConfigError(
+                f"teacher '{store.shown}' has no whole checkpoint{why}; give the folder that `fuelrail bench train "
+                "--checkpoint` wrote"
+            )
+        self.name = manifest.identity["model"]
+        if self.name not in MODELS:
+            raise ConfigError(f"teacher '{store.shown}' is of model '{self.name}'; models: {', '.join(MODELS)}")
+        self.settings = MODELS[self.name]
+        with torch.random.fork_rng(devices=[]):  # the student draws the same weights with any teacher
+            self.model = build_model(self.settings)
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank loads all of it
+            load(tensors, storage_reader=store.reader(folder), no_dist=True)
+        self.to(device).eval().requires_grad_(requires_grad=False)
+        if shard:
+            mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self, mesh=mesh)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and features of a model's inputs."""
+        hidden, logits = self.model.predict(*inputs)
+        return logits, self.model.feature_map(hidden, *inputs)
+
+    def outputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return ``logits`` and ``features`` of a loader's batch, in the shape of a layer's channels."""
+        device = next(self.parameters()).device
+        logits, features = self(*(tensor.to(device) for tensor in self.model.inputs(batch)))
+        shape, _ = predictions(self.settings, features.shape[1])
+        return {"logits": logits.reshape(-1, *shape), "features": features}
+
+
+class Source(NamedTuple):
+    """Where the teacher's tensors come from: their names, the channels of its features, and who makes them.
+
+    ``of_batch`` takes them out of a loader's batch, ``of_inputs`` makes them of a model's inputs.
+    """
+
+    names: tuple[str, ...]
+    width: int
+    of_batch: Callable[[Mapping[str, Any]], tuple[Tensor, ...]] = lambda _: ()
+    of_inputs: Callable[..., tuple[Tensor, ...]] | None = None
+
+
+def of_checkpoint(teacher: Teacher, student: ModelSettings, weights: LossWeights, num_cameras: int) -> Source:
+    """A teacher beside the student. Raises ConfigError where they predict different things."""
+    (own, ours), (its, theirs) = (predictions(size, num_cameras) for size in (student, teacher.settings))
+    if (own, ours) != (its, theirs):
+        raise ConfigError(
+            f"teacher '{teacher.name}' predicts {list(its)} ({theirs}), the student {list(own)} ({ours}); use a "
+            "teacher of the same predictions"
+        )
+    names = ("logits", "features") if weights.features else ("logits",)
+
+    def predict(*inputs: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = teacher(*inputs)
+        return result[: len(names)]
+
+    return Source(names, feature_width(teacher.settings), of_inputs=predict)
+
+
+def of_layer(
+    place: str, student: ModelSettings, dataset: Dataset, weights: LossWeights, transforms: Transforms
+) -> Source:
+    """A layer of a dataset. Raises ConfigError where its channels are not what the student needs.
+
+    ``transforms`` are the loader's: what they move, a channel of a fixed view must follow.
+    """
+    layer = open_layer(LAYER, place, dataset)
+    table = {channel.name: channel for channel in layer.channels}
+    is_fixed = layer.manifest.view.kind == "fixed"
+    cameras = [camera.channel for camera in dataset.manifest.cameras]
+    shape, what = predictions(student, len(cameras))
+
+    def find(
+        name: str, wanted: tuple[int | None, ...], law: str, *, ragged: bool = False, moves: bool = False
+    ) -> Channel:
+        channel = table.get(f"{LAYER}.{name}")
+        sides = "boxes" if ragged else f"[{', '.join('any' if side is None else str(side) for side in wanted)}]"
+        has = f"its channels are {', '.join(sorted(table))}"
+        if channel is not None:
+            has = f"it has {list(channel.shape) or channel.kind}"
+            fits = len(channel.shape) == len(wanted) and all(
+                need in (None, side) for need, side in zip(wanted, channel.shape, strict=True)
+            )
+            if channel.law.name == law if ragged else fits:
+                if moves and is_fixed and channel.law.name == "fixed":
+                    raise ConfigError(
+                        f"teacher layer '{place}': channel '{name}' has the law 'fixed', and the samples are "
+                        f"augmented; give it the law '{law}', or make the layer with --view per_view"
+                    )
+                return channel
+        raise ConfigError(
+            f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a student of {what}; "
+            f"{has}; make the layer with a teacher of the same predictions"
+        )
+
+    makers: dict[str, Callable[[Mapping[str, Any]], Tensor]] = {}
+    width = 0
+    has_boxes = weights.targets > 0 and f"{LAYER}.detections" in table
+    if weights.logits or (weights.targets and not has_boxes):
+        of_grid = isinstance(student, BevSettings | VitSettings)
+        logits = find("logits", shape, "ego_grid", moves=of_grid and transforms.ego.train)
+        makers["logits"] = lambda batch: _values(batch, logits.name)
+    if has_boxes:
+        (group,) = find("detections", (), "ego_boxes", ragged=True).law.roles["boxes"]
+        size = student
+        assert isinstance(size, BevSettings | VitSettings), "targets are of models of occupancy"
+        makers["targets"] = lambda batch: occupied_cells(
+            batch[f"{LAYER}.detections"][group[0]], size.grid, size.range_m
+        )
+    if weights.features and f"{LAYER}.features" in table:
+        whole = find("features", (len(cameras), None, None, None), "image", moves=transforms.image.train)
+        width = whole.shape[1] or 0
+        makers["features"] = lambda batch: _values(batch, whole.name)
+    elif weights.features:
+        maps = [
+            find(f"features_{camera}", (None, None, None), "image", moves=transforms.image.train) for camera in cameras
+        ]
+        width = maps[0].shape[2] or 0
+        makers["features"] = lambda batch: torch.stack(
+            [_values(batch, one.name).permute(0, 3, 1, 2) for one in maps], dim=1
+        )
+    return Source(tuple(makers), width, of_batch=lambda batch: tuple(make(batch) for make in makers.values()))
+
+
+def _values(batch: Mapping[str, Any], name: str) -> Tensor:
+    values: Tensor = batch[name].float()
+    scale = batch.get(f"{name}_scale")
+    return values if scale is None else values * scale.view(-1, *[1] * (values.ndim - 1))

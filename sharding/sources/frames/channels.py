@@ -1,0 +1,86 @@
+"""2-D boxes of images as channels, and members that the scan computes: their bytes stand in the reference."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
+from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.frames.boxes import stable_id
+from fuelrail.sharding.sources.scan_table import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from fuelrail.sharding.sources.frames.classes import ClassMap
+    from fuelrail.sharding.sources.frames.frame import ImageBoxRows
+
+COMPUTED: Final = "computed:"
+"""Begins the reference of a member that the scan computed."""
+
+
+def boxes2d_channel(camera: str, description: str) -> Channel:
+    """The entry of the table for the 2-D boxes of one camera; ``row`` is the box's row in ``boxes``, -1 for none."""
+    return Channel(
+        name=f"boxes2d_{camera}",
+        kind="ragged",
+        field=f"boxes2d_{camera}.safetensors",
+        law=Law("image_points", camera=camera, roles={"boxes": (("box",),), "visible": (("visible",),)}),
+        arrays=(
+            ArraySpec("box", "float32", (4,), "px"),
+            ArraySpec("row", "int32"),
+            ArraySpec("label", "int16"),
+            ArraySpec("instance_id", "int64"),
+            ArraySpec("visible", "uint8"),
+        ),
+        frame=f"image:{camera}",
+        optional=True,
+        description=description,
+    )
+
+
+def image_boxes(
+    channels: Sequence[Channel], boxes: Mapping[str, ImageBoxRows], cameras: Collection[str], classes: ClassMap,
+    where: str,
+) -> list[Reference]:  # fmt: skip
+    """References of a frame's 2-D boxes, of those ``cameras`` that have an image.
+
+    Raises SourceError, naming ``where``, for boxes that are not finite, or whose borders are in the wrong order.
+    """
+    found = []
+    for channel in channels:
+        rows = boxes.get(channel.law.camera or "")
+        if rows is None or channel.law.camera not in cameras:
+            continue
+        box = np.asarray(rows.box, np.float64).reshape(-1, 4)
+        bad = ~(np.isfinite(box).all(1) & (box[:, 2:] >= box[:, :2]).all(1))
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise SourceError(
+                f"{where}: 2-D box {at} of {channel.law.camera} is {box[at].tolist()}; wanted are left, top, right, "
+                "bottom [px], finite and in order"
+            )
+        number, tracks = len(box), rows.track or [""] * len(box)
+        value = {
+            "box": box.astype(np.float32),
+            "row": np.full(number, -1, np.int32) if rows.row is None else np.asarray(rows.row, np.int32),
+            "label": classes.labels(rows.category, counted=False),
+            "instance_id": np.array([stable_id(name) if name else -1 for name in tracks], np.int64),
+            "visible": np.ones(number, np.uint8),
+        }
+        found.append(computed(channel, KINDS[channel.kind].encode(value, channel)))
+    return found
+
+
+def computed(channel: Channel, data: bytes) -> Reference:
+    """The reference of a member of these bytes."""
+    return Reference(channel.field, COMPUTED + base64.b85encode(data).decode(), len(data))
+
+
+def computed_bytes(ref: str) -> bytes:
+    """Back from the reference."""
+    return base64.b85decode(ref.removeprefix(COMPUTED))

@@ -1,0 +1,178 @@
+"""Distillation: a layer teaches as its model does, and what the student cannot learn from is refused."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
+from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights, weights_of
+from fuelrail.bench.trainer.distill.student import distilled, divergence
+from fuelrail.bench.trainer.distill.teacher import LAYER, Teacher
+from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.strategies.parallel import build, parallelise
+from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
+from fuelrail.loaders import DataLoader, ImageAugment, Transforms
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.transforms.ego import BevAugment
+from fuelrail.sharding.write.layers.writer import LayerWriter
+from support.datasets import build_dataset
+
+IMAGE = ImageAugment(height=64, width=96)
+FIXED = {"name": "fixed"}
+GRID = {"name": "ego_grid", "extent_m": [-51.2, -51.2, 51.2, 51.2]}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A dataset, the checkpoints of a teacher, and layers of its predictions in two precisions."""
+    folder = tmp_path_factory.mktemp("distil")
+    build_dataset(folder / "data", {"train": (4, 4)})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name in ("vit-tiny", "resnet-tiny"):
+            model = build(MODELS[name], "cpu", 3)
+            parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
+            checkpoints = Checkpoints(str(folder / name), keep=1, identity={"model": name})
+            checkpoints.save(1, parallel, {})
+            checkpoints.close()
+    finally:
+        dist.destroy_process_group()
+    teacher = Teacher(str(folder / "vit-tiny"))
+    for store in ("as_is", "float16"):
+        annotate(folder / "data", folder / store, teacher.outputs, store=store, transforms=Transforms(image=IMAGE))
+    return folder
+
+
+def losses(place, settings, *, student="bev-tiny", **transforms):
+    layers = None if settings is None or settings.layer is None else {LAYER: settings.layer}
+    made = Transforms(image=IMAGE, **transforms)
+    with DataLoader(place / "data", 2, num_workers=1, transforms=made, layers=layers) as loader:
+        model, teacher = build(MODELS[student], "cpu", 0), None
+        if settings is not None:
+            model, teacher = distilled(model, settings, loader, "cpu")
+        parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2, teacher=teacher)
+        return [parallel.step(batch) for batch in islice(loader, STEPS)]
+
+
+ALL_PARTS = "labels=0.5,logits=1,features=0.3,targets=0.7"
+
+
+@pytest.mark.parametrize(("store", "largest"), [("as_is", 2e-6), ("float16", 1e-3)])
+def test_a_layer_teaches_as_the_model_beside_the_student_does(place, store, largest):
+    online = losses(place, DistillSettings(checkpoints=str(place / "vit-tiny"), weights=ALL_PARTS))
+    offline = losses(place, DistillSettings(layer=str(place / store), weights=ALL_PARTS))
+    assert max(abs(one - other) for one, other in zip(online, offline, strict=True)) < largest
+    assert len(set(online)) == len(online)
+
+
+def test_every_part_changes_what_the_student_learns(place):
+    checkpoints = str(place / "vit-tiny")
+    runs = [losses(place, None)]
+    for weights in ("logits=1", "features=1", "targets=1", "labels=1,logits=1"):
+        runs.append(losses(place, DistillSettings(checkpoints=checkpoints, weights=weights)))
+    assert len({tuple(run) for run in runs}) == len(runs)
+
+
+def test_a_temperature_softens(place):
+    settings = DistillSettings(checkpoints=str(place / "vit-tiny"))
+    assert losses(place, settings) != losses(place, msgspec.structs.replace(settings, temperature=5.0))
+
+
+def test_divergence_is_that_of_torchs_distributions():
+    own, wanted = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
+    kinds = (torch.distributions.Bernoulli, True), (torch.distributions.Categorical, False)
+    for kind, binary in kinds:
+        expected = torch.distributions.kl_divergence(kind(logits=wanted / 3), kind(logits=own / 3)) * 9
+        torch.testing.assert_close(divergence(own, wanted, 3.0, binary=binary), expected, rtol=1e-4, atol=1e-5)
+        assert divergence(own, own, 3.0, binary=binary).abs().max() == 0
+
+
+def write(place, name, channels, value):
+    with LayerWriter(place / "data", place / name, channels=channels) as writer:
+        for row in range(8):
+            writer.write(row, value(row))
+    writer.finish()
+    return str(place / name)
+
+
+def logits_channel(law=GRID, shape=(8, 8)):
+    head = {"name": "logits", "kind": "array", "field": "logits.npy", "dtype": "float32", "law": law}
+    frame = {} if law == FIXED else {"frame": "ego"}
+    return {**head, **frame, "axes": ["x", "y"][: len(shape)], "shape": list(shape)}
+
+
+def test_logits_of_a_grid_move_with_the_ego_augmentation(place):
+    """A teacher that says what the labels say is right on mirrored samples too, by the law of its channel."""
+
+    def occupied(row):
+        with DataLoader(place / "data", 1, shuffle=False, num_workers=1, transforms=Transforms(image=IMAGE)) as loader:
+            batch = next(islice(loader, row, None))
+        target = build(MODELS["bev-tiny"], "cpu", 0).inputs(batch)[-2]
+        return {"logits": np.where(target.view(8, 8) > 0, 20, -20).astype(np.float32)}
+
+    layer = write(place, "grid", [logits_channel()], occupied)
+    flip = BevAugment(train=True, flip_x_prob=1.0)
+    labels = losses(place, None, ego=flip)
+    taught = losses(place, DistillSettings(layer=layer, weights="targets=1"), ego=flip)
+    assert taught == pytest.approx(labels, abs=1e-6)
+
+
+def test_detections_of_a_layer_take_the_labels_place(place):
+    def boxes(row):
+        return {"detections": {"box": np.array([[3.0 * row - 20, 5, 0, 4, 2, 1.5, 0]], np.float32)}}
+
+    roles = {"name": "ego_boxes", "roles": {"boxes": [["box"]]}}
+    table = {"name": "detections", "kind": "ragged", "field": "detections.safetensors", "law": roles, "frame": "ego"}
+    arrays = [{"name": "box", "dtype": "float32", "shape": [7]}]
+    layer = write(place, "detections", [{**table, "arrays": arrays}], boxes)
+    found = losses(place, DistillSettings(layer=layer, weights="targets=1"))
+    assert found != losses(place, None)
+    assert found[-1] < found[0]
+
+
+def test_f19_a_layer_of_the_wrong_shape_is_refused_before_training(place):
+    layer = write(place, "narrow", [logits_channel(FIXED, (10,))], lambda _: {"logits": np.zeros(10, np.float32)})
+    with pytest.raises(ConfigError, match=r"must have a channel 'logits' of \[8, 8\].*it has \[10\]"):
+        losses(place, DistillSettings(layer=layer))
+    with pytest.raises(ConfigError, match=r"must have a channel 'features_cam_front'.*its channels are teacher.logits"):
+        losses(place, DistillSettings(layer=layer, weights="features=1"))
+
+
+def test_f19_values_that_would_not_move_are_refused(place):
+    still = write(place, "still", [logits_channel(FIXED)], lambda _: {"logits": np.zeros((8, 8), np.float32)})
+    with pytest.raises(ConfigError, match="law 'fixed', and the samples are augmented; give it the law 'ego_grid'"):
+        losses(place, DistillSettings(layer=still), ego=BevAugment(train=True, flip_x_prob=0.5))
+
+
+def test_f19_a_teacher_of_other_predictions_is_refused(place, tmp_path):
+    with pytest.raises(ConfigError, match=r"teacher 'resnet-tiny' predicts .* the student"):
+        losses(place, DistillSettings(checkpoints=str(place / "resnet-tiny")))
+    with pytest.raises(ConfigError, match="has no whole checkpoint"):
+        losses(place, DistillSettings(checkpoints=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("logits", "write PART=WEIGHT with a weight above 0"),
+        ("logits=0", "write PART=WEIGHT"),
+        ("logits=1,logits=2", "each part once"),
+        ("heat=1", "parts: labels, logits, features, targets"),
+        ("labels=1", "takes nothing from the teacher"),
+    ],
+)
+def test_f19_weights_that_cannot_be_meant_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        weights_of(text)
+
+
+def test_weights_are_read_by_name():
+    assert weights_of("logits=2, labels=0.5") == LossWeights(labels=0.5, logits=2.0)

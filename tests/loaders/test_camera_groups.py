@@ -1,0 +1,167 @@
+"""Transforms.camera_groups: rigs whose cameras differ, each group at a size of its own."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fuelrail.loaders import BevAugment, CameraGroup, ImageAugment, Normalize, PixelAugment
+from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.errors import ConfigError, StateMismatchError
+from fuelrail.pipeline.transforms.image_map import ida_mats
+from support.backends import needs_dali
+from support.datasets import build_dataset
+from support.loaders import make_loader
+
+FRONT, BACK = (96, 64), (48, 80)
+WIDE = ImageAugment(height=32, width=64, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
+TALL = ImageAugment(height=56, width=40, train=True, resize_range=(0.7, 0.9), rotate_deg=(-5, 5))
+GROUPS = {
+    "tall": {"cameras": ["cam_back"], "image": TALL},
+    "wide": CameraGroup(cameras=("cam_front",), image=WIDE),
+}
+PIXELS = PixelAugment(train=True, brightness=32, grid_mask_prob=0.7)
+OPTIONS = {"seed": 3, "num_workers": 2, "shuffle": False}
+MASK = (
+    Channel(
+        name="mask", kind="array", field="mask.npy", dtype="uint8", axes=("height", "width"), shape=BACK[::-1],
+        frame="image:cam_back", law=Law("image", camera="cam_back", fill=255.0),
+    ),
+    lambda row: np.arange(BACK[0] * BACK[1], dtype=np.uint8).reshape(BACK[::-1]) + np.uint8(row),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    root = tmp_path_factory.mktemp("groups") / "dataset"
+    build_dataset(
+        root, {"train": (6, 2)}, size=FRONT, back_size=BACK, missing=frozenset({(3, "cam_back")}), extra=[MASK]
+    )
+    return root
+
+
+def batches(dataset, **options) -> list[dict]:
+    with make_loader(dataset, 4, **{**OPTIONS, **options}) as loader:
+        return list(loader)
+
+
+@pytest.mark.parametrize("window", [None, {"frames": [-1, 0], "pad": "mask"}])
+@pytest.mark.parametrize("decoder", ["turbo", "pillow", pytest.param("dali", marks=[needs_dali, pytest.mark.slow])])
+def test_each_group_is_what_a_loader_of_its_size_shows(dataset, decoder, window) -> None:
+    options = {
+        "decoder": decoder,
+        "window": window,
+        "ego": BevAugment(train=True, rotate_deg=(-20, 20)),
+        "channels": ["mask"],
+    }
+    if decoder != "dali":
+        options["pixels"] = PIXELS
+    found = batches(dataset, camera_groups=GROUPS, **options)
+    wide, tall = (batches(dataset, image=image, **options) for image in (WIDE, TALL))
+    axes = () if window is None else (2,)
+    for batch, front, back in zip(found, wide, tall, strict=True):
+        assert {name: one.shape for name, one in batch["img"].items()} == {
+            "tall": (4, *axes, 1, 3, 56, 40),
+            "wide": (4, *axes, 1, 3, 32, 64),
+        }
+        assert torch.equal(batch["img"]["wide"], front["img"][..., :1, :, :, :])
+        assert torch.equal(batch["img"]["tall"], back["img"][..., 1:, :, :, :])
+        for name in ("ida_mat", "intrinsics", "ego2img", "lidar2img"):  # of all cameras in rig order
+            assert torch.equal(batch[name][..., :1, :, :], front[name][..., :1, :, :]), name
+            assert torch.equal(batch[name][..., 1:, :, :], back[name][..., 1:, :, :]), name
+        assert batch.keys() == front.keys()
+        assert torch.equal(batch["mask"], back["mask"]) and batch["mask"].shape[-2:] == (56, 40)
+        assert torch.equal(batch["bda_mat"], front["bda_mat"])
+
+
+def test_maps_are_those_of_the_group(dataset) -> None:
+    for batch in batches(dataset, camera_groups=GROUPS):
+        for at, row in enumerate(batch["global_index"].tolist()):
+            for camera, (augment, size) in enumerate(((WIDE, FRONT), (TALL, BACK))):
+                expected = augment.draw([size], seed=3, epoch=0, sample=row, cameras=[camera])
+                if batch["cam_valid"][at, camera]:
+                    assert np.allclose(batch["ida_mat"][at, camera], ida_mats(expected)[0], atol=1e-6)
+
+
+def test_one_group_may_hold_cameras_in_any_order(dataset) -> None:
+    both = {"all": {"cameras": ["cam_back", "cam_front"], "image": WIDE}}
+    for found, plain in zip(batches(dataset, camera_groups=both), batches(dataset, image=WIDE), strict=True):
+        assert torch.equal(found["img"]["all"].flip(1), plain["img"])
+        assert torch.equal(found["ego2img"], plain["ego2img"])
+
+
+def test_normalized_static_and_two_views(dataset) -> None:
+    options = {"camera_groups": GROUPS, "two_views": True}
+    plain = batches(dataset, **options)
+    normalize = Normalize(dtype="float32")
+    with make_loader(dataset, 4, **OPTIONS, **options, normalize=normalize, static={"buffers": 2}) as loader:
+        seen = []
+        for batch, expected in zip(loader, plain, strict=True):
+            assert expected["img"]["tall"].shape == (8, 1, 3, 56, 40)
+            for name, images in batch["img"].items():
+                assert torch.allclose(images, normalize.images(expected["img"][name]))
+            seen.append({name: one.data_ptr() for name, one in batch["img"].items()})
+        again = [{name: one.data_ptr() for name, one in batch["img"].items()} for batch in loader]
+    assert again == seen and seen[0] != seen[1]
+
+
+def test_the_users_functions_get_the_groups(dataset) -> None:
+    def darker(sample):
+        sample["img"]["wide"] //= 2
+        return sample
+
+    for found, plain in zip(
+        batches(dataset, camera_groups=GROUPS, transform=darker), batches(dataset, camera_groups=GROUPS), strict=True
+    ):
+        assert torch.equal(found["img"]["wide"], plain["img"]["wide"] // 2)
+        assert torch.equal(found["img"]["tall"], plain["img"]["tall"])
+    for samples in batches(dataset, camera_groups=GROUPS, collate_fn=list):
+        assert [one["img"]["tall"].shape for one in samples] == [(1, 3, 56, 40)] * 4
+
+
+def test_a_bad_image_is_replaced(tmp_path) -> None:
+    root = tmp_path / "bad"
+    build_dataset(
+        root, {"train": (8,)}, size=FRONT, back_size=BACK,
+        rewrite=lambda row, channel, data: data[:150] if (row, channel) == (3, "cam_back") else data,
+    )  # fmt: skip
+    options = {"on_error": "substitute", "max_bad": 9, "file": tmp_path / "bad.jsonl", "verify": False}
+    for batch in batches(root, camera_groups=GROUPS, **options):
+        assert 3 not in batch["global_index"]
+        assert all(image.float().std() > 1 for image in batch["img"]["tall"])
+
+
+def test_the_state_names_the_groups(dataset) -> None:
+    with make_loader(dataset, 4, **OPTIONS, camera_groups=GROUPS) as loader:
+        state = loader.state_dict()
+    with make_loader(dataset, 4, **OPTIONS, camera_groups=GROUPS) as loader:
+        loader.load_state_dict(state)
+    with make_loader(dataset, 4, **OPTIONS, image=WIDE) as loader, pytest.raises(StateMismatchError, match="groups"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({}, "must name a group or more"),
+        ({"a": {"cameras": ["cam_front"], "image": WIDE}}, "leaves out cameras of the rig: cam_back"),
+        (GROUPS | {"c": {"cameras": ["cam_left"], "image": WIDE}}, "does not have: cam_left"),
+        (GROUPS | {"c": {"cameras": ["cam_front"], "image": WIDE}}, "in several groups: cam_front"),
+        ({"a": {"cameras": ["cam_front"] * 2, "image": WIDE}}, "each once"),
+        ({"a": {"cameras": [], "image": WIDE}}, "one camera or more"),
+        ({"a": {"cameras": ["cam_front"]}}, "camera_groups.a"),
+        ({"a": 3}, "camera_groups.a=3"),
+        (3, "camera_groups"),
+    ],
+)
+def test_groups_that_do_not_fit(dataset, groups, message) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_loader(dataset, 4, camera_groups=groups)
+
+
+def test_groups_take_the_place_of_image(dataset) -> None:
+    with pytest.raises(ConfigError, match="leave image out"):
+        make_loader(dataset, 4, camera_groups=GROUPS, image=WIDE)
