@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FACE = ROOT / ".src" / "fuelrail"
 FOLDERS = ("bench", "loaders", "pipeline", "sharding")
 FACE_FILES = ("__init__.py", "__main__.py", "py.typed")
-PROGRAMS = ("sources", "trainers")  # of configs: what users copy, not what the package reads
+PROGRAMS = ("recipes", "sources", "trainers")  # of configs: what users copy, not what the package reads
 FLOORS = {
     "pipeline": {"pipeline"},
     "sharding": {"pipeline", "sharding"},
