@@ -272,8 +272,8 @@ def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
     if not sample.points:
         return np.zeros((0, 3))
     lidar2ego = sample.geometry.lidar2ego[0]
-    points: NDArray[np.floating[Any]] = next(iter(sample.points.values()))[:, :3] @ lidar2ego[:3, :3].T
-    return points + lidar2ego[:3, 3]
+    points = next(iter(sample.points.values()))[:, :3].astype(np.float64)
+    return np.asarray(points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3])
 
 
 def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:

@@ -37,6 +37,7 @@ PAGES: Final = {
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "bench/RESULTS.md": "bench/RESULTS.md",
+    "configs/recipes/README.md": "configs/recipes/README.md",
     "configs/trainers/README.md": "configs/trainers/README.md",
     "pipeline/format/FORMAT.md": "pipeline/format/FORMAT.md",
     "pipeline/order/ORDER.md": "pipeline/order/ORDER.md",
