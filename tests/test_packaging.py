@@ -119,6 +119,7 @@ class TestImports:
         )
         # What an extra brings under another name, so that it need not be installed for this test.
         known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
+        known["rerun"] = "rerun-sdk"
         known["mmdet3d"] = "mmengine"  # only those who have it ask for its classes; it stands on mmengine
         known |= {name: name for name in ("mmengine", "ray", "spdl")}
         providers = packages_distributions()
