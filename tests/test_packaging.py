@@ -300,3 +300,20 @@ class TestBuild:
         assert out == f"fuelrail {fuelrail.__version__}\n"
         code = "import fuelrail.pipeline.format.dataset as d; print(d.__file__)"
         assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path))
+
+    @pytest.mark.process
+    def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(self, wheel: Path, tmp_path: Path) -> None:
+        """As `make wheel` makes it: tagged for old systems, stripped, and the native decoder is still taken."""
+        pytest.importorskip("auditwheel", reason="the extra release is not installed here")
+        if not wheel.name.endswith("-linux_x86_64.whl"):
+            pytest.skip("the native decoder was not built for x86-64 here")
+        script = [ROOT / ".ci" / "repair-wheel", wheel.parent, tmp_path / "dist"]
+        subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, check=True)
+        (repaired,) = (tmp_path / "dist").glob("*.whl")
+        assert re.search(r"-py3-none-manylinux\w+_x86_64", repaired.name)
+        with zipfile.ZipFile(repaired) as archive:
+            archive.extractall(tmp_path / "site")
+        code = "import fuelrail.loaders.decode.native as n; print(n.__file__, type(n.load()).__name__)"
+        place, loaded = run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
+        assert place.startswith(str(tmp_path))
+        assert loaded == "CameraJpeg"
