@@ -291,6 +291,12 @@ class TestBuild:
         run_python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), cwd=source, path=None)
         with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again, zipfile.ZipFile(wheel) as first:
             assert {i.filename: i.CRC for i in again.infolist()} == {i.filename: i.CRC for i in first.infolist()}
+        # Tests run from it once it is installed editable: an sdist has no links, so that installation makes them.
+        run_python(
+            "-m", "hatchling", "build", "-t", "wheel:editable", "-d", str(tmp_path / "dev"), cwd=source, path=None
+        )
+        assert all((source / ".src" / "fuelrail" / folder).is_symlink() for folder in FOLDERS)
+        assert (source / ".src" / "fuelrail" / "loaders" / "loader.py").is_file()
 
     @pytest.mark.process
     def test_wheel_runs_without_the_checkout(self, wheel: Path, tmp_path: Path) -> None:
