@@ -57,8 +57,8 @@ class ImgInputs(NamedTuple):
 def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     """Return BEVDet's ``img_inputs`` of a batch without temporal windows.
 
-    Raises ConfigError for windows, for camera groups, and where the augmentation of the ego frame has a translation, which BEVDet's 3 x 3
-    ``bda`` cannot hold.
+    Raises ConfigError for windows, for camera groups, and where the augmentation of the ego frame has a translation,
+    which BEVDet's 3 x 3 ``bda`` cannot hold.
     """
     _require_one_stack(batch)
     ida, bda = batch["ida_mat"], batch["bda_mat"]
@@ -119,8 +119,8 @@ def mmdet3d_samples(
 def _require_one_stack(batch: Mapping[str, Any]) -> None:
     if isinstance(batch["img"], dict):
         raise ConfigError(
-            f"img is a dict of the camera groups {', '.join(batch['img'])}: the adapters for mmdetection3d take images of "
-            "one size; leave camera_groups out of Transforms"
+            f"img is a dict of the camera groups {', '.join(batch['img'])}: the adapters for mmdetection3d take "
+            "images of one size; leave camera_groups out of Transforms"
         )
     if batch["ida_mat"].ndim != 4:
         raise ConfigError(
