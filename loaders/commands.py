@@ -13,7 +13,8 @@ import msgspec
 from fuelrail.loaders.config import default_num_workers
 from fuelrail.loaders.decode import dali_install
 from fuelrail.loaders.decode.native import load as load_native
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
+from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer, loader_metrics
 
 if TYPE_CHECKING:
@@ -24,15 +25,24 @@ if TYPE_CHECKING:
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
     from fuelrail.loaders.contact_sheet import ViewOptions
+    from fuelrail.loaders.integrations.rerun import RecordOptions
 
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
     parser.add_argument("key", nargs="?", help="sample key (default: the first sample of the dataset)")
     add_flags(parser, ViewOptions)
+    add_flags(parser, RecordOptions)
 
 
 def _run_view(args: argparse.Namespace) -> int:
     from fuelrail.loaders.contact_sheet import ViewOptions, view
+    from fuelrail.loaders.integrations.rerun import RecordOptions, record_clip
 
+    recording = from_flags(args, RecordOptions).rerun
+    if recording is not None:
+        if given := given_flags(args, ViewOptions):
+            raise ConfigError(f"--rerun records the stored images, so it cannot be combined with {min(given.values())}")
+        print(f"{record_clip(args.dataset, args.key, recording).as_text()} -> {recording}")  # noqa: T201
+        return 0
     options = from_flags(args, ViewOptions)
     output = options.output or "contact_sheet.png"
     report = view(args.dataset, args.key, options, output=output)

@@ -147,7 +147,7 @@ def view(
             opened.manifest.classes,
             values,
             ida_mat=batch["ida_mat"][0].numpy(),
-            points=_points_in_ego(sample),
+            points=points_in_ego(sample),
         )
         encoded = b"" if output is None else cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
     except MemoryError as error:
@@ -267,14 +267,13 @@ def project_segment(
     return a[:2] / a[2], b[:2] / b[2]
 
 
-def _points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
-    """Points of the first lidar, [P, 3] in ego at the sample's time; none where there is no lidar."""
+def points_in_ego(sample: Sample) -> NDArray[np.floating[Any]]:
+    """Return the points of the first lidar, [P, 3] in ego at the sample's time; none where there is no lidar."""
     if not sample.points:
         return np.zeros((0, 3))
     lidar2ego = sample.geometry.lidar2ego[0]
-    points: NDArray[np.floating[Any]] = next(iter(sample.points.values()))[:, :3] @ lidar2ego[:3, :3].T
-    in_ego: NDArray[np.floating[Any]] = points + lidar2ego[:3, 3]
-    return in_ego
+    points = next(iter(sample.points.values()))[:, :3].astype(np.float64)
+    return np.asarray(points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3])
 
 
 def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:

@@ -111,7 +111,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"autotune"},
         {"batch"},
         {"loader", "contact_sheet"},
-        {"integrations", "commands"},
+        {"integrations"},
+        {"commands"},
     ],
     "bench": [
         {"measure"},

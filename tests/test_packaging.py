@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FACE = ROOT / ".src" / "fuelrail"
 FOLDERS = ("bench", "loaders", "pipeline", "sharding")
 FACE_FILES = ("__init__.py", "__main__.py", "py.typed")
-PROGRAMS = ("sources", "trainers")  # of configs: what users copy, not what the package reads
+PROGRAMS = ("recipes", "sources", "trainers")  # of configs: what users copy, not what the package reads
 FLOORS = {
     "pipeline": {"pipeline"},
     "sharding": {"pipeline", "sharding"},
@@ -119,6 +119,7 @@ class TestImports:
         )
         # What an extra brings under another name, so that it need not be installed for this test.
         known = {"PIL": "pillow-simd", "nvidia": "nvidia-dali-cuda120", "botocore": "s3fs"}
+        known["rerun"] = "rerun-sdk"
         known["mmdet3d"] = "mmengine"  # only those who have it ask for its classes; it stands on mmengine
         known |= {name: name for name in ("mmengine", "ray", "spdl")}
         providers = packages_distributions()
@@ -290,6 +291,12 @@ class TestBuild:
         run_python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), cwd=source, path=None)
         with zipfile.ZipFile(next((tmp_path / "dist").glob("*.whl"))) as again, zipfile.ZipFile(wheel) as first:
             assert {i.filename: i.CRC for i in again.infolist()} == {i.filename: i.CRC for i in first.infolist()}
+        # Tests run from it once it is installed editable: an sdist has no links, so that installation makes them.
+        run_python(
+            "-m", "hatchling", "build", "-t", "wheel:editable", "-d", str(tmp_path / "dev"), cwd=source, path=None
+        )
+        assert all((source / ".src" / "fuelrail" / folder).is_symlink() for folder in FOLDERS)
+        assert (source / ".src" / "fuelrail" / "loaders" / "loader.py").is_file()
 
     @pytest.mark.process
     def test_wheel_runs_without_the_checkout(self, wheel: Path, tmp_path: Path) -> None:
@@ -299,3 +306,20 @@ class TestBuild:
         assert out == f"fuelrail {fuelrail.__version__}\n"
         code = "import fuelrail.pipeline.format.dataset as d; print(d.__file__)"
         assert run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").startswith(str(tmp_path))
+
+    @pytest.mark.process
+    def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(self, wheel: Path, tmp_path: Path) -> None:
+        """As `make wheel` makes it: tagged for old systems, stripped, and the native decoder is still taken."""
+        pytest.importorskip("auditwheel", reason="the extra release is not installed here")
+        if not wheel.name.endswith("-linux_x86_64.whl"):
+            pytest.skip("the native decoder was not built for x86-64 here")
+        script = [ROOT / ".ci" / "repair-wheel", wheel.parent, tmp_path / "dist"]
+        subprocess.run(script, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, check=True)
+        (repaired,) = (tmp_path / "dist").glob("*.whl")
+        assert re.search(r"-py3-none-manylinux\w+_x86_64", repaired.name)
+        with zipfile.ZipFile(repaired) as archive:
+            archive.extractall(tmp_path / "site")
+        code = "import fuelrail.loaders.decode.native as n; print(n.__file__, type(n.load()).__name__)"
+        place, loaded = run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
+        assert place.startswith(str(tmp_path))
+        assert loaded == "CameraJpeg"

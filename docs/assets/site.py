@@ -37,6 +37,7 @@ PAGES: Final = {
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "bench/RESULTS.md": "bench/RESULTS.md",
+    "configs/recipes/README.md": "configs/recipes/README.md",
     "configs/trainers/README.md": "configs/trainers/README.md",
     "pipeline/format/FORMAT.md": "pipeline/format/FORMAT.md",
     "pipeline/order/ORDER.md": "pipeline/order/ORDER.md",
@@ -118,9 +119,9 @@ def commands_page() -> str:
 
 
 def help_text(*words: str) -> str:
-    """Return what a command prints for ``--help``, in 100 columns."""
+    """Return what a command prints for ``--help``, in 80 columns."""
     text, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"
     try:
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             command_line.main([*words, "--help"])

@@ -57,10 +57,10 @@ class ImgInputs(NamedTuple):
 def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     """Return BEVDet's ``img_inputs`` of a batch without temporal windows.
 
-    Raises ConfigError for windows, and where the augmentation of the ego frame has a translation, which BEVDet's 3 x 3
-    ``bda`` cannot hold.
+    Raises ConfigError for windows, for camera groups, and where the augmentation of the ego frame has a translation,
+    which BEVDet's 3 x 3 ``bda`` cannot hold.
     """
-    _require_single_frames(batch)
+    _require_one_stack(batch)
     ida, bda = batch["ida_mat"], batch["bda_mat"]
     if bda[:, :3, 3].any():
         raise ConfigError(
@@ -101,9 +101,9 @@ def mmdet3d_samples(
     A data sample is a dict with ``gt_bboxes_3d``, ``gt_labels_3d`` and ``metainfo``; with ``as_data_samples`` it is
     mmdetection3d's ``Det3DDataSample`` with ``LiDARInstance3DBoxes``, which needs mmdet3d.
 
-    Raises ConfigError for batches with temporal windows or without labels.
+    Raises ConfigError for batches with temporal windows, with camera groups or without labels.
     """
-    _require_single_frames(batch)
+    _require_one_stack(batch)
     if "gt_boxes_3d" not in batch:
         raise ConfigError("mmdet3d_samples needs labels: the samples of this batch have no boxes")
     inputs: dict[str, Any] = {"img": list(batch["img"])}
@@ -116,7 +116,12 @@ def mmdet3d_samples(
     return {"inputs": inputs, "data_samples": [_data_sample(one) for one in found] if as_data_samples else found}
 
 
-def _require_single_frames(batch: Mapping[str, Any]) -> None:
+def _require_one_stack(batch: Mapping[str, Any]) -> None:
+    if isinstance(batch["img"], dict):
+        raise ConfigError(
+            f"img is a dict of the camera groups {', '.join(batch['img'])}: the adapters for mmdetection3d take "
+            "images of one size; leave camera_groups out of Transforms"
+        )
     if batch["ida_mat"].ndim != 4:
         raise ConfigError(
             f"img has {batch['ida_mat'].ndim - 3} axes before the cameras: the adapters for mmdetection3d take batches "

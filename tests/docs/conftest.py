@@ -25,8 +25,9 @@ def quickstart(tmp_path_factory):
 
 @pytest.fixture
 def desk(quickstart, tmp_path, monkeypatch):
-    """An empty folder with ``drive`` and ``dataset``, which is the current one."""
+    """A folder with ``drive``, ``dataset`` and the presets, which is the current one."""
     for name in ("drive", "dataset"):
         shutil.copytree(quickstart / name, tmp_path / name)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")  # pages name presets as a checkout has them
     monkeypatch.chdir(tmp_path)
     return tmp_path

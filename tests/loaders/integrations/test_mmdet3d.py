@@ -109,6 +109,10 @@ def test_what_cannot_be_given_is_refused_with_the_way_out(root) -> None:
     for adapter in (img_inputs, mmdet3d_samples):
         with pytest.raises(ConfigError, match="without a temporal window"):
             adapter(windows)
+    groups = {"img": {"front": windows["img"]}}
+    for adapter in (img_inputs, mmdet3d_samples):
+        with pytest.raises(ConfigError, match=r"camera groups front: .* leave camera_groups out"):
+            adapter(groups)
     unlabelled = {name: value for name, value in batch_of(root).items() if name != "gt_boxes_3d"}
     with pytest.raises(ConfigError, match="needs labels"):
         mmdet3d_samples(unlabelled)

@@ -1,0 +1,45 @@
+"""Drawings with figures in them show what the code computes."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from fuelrail.pipeline.order.batching import Batching, World
+from fuelrail.pipeline.order.spec import Layout, Order, OrderSpec
+from support.pages import ROOT
+
+DRAWINGS = sorted((ROOT / "docs" / "assets").glob("*.svg"))
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda path: path.stem)
+def test_it_says_what_it_shows_and_loads_nothing(drawing) -> None:
+    tree = ElementTree.parse(drawing)
+    assert tree.getroot().find("{*}title").text
+    assert not re.search(r"https?://(?!www\.w3\.org/)", drawing.read_text(encoding="utf-8"))
+
+
+def test_the_resume_shows_the_samples_that_the_order_gives() -> None:
+    """24 samples, seed 7, epoch 0: six steps on 4 ranks; then three on 4 and three on 2 from the saved state on."""
+    texts = ElementTree.parse(ROOT / "docs" / "assets" / "resume.svg").findall("{*}text")
+    shown = [int(text.text) for text in texts if text.get("class") == "sample"]
+    ranks = [int(text.text[1:]) for text in texts if re.fullmatch(r"r\d", text.text)]
+    order = Order(OrderSpec(seed=7), Layout((24,)), 0)
+
+    def delivered(size: int, start: int, steps: int) -> list[tuple[int, int]]:
+        parts = [Batching(24, 4, World(rank, size), start=start) for rank in range(size)]
+        return [
+            (sample, rank)
+            for step in range(steps)
+            for rank, part in enumerate(parts)
+            for sample in np.asarray(order(part.positions(step))).tolist()
+        ]
+
+    whole = delivered(4, 0, 6)
+    consumed = Batching(24, 4, World(0, 4)).consumed(3)
+    resumed = delivered(4, 0, 3) + delivered(2, consumed, 3)
+    assert list(zip(shown, ranks, strict=True)) == whole + resumed
+    assert [sample for sample, _ in whole] == [sample for sample, _ in resumed]
