@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fuelrail.bench.studies.comm import command as comm_command
 from fuelrail.bench.studies.compare import command as compare_command
 from fuelrail.bench.studies.diagnose import command as diagnose_command
 from fuelrail.bench.studies.diff import command as diff_command
@@ -24,6 +25,7 @@ _WORDS = {
     "scale": scale_command,
     "diagnose": diagnose_command,
     "diff": diff_command,
+    "comm": comm_command,
 }
 
 
