@@ -9,9 +9,10 @@ import msgspec
 import torch
 
 from fuelrail.bench.measure.collectives import summed
+from fuelrail.bench.planner.closed import closed_shape
 from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, shape_of
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, private_parts_are_there, shape_of
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
@@ -163,6 +164,8 @@ def stages(
     """Shape each stage once; inner stages of equal blocks differ in nothing but their micro-batches in flight."""
 
     def shaped(stage: int) -> Shape:
+        if not private_parts_are_there():
+            return closed_shape(model, settings, degrees, inputs, stage)
         return cached_shape(model, settings, degrees, inputs, stage * degrees.data * degrees.tp, precision)
 
     if degrees.pp < 4 or not isinstance(model, (GptSettings, VitSettings)):

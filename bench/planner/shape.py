@@ -135,10 +135,19 @@ def private_parts() -> PrivateParts:
     except ImportError as error:
         raise FuelrailError(
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
-            "2.13; the formulas of fuelrail.bench.planner.formulas need none of it"
+            "2.13; `fuelrail plan` then plans GPT models by closed formulas"
         ) from error
     forget = (forget_native, forget_python, clear_redistribute_planner_cache, _gen_transform_infos.cache_clear)
     return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, forget)
+
+
+def private_parts_are_there() -> bool:
+    """Whether this torch has what the planner runs."""
+    try:
+        private_parts()
+    except FuelrailError:
+        return False
+    return True
 
 
 def shape_of(

@@ -9,6 +9,7 @@ import msgspec
 from fuelrail.bench.planner.choice import USABLE, check_state, composed, inputs_of, named, peak, stages, work_of
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.quick import can_be_quick, quick_stages
+from fuelrail.bench.planner.shape import private_parts_are_there
 from fuelrail.bench.planner.step_time import step_time
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings, check_fits, degrees_of
 from fuelrail.pipeline.cli import counted
@@ -78,7 +79,7 @@ def _planned(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettin
     model = asked.settings
     image = (asked.height or 0, asked.width or 0) if asked.reads_images else (0, 0)
     check_fits(settings, degrees, model, asked.micro_batch * inputs.micro_batches, image)
-    shaped = quick_stages if can_be_quick(model) else stages
+    shaped = quick_stages if can_be_quick(model) and private_parts_are_there() else stages
     shapes = shaped(model, settings, degrees, inputs, asked.precision)
     if peak(shapes) > usable:
         raise _TooLargeError(f"needs {peak(shapes) / GIB:.1f} GiB, and {usable / GIB:.1f} GiB of a device are usable")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 import pytest
 
@@ -106,6 +108,17 @@ def test_efficiencies_are_fitted_to_training_on_the_cluster(tmp_path):
     path.write_bytes(msgspec.json.encode(emulated))
     with pytest.raises(ConfigError, match="its accelerator was emulated, which says nothing of 'NVIDIA H100"):
         calibrated(asked, cluster, [str(path)])
+
+
+def test_closed_formulas_plan_where_torch_has_moved_a_private_part(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    found = fuelrail.plan(None, model="gpt-100b", cluster="8x8-h100", global_batch=64, mesh="pp=4,dp_shard=2,tp=8")
+    assert found.assumed[1].startswith("memory, FLOP and collectives by closed formulas")
+    # 16 bytes of state a parameter over 64 ranks, and a mixed-precision step of 6 N FLOP a token.
+    assert found.stages[0].memory["weights, gradients, moments"] == pytest.approx(16 * 101e9 / 64, rel=0.02)
+    assert sum(stage.flop for stage in found.stages) * 8 == pytest.approx(6 * 101e9 * 2048, rel=0.05)
+    with pytest.raises(ConfigError, match="closed formulas describe GPT models, and this one is BevSettings"):
+        fuelrail.plan(None, **TINY, **IMAGES, strategy="ddp")
 
 
 def test_every_scenario_is_of_a_cluster():
