@@ -60,7 +60,7 @@ def _small(
     for blocks in _BLOCKS:
         for rows in _ROWS:
             line = Line()
-            size = msgspec.structs.replace(model, depth=blocks * degrees.pp)  # type: ignore[type-var]
+            size = msgspec.structs.replace(model, depth=blocks * degrees.pp)
             given = msgspec.structs.replace(inputs, micro_batch=rows)
             shape = shape_of(size, settings, degrees, given, rank=rank, precision=precision, line=line)
             middle = len(line.backward) // 2

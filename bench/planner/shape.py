@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -329,13 +329,13 @@ class _Passes:
     def run(self, tracker: Any, *, last: bool, line: Line | None = None) -> int:  # noqa: ANN401 - torch's, private
         """Run one pass, whose gradients are reduced if it is the last; return what it kept for its backward pass."""
         part, mesh = self._part, self._parallel.mesh
-        sharded = isinstance(part, FSDPModule)
-        if sharded and self._pipeline:
-            part.set_is_last_backward(False)
-            part.set_reshard_after_backward(False)
-            part.set_requires_gradient_sync(False)
-        elif sharded:
-            part.set_requires_gradient_sync(last)
+        sharded = part if isinstance(part, FSDPModule) else None
+        if sharded is not None and self._pipeline:
+            sharded.set_is_last_backward(False)
+            sharded.set_reshard_after_backward(False)
+            sharded.set_requires_gradient_sync(False)
+        elif sharded is not None:
+            sharded.set_requires_gradient_sync(last)
         noted = Line() if line is None else line
         with (
             Counter(mesh) as forward,
@@ -348,7 +348,7 @@ class _Passes:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with Counter(mesh) as closing:
             if last and self._pipeline:
-                PipelineStage.perform_reduce_grad(SimpleNamespace(submod=part), 1)
+                PipelineStage.perform_reduce_grad(cast("PipelineStage", SimpleNamespace(submod=part)), 1)
         assert any(p.grad is not None for p in part.parameters()) or not last, "a backward pass leaves gradients"
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
@@ -359,12 +359,15 @@ class _Passes:
         return kept
 
     def _result(self) -> Tensor:
-        if self._received is None:
-            return self._part(*self._given)
         named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}
-        if getattr(self._part, "stem", None) is not None:
-            return self._part(**named)
-        return self._part(self._received.requires_grad_(), **named)
+        result: Tensor
+        if self._received is None:
+            result = self._part(*self._given)
+        elif getattr(self._part, "stem", None) is not None:
+            result = self._part(**named)
+        else:
+            result = self._part(self._received.requires_grad_(), **named)
+        return result
 
     def of_order(self, order: Sequence[str]) -> list[Collective]:
         """Return the collectives of a stage's whole order of work, reduction of gradients included.
