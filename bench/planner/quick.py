@@ -1,4 +1,4 @@
-"""Shapes of transformers by arithmetic from four small runs: 3 and 4 blocks a stage, micro-batches of 1 and 2.
+"""Shapes of transformers by arithmetic from four small runs: 3 and 4 blocks a stage, micro-batches of 2 and 4.
 
 FLOP, parameters, collectives and what a pass keeps are linear in blocks and, apart from parameters, in the micro-batch.
 Memory after each operator is linear in the micro-batch, so its peak is the largest of many lines. Over blocks, the
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.trainer.models.settings import ModelSettings
 
-_BLOCKS, _ROWS = (3, 4), (1, 2)
+_BLOCKS, _ROWS = (3, 4), (2, 4)
 _SHARDS = 8  # of the small runs
 _FP32 = 4
 
@@ -78,8 +78,9 @@ def _scaled(
         dp_shard=_SHARDS if degrees.dp_shard > 1 else 1, tp=degrees.tp,
     )  # fmt: skip
     two = msgspec.structs.replace(inputs, micro_batches=2)
+    same = "ddp" if settings.strategy == "zero1" else settings.strategy  # but for the moments
     how = msgspec.structs.replace(
-        settings, mesh=str(small) if settings.mesh else None, micro_batches=2 if small.pp > 1 else None
+        settings, strategy=same, mesh=str(small) if settings.mesh else None, micro_batches=2 if small.pp > 1 else None
     )
     rank = small.data * small.tp if last else 0
     runs = _small(model, how, small, msgspec.structs.replace(two, micro_batch=1), precision, rank)
@@ -88,10 +89,7 @@ def _scaled(
     def at(value: Callable[[Shape], float]) -> int:
         """Extrapolate a figure that is linear in blocks and in rows."""
         first, second = _BLOCKS
-        by_rows = [
-            value(runs[some, 1].shape) + (rows - 1) * (value(runs[some, 2].shape) - value(runs[some, 1].shape))
-            for some in (first, second)
-        ]
+        by_rows = [_on_line(rows, value(runs[some, 2].shape), value(runs[some, 4].shape)) for some in (first, second)]
         return round(by_rows[0] + (blocks - first) * (by_rows[1] - by_rows[0]))
 
     own = at(lambda shape: shape.parameters)
@@ -116,14 +114,22 @@ def _scaled(
     )  # fmt: skip
 
 
+def _on_line(rows: int, few: float, many: float) -> float:
+    return few + (rows - _ROWS[0]) * (many - few) / (_ROWS[1] - _ROWS[0])
+
+
 def _peak(runs: dict[tuple[int, int], _Run], blocks: float, rows: int) -> float:
     peaks = []
+    share = (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0])
     for phase in range(3):
-        few, many = (
-            float((runs[some, 1].phases[phase] * (2 - rows) + runs[some, 2].phases[phase] * (rows - 1)).max())
-            for some in _BLOCKS
-        )
-        peaks.append(few + (blocks - _BLOCKS[0]) * (many - few))
+        found = []
+        for some in _BLOCKS:
+            few, many = (runs[some, number].phases[phase] for number in _ROWS)
+            if len(few) == len(many):
+                found.append(float((few + share * (many - few)).max()))
+            else:  # some tensors were copied in one of them only
+                found.append(_on_line(rows, float(few.max()), float(many.max())))
+        peaks.append(found[0] + (blocks - _BLOCKS[0]) * (found[1] - found[0]))
     return max(peaks)
 
 
@@ -132,7 +138,7 @@ def _collectives(
 ) -> list[Collective]:
     """Those of a step: a reduction of gradients once, everything else with each micro-batch."""
     found = []
-    for one in runs[_BLOCKS[0], 1].shape.collectives:
+    for one in runs[_BLOCKS[0], _ROWS[0]].shape.collectives:
         once = one.axis.startswith("dp_") and one.kind != "all_gather"
 
         def of(shape: Shape, name: str, like: Collective = one) -> float:

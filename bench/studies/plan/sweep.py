@@ -115,7 +115,7 @@ def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
     for recompute in _RECOMPUTE:
         for strategy in _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]:
             yield ParallelSettings(strategy=strategy, recompute=recompute)
-        for tp in (1, 2, 4, 8):
+        for tp in (1, 2, 8):
             for pp in (1, 2, 4, 8):
                 if tp * pp > 1 and cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0:
                     yield composed(cluster, pp, tp, recompute)
