@@ -10,8 +10,9 @@ import pytest
 import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.bench.planner.hardware import CLUSTERS, load_cluster
-from fuelrail.bench.planner.scenario import PlanOptions, Scenario, with_options
+from fuelrail.bench.planner.scenario import Data, PlanOptions, Scenario, with_options
 from fuelrail.bench.planner.step_time import Efficiency
+from fuelrail.bench.studies.plan import sweep
 from fuelrail.bench.studies.plan.measured import calibrated
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.errors import ConfigError
@@ -45,7 +46,7 @@ def test_what_flags_must_say():
 @pytest.mark.slow
 def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
     given = ["--model", "bev-tiny", "--cluster", "1x8-h100", "--global-batch", "8", "--precision", "fp32"]
-    given += ["--cameras", "2", "--height", "64", "--width", "128", "--strategy", "zero1", "--explain", "--sweep"]
+    given += ["--cameras", "2", "--height", "64", "--width", "128", "--strategy", "zero1", "--explain"]
     assert main(["plan", *given, "--out", str(tmp_path / "out"), "--json"]) == 0
     found = msgspec.json.decode(capsys.readouterr().out)
     assert found["strategy"] == "zero1"
@@ -53,18 +54,34 @@ def test_a_plan_by_flags_alone_and_its_files(tmp_path, capsys):
     assert {"peak_gib", "step.compute", "mfu", "usd_per_million"} <= found["explained"].keys()
     assert all(one["source"] for one in found["explained"].values())
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<svg") == 3
-    assert "Plans of the sweep" in page
+    assert page.count("<svg") == 2
     text = (tmp_path / "out" / "report.md").read_text()
-    assert all(f"## {title}" in text for title in ("What was tried", "Stages", "Sweep", "Scaling"))
-    fits = [one for one in found["sweep"] if one["fails"] is None]
-    assert {one["strategy"] for one in fits} >= {"ddp", "zero1", "fsdp2, full recomputation"}
+    assert all(f"## {title}" in text for title in ("What was tried", "Stages", "Scaling"))
     weak, strong = (next(one for one in found["scaling"] if one["scaling"] == kind) for kind in ("weak", "strong"))
     assert [point["devices"] for point in weak["points"]] == [2**power for power in range(11)]
     assert [point["devices"] for point in strong["points"]] == [1, 2, 4, 8]
     assert weak["points"][0]["efficiency"] == 1.0
     assert all(point["global_batch"] == 8 for point in strong["points"])
     assert any("max_global_batch" in question for question in found["questions"])
+
+
+@pytest.mark.slow
+def test_a_sweep_says_what_fits_and_how_fast(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "_MICRO_BATCHES", (1, 3, 8))
+    monkeypatch.setattr(sweep, "_RECOMPUTE", ("none",))
+    monkeypatch.setattr(sweep, "_SIMPLE", ("ddp", "fsdp2"))
+    pair = (CLUSTERS / "1x8-h100.yaml").read_text().replace("devices_per_node: 8", "devices_per_node: 2")
+    (tmp_path / "pair.yaml").write_text(pair)
+    cluster = load_cluster(str(tmp_path / "pair.yaml"))
+    asked = Scenario(name="n", model="gpt-tiny", cluster="pair", global_batch=16, precision="fp32")
+    data = Data(images_per_node_s=1.0, images_source="none", storage_gb_per_s=1.0, storage_source="none")
+    found = {(one.strategy, one.micro_batch): one for one in sweep.sweep(asked, cluster, data)}
+    assert {strategy for strategy, _ in found} == {"ddp", "fsdp2", "pp=2", "tp=2"}
+    assert found["ddp", 1].peak_gib < found["ddp", 8].peak_gib
+    assert found["ddp", 8].samples_per_s > found["ddp", 1].samples_per_s
+    assert "do not divide the global batch of 16" in found["fsdp2", 3].fails
+    # What ranks share does not lie on each of them.
+    assert found["fsdp2", 1].peak_gib < found["ddp", 1].peak_gib
 
 
 @pytest.mark.slow
