@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
+from fuelrail.bench.studies.comm import command as comm_command
 from fuelrail.bench.studies.compare import command as compare_command
 from fuelrail.bench.studies.diagnose import command as diagnose_command
 from fuelrail.bench.studies.diff import command as diff_command
@@ -31,6 +32,7 @@ _WORDS = {
     "scale": scale_command,
     "diagnose": diagnose_command,
     "diff": diff_command,
+    "comm": comm_command,
 }
 
 

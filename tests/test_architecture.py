@@ -64,6 +64,7 @@ WIDE = {
 SMALL = {
     "bench/micro": "one benchmark or server a file; becomes fewer when the benchmarks are rewritten",
     "bench/peers": "plug-ins, one loader a file",
+    "bench/studies/comm/command.py": "one command a file, in a list of commands",
     "bench/studies/compare/command.py": "one command a file, in a list of commands",
     "bench/studies/compare/markdown.py": "a page in one of two forms, as in the other studies",
     "bench/studies/diff/command.py": "one command a file, in a list of commands",

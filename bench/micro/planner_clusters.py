@@ -31,7 +31,7 @@ from fuelrail.bench.planner.step_time import Efficiency
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
-from fuelrail.bench.trainer.models.settings import MODELS
+from fuelrail.bench.trainer.models.settings import MODELS, ModelName
 from fuelrail.bench.trainer.settings import Injection, TrainOptions
 from fuelrail.bench.trainer.strategies.settings import Degrees, ParallelSettings
 from fuelrail.loaders import Transforms
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WITHIN = 0.1
-_MODEL = "light"
+_MODEL: ModelName = "light"
 _CAMERAS = ("cam_front", "cam_front_right")
 _WARMUP = 4
 _BOUNDS = {1: ("computing", "decoding", "storage"),

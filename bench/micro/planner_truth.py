@@ -97,9 +97,9 @@ def pairs() -> Iterator[Pair]:
     """All pairs."""
     for model in SIZES:
         for recompute in ("none", "selective", "full"):
-            yield Pair(model=model, world=1, parallel=ParallelSettings(recompute=recompute))  # type: ignore[arg-type]
+            yield Pair(model=model, world=1, parallel=ParallelSettings(recompute=recompute))
         for strategy in ("ddp", "zero1", "zero2", "fsdp2"):
-            yield Pair(model=model, world=2, parallel=ParallelSettings(strategy=strategy))  # type: ignore[arg-type]
+            yield Pair(model=model, world=2, parallel=ParallelSettings(strategy=strategy))
         yield Pair(model=model, world=2, parallel=ParallelSettings(strategy="fsdp2", recompute="full"))
         yield Pair(model=model, world=4, parallel=ParallelSettings(strategy="hsdp"))
     for model in ("gpt", "vit"):

@@ -9,9 +9,10 @@ import msgspec
 import torch
 
 from fuelrail.bench.measure.collectives import summed
+from fuelrail.bench.planner.closed import closed_shape
 from fuelrail.bench.planner.formulas import bubble, sent_bytes, zero_state_bytes
 from fuelrail.bench.planner.hardware import GIB
-from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, shape_of
+from fuelrail.bench.planner.shape import MOMENTS, Inputs, Shape, in_flight, private_parts_are_there, shape_of
 from fuelrail.bench.planner.step_time import StepTime, Work, step_time
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import GptSettings, VitSettings
@@ -92,7 +93,7 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -
     degrees = degrees_of(settings, cluster.num_devices)
     settings, inputs = inputs_of(asked, settings, degrees)
     usable = USABLE * cluster.device.memory_gib.value * GIB
-    _check_state(asked, settings, degrees, usable)
+    check_state(asked, settings, degrees, usable)
     found = stages(asked.settings, settings, degrees, inputs, asked.precision)
     if peak(found) > usable:
         worst = max(found, key=lambda shape: shape.peak_bytes)
@@ -104,7 +105,7 @@ def fit(asked: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -
         )
     plain = msgspec.structs.replace(settings, recompute="none")
     once = found if settings == plain else stages(asked.settings, plain, degrees, inputs, asked.precision)
-    work = _work(settings, degrees, inputs, found, once)
+    work = work_of(settings, degrees, inputs, found, once)
     return Fit(
         settings, degrees, inputs, found, once, work, step_time(work, cluster, asked.precision, asked.efficiency)
     )
@@ -140,7 +141,7 @@ def num_parameters(model: ModelSettings) -> int:
         return sum(parameter.numel() for parameter in build_model(model).parameters())
 
 
-def _check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float) -> None:
+def check_state(asked: Scenario, settings: ParallelSettings, degrees: Degrees, usable: float) -> None:
     """Refuse by arithmetic what cannot fit with no activation at all: shaping it would take time for nothing."""
     stage = {"zero1": 1, "zero2": 2}.get(settings.strategy, 0) if settings.mesh is None else 0
     if degrees.dp_shard > 1 and stage == 0:
@@ -163,6 +164,8 @@ def stages(
     """Shape each stage once; inner stages of equal blocks differ in nothing but their micro-batches in flight."""
 
     def shaped(stage: int) -> Shape:
+        if not private_parts_are_there():
+            return closed_shape(model, settings, degrees, inputs, stage)
         return cached_shape(model, settings, degrees, inputs, stage * degrees.data * degrees.tp, precision)
 
     if degrees.pp < 4 or not isinstance(model, (GptSettings, VitSettings)):
@@ -213,7 +216,9 @@ def peak(stages: list[Shape]) -> int:
     return max(shape.peak_bytes for shape in stages)
 
 
-def _work(settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape], once: list[Shape]) -> Work:
+def work_of(
+    settings: ParallelSettings, degrees: Degrees, inputs: Inputs, stages: list[Shape], once: list[Shape]
+) -> Work:
     """Count the work of the stage that computes most."""
     busiest = max(range(len(stages)), key=lambda number: stages[number].flop)
     shape, plain = stages[busiest], once[busiest]

@@ -14,9 +14,9 @@ so.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuelrail.bench.measure.collectives import Collective, Counter, summed
 from fuelrail.bench.trainer.models.build import build_model
@@ -37,6 +38,7 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from fuelrail.bench.trainer.models.settings import ModelSettings
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -80,6 +82,38 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 704
 
 
+class Line:
+    """Bytes in memory after each operator of a forward and of a backward pass."""
+
+    def __init__(self) -> None:
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+
+    def of(self, tracker: Any, asked: Line | None, way: str) -> AbstractContextManager[Any]:  # noqa: ANN401 - torch's
+        """Note while entered; nothing where it is not asked for."""
+        return nullcontext() if asked is None else _Noting(tracker, getattr(self, way))
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, tracker: Any, into: list[int]) -> None:  # noqa: ANN401 - torch's
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tracker, self._into = tracker, into
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an operator
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what the operator returns
+        """Run an operator and note the bytes after it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come here by themselves
+        result = func(*args, **(kwargs or {}))
+        self._into.append(sum(_by_kind(self._tracker.get_tracker_snapshot("current")).values()))
+        return result
+
+
 class PrivateParts(NamedTuple):
     """What of torch is private: the fake store, two memory trackers, and what forgets DTensor's caches."""
 
@@ -101,17 +135,28 @@ def private_parts() -> PrivateParts:
     except ImportError as error:
         raise FuelrailError(
             f"torch {torch.__version__} has moved a part that the planner runs ({error}); it was tested with torch "
-            "2.13; the formulas of fuelrail.bench.planner.formulas need none of it"
+            "2.13; `fuelrail plan` then plans GPT models by closed formulas"
         ) from error
     forget = (forget_native, forget_python, clear_redistribute_planner_cache, _gen_transform_infos.cache_clear)
     return PrivateParts(FakeStore, MemTracker, FSDPMemTracker, forget)
 
 
+def private_parts_are_there() -> bool:
+    """Whether this torch has what the planner runs."""
+    try:
+        private_parts()
+    except FuelrailError:
+        return False
+    return True
+
+
 def shape_of(
     model: ModelSettings, settings: ParallelSettings, degrees: Degrees, inputs: Inputs, *, rank: int = 0,
-    precision: Precision = "fp32",
+    precision: Precision = "fp32", line: Line | None = None,
 ) -> Shape:  # fmt: skip
     """Run one rank. Raises ConfigError for degrees that do not divide, and FuelrailError as :func:`private_parts`.
+
+    ``line`` gets the bytes in memory after each operator of the last pass.
 
     The process must have no process group of its own.
     """
@@ -136,7 +181,7 @@ def shape_of(
             made, settings, Degrees() if whole else degrees, mesh, batch_size=batch, precision="fp32" if
             precision == "fp16" else precision,
         )  # fmt: skip
-        return _run(parallel, (model, settings, degrees, precision), inputs, example, hidden, (rank, stage))
+        return _run(parallel, (model, settings, degrees, precision), inputs, (example, hidden, line), (rank, stage))
 
 
 def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
@@ -205,11 +250,11 @@ def _run(
     parallel: Parallel,
     how: tuple[ModelSettings, ParallelSettings, Degrees, Precision],
     inputs: Inputs,
-    example: Sequence[Tensor],
-    hidden: Tensor | None,
+    given_to: tuple[Sequence[Tensor], Tensor | None, Line | None],
     place: tuple[int, int],
 ) -> Shape:
     model, settings, degrees, precision = how
+    example, hidden, line = given_to
     parts = private_parts()
     with FakeTensorMode(allow_non_fake_inputs=True):
         part = parallel.models[0]
@@ -234,7 +279,7 @@ def _run(
             kept = passes.run(tracker, last=inputs.micro_batches == 1)
             if inputs.micro_batches > 1 or copied:
                 tracker.reset_mod_stats()
-                kept = passes.run(tracker, last=inputs.micro_batches > 1)
+                kept = passes.run(tracker, last=inputs.micro_batches > 1, line=line)
         found = _by_kind(tracker.get_tracker_snapshot("peak"))
     own = sum(_local(p).numel() for p in part.parameters() if p.requires_grad)
     moments = _FP32 * MOMENTS[settings.optimiser] * own
@@ -281,24 +326,29 @@ class _Passes:
         self.counted: list[list[Collective]] = []
         self.flop = 0
 
-    def run(self, tracker: Any, *, last: bool) -> int:  # noqa: ANN401 - torch's, private
+    def run(self, tracker: Any, *, last: bool, line: Line | None = None) -> int:  # noqa: ANN401 - torch's, private
         """Run one pass, whose gradients are reduced if it is the last; return what it kept for its backward pass."""
         part, mesh = self._part, self._parallel.mesh
-        sharded = isinstance(part, FSDPModule)
-        if sharded and self._pipeline:
-            part.set_is_last_backward(False)
-            part.set_reshard_after_backward(False)
-            part.set_requires_gradient_sync(False)
-        elif sharded:
-            part.set_requires_gradient_sync(last)
-        with Counter(mesh) as forward, autocast(torch.device("cpu"), self._precision):
+        sharded = part if isinstance(part, FSDPModule) else None
+        if sharded is not None and self._pipeline:
+            sharded.set_is_last_backward(False)
+            sharded.set_reshard_after_backward(False)
+            sharded.set_requires_gradient_sync(False)
+        elif sharded is not None:
+            sharded.set_requires_gradient_sync(last)
+        noted = Line() if line is None else line
+        with (
+            Counter(mesh) as forward,
+            noted.of(tracker, line, "forward"),
+            autocast(torch.device("cpu"), self._precision),
+        ):
             result = self._result()
         kept = 0 if tracker is None else _by_kind(tracker.get_tracker_snapshot("current")).get("Activation", 0)
-        with Counter(mesh) as backward:
+        with Counter(mesh) as backward, noted.of(tracker, line, "backward"):
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with Counter(mesh) as closing:
             if last and self._pipeline:
-                PipelineStage.perform_reduce_grad(SimpleNamespace(submod=part), 1)
+                PipelineStage.perform_reduce_grad(cast("PipelineStage", SimpleNamespace(submod=part)), 1)
         assert any(p.grad is not None for p in part.parameters()) or not last, "a backward pass leaves gradients"
         parts = [forward.collectives(), backward.collectives(), closing.collectives()]
         if not self.counted:
@@ -309,12 +359,15 @@ class _Passes:
         return kept
 
     def _result(self) -> Tensor:
-        if self._received is None:
-            return self._part(*self._given)
         named = {f"input_{number}": tensor for number, tensor in enumerate(self._given)}
-        if getattr(self._part, "stem", None) is not None:
-            return self._part(**named)
-        return self._part(self._received.requires_grad_(), **named)
+        result: Tensor
+        if self._received is None:
+            result = self._part(*self._given)
+        elif getattr(self._part, "stem", None) is not None:
+            result = self._part(**named)
+        else:
+            result = self._part(self._received.requires_grad_(), **named)
+        return result
 
     def of_order(self, order: Sequence[str]) -> list[Collective]:
         """Return the collectives of a stage's whole order of work, reduction of gradients included.

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fuelrail.bench.planner.scenario import PlanOptions
 from fuelrail.bench.report.files import REPORT_HTML, REPORT_JSON, REPORT_MARKDOWN, prepare_folder, publish, publish_json
+from fuelrail.bench.report.markdown import as_text
 from fuelrail.bench.studies.plan.markdown import SWEEP_HEADER, figures, render_markdown, sweep_rows
 from fuelrail.bench.studies.plan.run import plan
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
@@ -89,10 +90,8 @@ def _print(found: PlanReport, console: Console) -> None:
         for row in sweep_rows(found):
             swept.add_row(*row)
         console.print(swept)
-    for name, one in found.explained.items():
-        given = ", ".join(f"{key}={value if isinstance(value, str) else f'{value:.6g}'}" for key, value in
-                          one.inputs.items())  # fmt: skip
-        console.print(f"{name} = {one.formula}; {given}; {one.source}", highlight=False, soft_wrap=True)
+    for name, why in found.explained.items():
+        console.print(f"{name} = {why.formula}; {as_text(why.inputs)}; {why.source}", highlight=False, soft_wrap=True)
     for text in found.assumed:
         console.print(f"assumed: {text}", style="dim", highlight=False, soft_wrap=True)
     for text in found.questions:

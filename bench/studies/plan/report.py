@@ -10,7 +10,7 @@ from fuelrail.bench.planner.choice import FP32, USABLE, named, peak
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.planner.scaling import Curve  # noqa: TC001 (msgspec resolves the field's type)
 from fuelrail.bench.planner.scenario import Data, Scenario, questions
-from fuelrail.bench.planner.shape import MOMENTS, Shape, schedule_order
+from fuelrail.bench.planner.shape import MOMENTS, Shape, private_parts_are_there, schedule_order
 from fuelrail.bench.planner.step_time import Efficiency, StepTime
 from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.sweep import Planned, data_seconds
@@ -153,6 +153,10 @@ def checkpoint_gb(fit: Fit) -> float:
 def assumptions(asked: Scenario, cluster: ClusterSettings, data: Data) -> list[str]:
     """Say what the figures rest on that nobody measured."""
     found = [f"{1 - USABLE:.0%} of a device's memory is left for the collective library, gaps and scratch memory"]
+    if not private_parts_are_there():
+        found.append(
+            "memory, FLOP and collectives by closed formulas: this torch has moved a part that the planner runs"
+        )
     if asked.efficiency == Efficiency():
         found.append(
             f"efficiency: {asked.efficiency.compute:.0%} of the peak, activations moved {asked.efficiency.passes:g} "

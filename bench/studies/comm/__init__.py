@@ -1,0 +1,1 @@
+"""`fuelrail bench comm`: how fast the ranks' links are."""

@@ -1,0 +1,152 @@
+"""One rank of ``fuelrail bench comm``: groups of the mesh, and each collective timed at each size."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from fuelrail.bench.measure.machine import machine_facts
+from fuelrail.bench.report.files import created_now
+from fuelrail.bench.studies.comm.report import KINDS, SCHEMA, VERSION, CommOptions, CommReport, Timed, timed
+from fuelrail.bench.trainer.strategies.parallel import make_mesh
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fuelrail.bench.studies.comm.report import Kind
+
+_STEP = 8  # from one size to the next
+
+
+def measure(options: CommOptions) -> CommReport:
+    """Measure as one of the ranks that the environment names; all of them return the same report.
+
+    Raises ConfigError for a mesh of another number of ranks.
+    """
+    cuda = torch.cuda.is_available()
+    backend = options.backend if options.backend != "auto" else "nccl" if cuda else "gloo"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+    try:
+        world = dist.get_world_size()
+        found = [
+            _timed(kind, axis, group, size, device, options)
+            for axis, group in _groups(options, world, device)
+            for kind in KINDS
+            for size in _sizes(options)
+        ]
+        hosts: list[str] = [""] * world
+        dist.all_gather_object(hosts, os.uname().nodename)
+        warnings = []
+        if cuda and backend == "gloo":
+            warnings.append(
+                "The collectives ran on gloo, over the hosts' memory and network, though this machine has GPUs: "
+                "training with nccl is far faster. Use --backend nccl."
+            )
+        return CommReport(
+            schema=SCHEMA, version=VERSION, created=created_now(), machine=machine_facts(), backend=backend,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", nodes=len(set(hosts)),
+            ranks=world, options=options, timed=found, warnings=warnings,
+        )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+
+
+def _groups(options: CommOptions, world: int, device: torch.device) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the process group is initialised"
+    if options.mesh is None:
+        yield "all", everyone
+        return
+    mesh = make_mesh(degrees_of(ParallelSettings(mesh=options.mesh), world), device.type)
+    if mesh is None:  # copies of whole models
+        yield "dp_replicate", everyone
+        return
+    for axis in mesh.mesh_dim_names or ():
+        group = mesh.get_group(axis)
+        if group.size() > 1:
+            yield axis, group
+
+
+def _sizes(options: CommOptions) -> Iterator[int]:
+    size = options.smallest
+    while size < options.largest:
+        yield size
+        size *= _STEP
+    yield options.largest
+
+
+def _timed(
+    kind: Kind, axis: str, group: dist.ProcessGroup, size: int, device: torch.device, options: CommOptions
+) -> Timed:
+    ranks = group.size()
+    elements = max(1, size // 4 // ranks) * ranks
+    collective = _collective(kind, group, torch.ones(elements, device=device))
+    times = []
+    for number in range(options.warmup + options.repeats):
+        dist.barrier(group)
+        _wait(device)
+        started_s = time.perf_counter()
+        collective()
+        _wait(device)
+        if number >= options.warmup:
+            times.append(time.perf_counter() - started_s)
+    slowest = torch.tensor(statistics.median(times), device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return timed(kind, axis, ranks, elements * 4, float(slowest))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _collective(kind: Kind, group: dist.ProcessGroup, whole: torch.Tensor) -> Callable[[], object]:
+    """What to call: ``whole`` is the tensor that is reduced, gathered, scattered or sent to the next rank."""
+    ranks, rank = group.size(), dist.get_rank(group)
+    part = whole.new_empty(whole.numel() // ranks)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if kind == "all_gather":
+        # Torch 2.13 has other names for both, and warns of these.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(whole, part, group=group)
+    if kind == "reduce_scatter":
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return lambda: scatter(part, whole, group=group)
+    received = torch.empty_like(whole)
+    to, of = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+
+    def send() -> None:
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, whole, to, group), dist.P2POp(dist.irecv, received, of, group)]
+        )
+        for work in works:
+            work.wait()
+
+    return send
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``OPTIONS OUT PARENT``: one rank of this host; rank 0 writes the report."""
+    options = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=CommOptions)
+    rank = int(os.environ["RANK"])
+    report = measure(options)
+    if rank == 0:
+        Path(arguments[1]).write_bytes(msgspec.json.encode(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

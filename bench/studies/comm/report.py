@@ -1,0 +1,131 @@
+"""The report of ``fuelrail bench comm``: times and bandwidths as nccl-tests defines them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from fuelrail.bench.measure.machine import MachineFacts  # noqa: TC001 (msgspec resolves the field's type)
+from fuelrail.bench.planner.formulas import sent_bytes
+from fuelrail.bench.report.markdown import table
+from fuelrail.bench.trainer.models.settings import NotNegative, Positive  # noqa: TC001 (likewise)
+from fuelrail.pipeline.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SCHEMA = "fuelrail-bench-comm"
+VERSION = 1
+HEADER = ("collective", "axis", "ranks", "bytes", "us", "algorithm GB/s", "bus GB/s")
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send_recv"]
+KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+
+
+class CommOptions(Settings, frozen=True, kw_only=True):
+    """Options of ``fuelrail bench comm``."""
+
+    ranks: Annotated[
+        Positive, msgspec.Meta(description="number of ranks on this host; inside torchrun its own count")
+    ] = 2
+    mesh: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="axes of a mesh, each of which is measured, as in bench train (default: all ranks as one)",
+                extra={"metavar": "AXIS=N,..."},
+            ),
+        ]
+        | None
+    ) = None
+    smallest: Annotated[Positive, msgspec.Meta(description="smallest tensor in bytes")] = 1 << 10
+    largest: Annotated[Positive, msgspec.Meta(description="largest tensor in bytes")] = 1 << 26
+    repeats: Annotated[Positive, msgspec.Meta(description="collectives of each size; the median counts")] = 10
+    warmup: Annotated[NotNegative, msgspec.Meta(description="collectives of each size before that")] = 3
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"], msgspec.Meta(description="collective library; auto: nccl on a GPU")
+    ] = "auto"
+    base: (
+        Annotated[
+            str,
+            msgspec.Meta(
+                description="cluster of configs/clusters, or a .yaml, that cluster.yaml takes all but the measured "
+                "link from; without it none is written",
+                extra={"metavar": "CLUSTER"},
+            ),
+        ]
+        | None
+    ) = None
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """One size of one collective: the median time of the slowest rank; bandwidths in 1e9 bytes a second.
+
+    ``num_bytes`` are those of the whole tensor. ``algorithm_gb_per_s`` is bytes over time; ``bus_gb_per_s`` that times
+    2 (n - 1) / n for all-reduce, (n - 1) / n for all-gather and reduce-scatter, 1 for send and receive (nccl-tests,
+    doc/PERFORMANCE.md).
+    """
+
+    kind: Kind
+    axis: str
+    ranks: int
+    num_bytes: int
+    microseconds: float
+    algorithm_gb_per_s: float
+    bus_gb_per_s: float
+
+
+class CommReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole report. ``nodes``: number of hosts on which the ranks were."""
+
+    schema: str
+    version: int
+    created: str
+    machine: MachineFacts
+    backend: str
+    device: str
+    nodes: int
+    ranks: int
+    options: CommOptions
+    timed: list[Timed]
+    warnings: list[str]
+
+
+def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> Timed:
+    """Return the bandwidths of a measured time."""
+    factor = 1.0 if kind == "send_recv" else sent_bytes(kind, ranks, 1)
+    rate = num_bytes / seconds / 1e9
+    return Timed(
+        kind=kind, axis=axis, ranks=ranks, num_bytes=num_bytes, microseconds=seconds * 1e6, algorithm_gb_per_s=rate,
+        bus_gb_per_s=rate * factor,
+    )  # fmt: skip
+
+
+def link_of(found: Sequence[Timed]) -> tuple[float, float]:
+    """GB/s and microseconds of a link: the largest all-reduce's bus bandwidth, and the smallest one's time.
+
+    Of several axes the one with most ranks counts. Needs an all-reduce.
+    """
+    ranks = max(one.ranks for one in found)
+    reduced = sorted(
+        (one for one in found if one.kind == "all_reduce" and one.ranks == ranks), key=lambda one: one.num_bytes
+    )
+    return reduced[-1].bus_gb_per_s, reduced[0].microseconds
+
+
+def rows(report: CommReport) -> list[list[str]]:
+    """One row a size."""
+    return [
+        [
+            one.kind, one.axis, str(one.ranks), f"{one.num_bytes:,}", f"{one.microseconds:,.1f}",
+            f"{one.algorithm_gb_per_s:.3f}", f"{one.bus_gb_per_s:.3f}",
+        ]
+        for one in report.timed
+    ]  # fmt: skip
+
+
+def render_markdown(report: CommReport) -> str:
+    """Return the whole report as one text."""
+    head = f"{report.ranks} ranks on {report.nodes} nodes, {report.backend} on {report.device}. {report.created}."
+    lines = ["# Collectives", "", head, "", *table(HEADER, rows(report)), ""]
+    return "\n".join([*lines, *(f"> {text}" for text in report.warnings)]) + "\n"

@@ -1,0 +1,83 @@
+"""Measure collectives: start ranks on this host, or be one of those that torchrun started; write report and cluster."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import yaml
+
+from fuelrail.bench.planner.hardware import Sourced, load_cluster
+from fuelrail.bench.report.files import REPORT_JSON, REPORT_MARKDOWN, publish, publish_json
+from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of, render_markdown
+from fuelrail.bench.trainer.launch import run_ranks
+from fuelrail.bench.trainer.strategies.settings import ParallelSettings, degrees_of
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+
+if TYPE_CHECKING:
+    from fuelrail.bench.planner.hardware import ClusterSettings
+
+CLUSTER_YAML = "cluster.yaml"
+
+
+def run_comm(options: CommOptions, out: Path) -> CommReport | None:
+    """Measure and write into ``out``; None on ranks of torchrun other than the first, which write nothing.
+
+    Raises ConfigError for what does not divide, and FuelrailError where a rank ends early.
+    """
+    if options.smallest > options.largest:
+        raise ConfigError(
+            f"smallest={options.smallest} is more than largest={options.largest}; sizes are bytes: swap them"
+        )
+    base = None if options.base is None else load_cluster(options.base)
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        from fuelrail.bench.studies.comm.measure import measure
+
+        found = measure(options)
+        if int(os.environ["RANK"]) != 0:
+            return None
+    else:
+        found = _on_this_host(options)
+    out.mkdir(parents=True, exist_ok=True)
+    publish_json(out / REPORT_JSON, found)
+    publish(out / REPORT_MARKDOWN, render_markdown(found).encode())
+    if base is not None:
+        text = yaml.safe_dump(msgspec.to_builtins(with_link(base, found)), sort_keys=False)
+        publish(out / CLUSTER_YAML, text.encode())
+    return found
+
+
+def _on_this_host(options: CommOptions) -> CommReport:
+    if options.ranks < 2:
+        raise ConfigError(f"ranks={options.ranks}: a collective needs 2 ranks or more")
+    if options.mesh is not None:
+        degrees_of(ParallelSettings(mesh=options.mesh), options.ranks)
+    with tempfile.TemporaryDirectory(prefix="fuelrail-comm-") as folder:
+        asked, made, log = (Path(folder) / name for name in ("options.json", "report.json", "log"))
+        asked.write_bytes(msgspec.json.encode(options))
+        program = ["fuelrail.bench.studies.comm.measure", str(asked), str(made)]
+        outcome = run_ranks(program, options.ranks, log, lambda: None)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        if outcome.exit_code:
+            raise FuelrailError(f"a rank ended early; the end of its log:\n{log.read_text()[-900:]}")
+        return msgspec.json.decode(made.read_bytes(), type=CommReport)
+
+
+def with_link(base: ClusterSettings, report: CommReport) -> ClusterSettings:
+    """Return the cluster with the measured link: between nodes where the ranks were on several, else inside one."""
+    rate, latency = link_of(report.timed)
+    source = f"`fuelrail bench comm`, {report.created}: {report.ranks} ranks, {report.backend} on {report.device}"
+    name = "between" if report.nodes > 1 else "inside"
+    link = base.between or base.inside if name == "between" else base.inside
+    if name == "between":  # a node's ports are shared by its ranks; the file says one device's share
+        rate /= max(1, report.ranks // report.nodes)
+    measured = msgspec.structs.replace(
+        link,
+        gb_per_s=Sourced(value=rate, source=f"{source}, all-reduce, bus bandwidth"),
+        latency_us=Sourced(value=latency, source=f"{source}, smallest all-reduce"),
+    )
+    return msgspec.structs.replace(base, **{name: measured})

@@ -1,0 +1,87 @@
+"""Bandwidths as nccl-tests defines them, the cluster file that comes of them, and ranks of this host."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fuelrail.__main__ import main
+from fuelrail.bench.measure.machine import machine_facts
+from fuelrail.bench.planner.hardware import load_cluster
+from fuelrail.bench.studies.comm.report import CommOptions, CommReport, link_of, timed
+from fuelrail.bench.studies.comm.run import run_comm, with_link
+from fuelrail.pipeline.errors import ConfigError
+
+
+def report(nodes, *found):
+    return CommReport(
+        schema="fuelrail-bench-comm", version=1, created="2026-01-01T00:00:00+00:00", machine=machine_facts(),
+        backend="nccl", device="H100", nodes=nodes, ranks=16, options=CommOptions(), timed=list(found), warnings=[],
+    )  # fmt: skip
+
+
+def test_bus_bandwidths_are_nccl_tests():
+    # doc/PERFORMANCE.md: all-reduce 2 (n - 1) / n, all-gather and reduce-scatter (n - 1) / n, send/receive 1.
+    found = {kind: timed(kind, "tp", 4, 10**9, 0.5) for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+    assert {one.algorithm_gb_per_s for one in found.values()} == {2.0}
+    assert [one.bus_gb_per_s for one in found.values()] == [3.0, 1.5, 1.5]
+    assert timed("send_recv", "pp", 4, 10**9, 0.5).bus_gb_per_s == 2.0
+
+
+def test_the_link_is_the_largest_groups_all_reduce():
+    small, large = timed("all_reduce", "all", 16, 1024, 2e-5), timed("all_reduce", "all", 16, 10**9, 0.01)
+    inner = timed("all_reduce", "tp", 2, 10**9, 0.001)
+    rate, latency = link_of([inner, large, small])
+    assert (rate, latency) == (pytest.approx(2 * 15 / 16 * 100), pytest.approx(20))
+    base = load_cluster("8x8-h100")
+    inside = with_link(base, report(1, large, small))
+    assert inside.inside.gb_per_s.value == pytest.approx(187.5)
+    assert inside.between == base.between
+    # Of two nodes with eight ranks each, a device's share of the ports.
+    between = with_link(base, report(2, large, small))
+    assert between.between.gb_per_s.value == pytest.approx(187.5 / 8)
+    assert "`fuelrail bench comm`, 2026-01-01" in between.between.latency_us.source
+
+
+@pytest.mark.process
+def test_two_ranks_of_this_host_and_a_cluster_file(tmp_path, capsys):
+    out = tmp_path / "comm"
+    sizes = ["--smallest", "1000", "--largest", "100000", "--repeats", "2", "--warmup", "0"]
+    assert (
+        main(["bench", "comm", *sizes, "--base", "1x8-h100", "--mesh", "dp_shard=2", "--out", str(out), "--json"]) == 0
+    )
+    printed = msgspec.json.decode(capsys.readouterr().out, type=CommReport)
+    assert printed == msgspec.json.decode((out / "report.json").read_bytes(), type=CommReport)
+    assert {one.axis for one in printed.timed} == {"dp_shard"}
+    assert sorted({one.num_bytes for one in printed.timed}) == [1000, 8000, 64000, 100_000]
+    assert all(one.microseconds > 0 for one in printed.timed)
+    assert (printed.backend, printed.nodes, printed.warnings) == ("gloo", 1, [])
+    cluster = load_cluster(str(out / "cluster.yaml"))
+    assert cluster.inside.gb_per_s.value == pytest.approx(link_of(printed.timed)[0])
+    assert cluster.device == load_cluster("1x8-h100").device
+    assert (out / "report.md").read_text().count("all_reduce") == 4
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="ranks=1: a collective needs 2"):
+        run_comm(CommOptions(ranks=1), tmp_path)
+    with pytest.raises(ConfigError, match="smallest=8 is more than largest=4"):
+        run_comm(CommOptions(smallest=8, largest=4), tmp_path)
+    with pytest.raises(ConfigError, match="mesh 'tp=4' is for 4 ranks, the run has 2"):
+        run_comm(CommOptions(mesh="tp=4"), tmp_path)
+
+
+@pytest.mark.process
+def test_gloo_on_a_machine_with_gpus_is_warned_of(tmp_path, monkeypatch):
+    """In this process, as a rank of torchrun alone; the GPU is claimed, for gloo asks nothing of it."""
+    import torch
+
+    from fuelrail.bench.studies.comm import measure
+
+    monkeypatch.setattr(measure, "KINDS", ("all_reduce",))  # a rank alone has nobody to send to
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    options = CommOptions(backend="gloo", smallest=64, largest=64, repeats=1)
+    found = measure.measure(options)
+    assert "Use --backend nccl" in found.warnings[0]
