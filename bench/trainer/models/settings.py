@@ -84,8 +84,9 @@ ModelName = Literal[
 ]
 
 # `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a
-# ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b, of
-# 2.03 billion parameters, has about the depth and width of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv 2005.14165 (small, XL).
+# ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b, of 2.03
+# billion parameters, has about the shape of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv
+# 2005.14165 (small, XL).
 MODELS: dict[str, ModelSettings] = {
     "light": BevSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
     "stand-in": BevSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
