@@ -119,7 +119,7 @@ def held_out_loss(drive: Drive, parallel: Parallel) -> float:
     assert isinstance(model, StagedModel), "one rank trains whole models"
     model.eval()
     inputs = drive.held_out
-    logits = [model.predict(*part)[1] for part in zip(*(tensor.split(_BATCH) for tensor in inputs), strict=True)]
+    logits = [model.predict(*part)[1] for part in zip(*(torch.split(tensor, _BATCH) for tensor in inputs), strict=True)]
     return float(F.binary_cross_entropy_with_logits(torch.cat(logits), inputs[-2]))
 
 
@@ -129,7 +129,7 @@ def measure(dataset: str, seeds: int, steps: int, teacher_steps: int, weights: s
     teacher = train(drive, _TEACHER, 1000, teacher_steps)
     found = []
     with tempfile.TemporaryDirectory(prefix="fuelrail-distillation-") as folder:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         checkpoints = Checkpoints(folder, keep=1, identity={"model": _TEACHER})
         checkpoints.save(teacher_steps, teacher, {})
         checkpoints.close()

@@ -31,6 +31,8 @@ _MAX_STRIDE = 8
 class Gpt(StagedModel):
     """Tokens to the mean loss of predicting each of them from those before it."""
 
+    settings: GptSettings
+
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
         self.settings = settings

@@ -136,7 +136,7 @@ def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, .
 def feature_width(settings: ModelSettings) -> int:
     """Return the number of channels in front of the head."""
     if isinstance(settings, BevSettings):
-        return settings.width * 2 ** (settings.num_stages - 1)
+        return settings.width << (settings.num_stages - 1)
     if isinstance(settings, ResNetSettings):
-        return 4 * settings.width * 2 ** (len(settings.blocks) - 1)
+        return 4 * settings.width << (len(settings.blocks) - 1)
     return settings.width
