@@ -102,9 +102,8 @@ def train(drive: Drive, name: str, seed: int, steps: int, teacher: DistillSettin
     model, teaches = build(MODELS[name], "cpu", seed), None
     if teacher is not None:
         model, teaches = distilled(model, teacher, drive.loader, "cpu")
-    parallel = parallelise(
-        model, ParallelSettings(), Degrees(), None, batch_size=_BATCH, learning_rate=_RATE, teacher=teaches
-    )
+    parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=_BATCH, learning_rate=_RATE)
+    parallel.teacher = teaches
     parallel.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(parallel.optimiser, steps)
     for inputs in drive.batches(seed, steps):
         parallel.forward_backward(inputs)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -96,7 +96,8 @@ def run_rank(
         assert loader is not None, "a teacher's layer comes with the loader"
         tp = 1 if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"].size()
         student, teacher = distilled(model, settings.distill, loader, accelerator.torch_device, tp=tp)
-    parallel = _divide(student, settings, mesh, accelerator, teacher)
+    parallel = _divide(student, settings, mesh, accelerator)
+    parallel.teacher = teacher
     checkpoints = RunCheckpoints(settings, parallel, loader, writer)
     num_steps = 0
     read_before = storage_bytes_read()
@@ -152,13 +153,7 @@ def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
     )
 
 
-def _divide(
-    model: StagedModel,
-    settings: TrainSettings,
-    mesh: DeviceMesh | None,
-    accelerator: Accelerator,
-    teacher: Callable[..., tuple[Tensor, ...]] | None,
-) -> Parallel:
+def _divide(model: StagedModel, settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator) -> Parallel:
     world = dist.get_world_size() if dist.is_initialized() else 1
     alone = "all-reduce" in settings.leave_out
     degrees = Degrees() if alone else degrees_of(settings.parallel, world)
@@ -172,7 +167,6 @@ def _divide(
         learning_rate=scaled_rate(settings.learning_rate, settings.parallel, global_batch),
         precision=settings.precision,
         accelerator=accelerator,
-        teacher=teacher,
     )
 
 

@@ -58,7 +58,8 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
         model, teacher = build(MODELS[student], "cpu", 0), None
         if settings is not None:
             model, teacher = distilled(model, settings, loader, "cpu")
-        parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2, teacher=teacher)
+        parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
+        parallel.teacher = teacher
         return [parallel.step(batch) for batch in islice(loader, STEPS)]
 
 
