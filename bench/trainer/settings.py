@@ -20,8 +20,7 @@ LeaveOut = Literal[
 ]
 
 
-# A bound for figures: msgspec knows no "finite".
-_LARGE = 1e9
+_LARGE = 1e9  # a bound for figures: msgspec knows no "finite"
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
