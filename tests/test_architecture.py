@@ -70,7 +70,6 @@ SMALL = {
     "bench/studies/diff/command.py": "one command a file, in a list of commands",
     "bench/studies/order/plot.py": "imports matplotlib, which must stay optional",
     "bench/studies/scale/command.py": "one command a file, in a list of commands",
-    "bench/trainer/experiment.py": "makes the loader of a run; the worker is about the process",
     "bench/trainer/checkpoints/run.py": "what a run's settings ask for, apart from how a checkpoint is saved",
     "bench/trainer/models": "one model a file",
     "bench/trainer/strategies/fits.py": "arithmetic before torch starts, apart from what it decides",

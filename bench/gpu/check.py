@@ -96,6 +96,8 @@ CHECKS: list[Check] = [
     *_each("contention", feeding.contention, 60),
     *_each("no wait in a step", training.no_wait_in_a_step, 20),
     *_each("graphs beside the loader", feeding.graphs_beside_the_loader, 15),
+    Check("ways to compute a step", training.ways_to_compute, 150),
+    Check("distillation", training.distillation, 150),
     *_each("ranks of one", training.ranks_of_one, 40),
     *_each("memory stays", feeding.memory_stays, 60),
     *_each("trace of steps", training.trace_of_steps, 15),

@@ -11,16 +11,21 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.gpu.base import CheckFailed, endless, make_loader, require_dali, train
 from fuelrail.bench.gpu.images import cameras
+from fuelrail.bench.micro.training_modes import measure_modes
+from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
 MIN_OCCUPANCY = 0.98
 _NUM_SYNC_STEPS = 6
 _TIMEOUT_S = 300.0
+_SAME_LOSS = 0.02
 
 
 def resnet_is_fed(bench: Bench, facts: dict[str, Any], decoder: str) -> None:
@@ -110,6 +116,55 @@ def training_runs(bench: Bench, facts: dict[str, Any]) -> None:
         raise CheckFailed(f"the loss did not fall: first {losses[:5]}, last {losses[-5:]}")
     if report.ranks_disagree:
         raise CheckFailed("the ranks ended with different weights")
+
+
+def ways_to_compute(bench: Bench, facts: dict[str, Any]) -> None:
+    """ViT and GPT in every precision, compiled, recomputed and offloaded: each runs, is timed, and computes the same.
+
+    The facts have the time of a step, the MFU and the peak memory of each way.
+    """
+    for mode in measure_modes(str(bench.device), bench.pick(None, {"gpt-tiny": 1})):
+        facts[f"{mode.model}, {mode.name}"] = msgspec.to_builtins(mode)
+    losses: dict[str, list[float]] = {}
+    for mode in facts.values():
+        losses.setdefault(mode["model"], []).append(mode["loss"])
+    for model, found in losses.items():
+        if not all(abs(loss / found[0] - 1) < _SAME_LOSS for loss in found):
+            raise CheckFailed(f"{model}: the ways to compute a step end with different losses: {found}")
+
+
+def distillation(bench: Bench, facts: dict[str, Any]) -> None:
+    """A student learns from a ViT beside it, and from a layer of its predictions, as fast as the facts say.
+
+    The teacher's own run saves while it trains: the facts have what a save took, and how long the training waited.
+    """
+    teacher, student = bench.pick(("vit-large", "base"), ("vit-tiny", "bev-tiny"))
+    steps, warmup = bench.pick((40, 10), (12, 2))
+    accelerator = bench.pick("cuda", "emulated:resnet50-224-h100")
+    place, layer = bench.work / "teacher", bench.work / "teacher-layer"
+    common = {"batch_size": 2, "accelerator": accelerator, "steps": steps, "warmup": warmup}
+    saved = train(
+        bench.dataset, bench.work / "teacher-run", model=teacher, checkpoint=str(place), every=steps // 2, **common
+    )
+    facts["saves"] = msgspec.to_builtins(saved.checkpoints)
+    learnt = Teacher(str(place), str(bench.device))
+    started_s = time.perf_counter()
+    annotate(
+        bench.dataset, layer, lambda batch: {"logits": learnt.outputs(batch)["logits"]},
+        device=str(bench.device), store="float16",
+    )  # fmt: skip
+    facts["annotate_s"] = round(time.perf_counter() - started_s, 2)
+    for name, how in (("online", {"teacher": str(place)}), ("offline", {"teacher_layer": str(layer)})):
+        report = train(bench.dataset, bench.work / f"student-{name}", model=student, **common, **how)
+        assert report.figures is not None, "a run of enough steps has figures"
+        losses = report.series[0].loss
+        facts[name] = {
+            "images_per_s": round(report.figures.throughput.images_per_s, 1),
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+        }
+        if not all(loss is not None and math.isfinite(loss) for loss in losses):
+            raise CheckFailed(f"{name}: a loss is not finite: {losses}")
 
 
 def no_wait_in_a_step(bench: Bench, facts: dict[str, Any], decoder: str) -> None:

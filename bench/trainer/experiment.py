@@ -14,9 +14,12 @@ from fuelrail.bench.measure.records import InputFacts
 from fuelrail.bench.trainer.distill.teacher import LAYER
 from fuelrail.bench.trainer.injection import Injection, delayed_stages
 from fuelrail.bench.trainer.models.build import build_model
+from fuelrail.bench.trainer.models.settings import MODELS, GptSettings
 from fuelrail.loaders import DataLoader, Transforms
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import open_layer_data
 from fuelrail.pipeline.order.spec import OrderSpec
 from fuelrail.pipeline.settings import as_settings
 
@@ -52,6 +55,9 @@ def make_loader(
     On a ``mesh`` the ranks of one model-parallel group get the same batches.
     """
     window = settings.window
+    channels = token_channel(settings.dataset, settings.model_name)
+    if channels and settings.distill is not None and settings.distill.layer is not None:
+        channels += [f"{LAYER}.{channel.name}" for channel in open_layer_data(settings.distill.layer).manifest.channels]
     loader = _DelayedLoader(
         settings.dataset,
         settings.batch_size,
@@ -60,7 +66,7 @@ def make_loader(
         order=None if window is None else OrderSpec(kind="windowed", seed=settings.seed, window=window),
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor,
-        transforms=transforms_of(settings),
+        transforms=msgspec.structs.replace(transforms_of(settings), channels=tuple(channels) or None),
         layers=None if settings.distill is None or settings.distill.layer is None else {LAYER: settings.distill.layer},
         storage={
             "backend": settings.storage,
@@ -76,6 +82,32 @@ def make_loader(
     loader.inject = settings.inject
     loader.leave_out(_LOADER_PARTS.intersection(settings.leave_out))
     return loader
+
+
+def token_channel(place: str, model_name: str) -> list[str]:
+    """The channel `tokens` for a decoder, where the dataset has it.
+
+    Raises ConfigError where it has fewer tokens than the model reads, or of more words.
+    """
+    size = MODELS[model_name]
+    if not isinstance(size, GptSettings):
+        return []
+    dataset = open_dataset(place)
+    channel = next((one for one in dataset.manifest.extra_channels if one.name == "tokens"), None)
+    if channel is None:
+        return []
+    length, words = channel.shape[0] if channel.shape else None, channel.vocabulary
+    if channel.kind != "tokens" or length is None or length <= size.context or words is None:
+        raise ConfigError(
+            f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape {list(channel.shape)}; model "
+            f"'{model_name}' reads kind 'tokens' of {size.context + 1} or more, with a vocabulary; use another model"
+        )
+    if words.size > size.vocabulary:
+        raise ConfigError(
+            f"channel 'tokens' of '{dataset.location}' has {words.size} words, model '{model_name}' knows "
+            f"{size.vocabulary}; use another model"
+        )
+    return [channel.name]
 
 
 def transforms_of(settings: TrainSettings) -> Transforms:

@@ -20,8 +20,7 @@ LeaveOut = Literal[
 ]
 
 
-# A bound for figures: msgspec knows no "finite".
-_LARGE = 1e9
+_LARGE = 1e9  # a bound for figures: msgspec knows no "finite"
 
 
 class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
@@ -93,19 +92,14 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
     teacher: (
         Annotated[
             str,
-            msgspec.Meta(
-                description="distil from the trained model of these checkpoints, which predicts beside",
-                extra={"metavar": "FOLDER_OR_URL"},
-            ),
+            msgspec.Meta(description="distil from the model of these checkpoints", extra={"metavar": "FOLDER_OR_URL"}),
         ]
         | None
     ) = None
     teacher_layer: (
         Annotated[
             str,
-            msgspec.Meta(
-                description="distil from this layer of a teacher's predictions", extra={"metavar": "FOLDER_OR_URL"}
-            ),
+            msgspec.Meta(description="distil from this layer of predictions", extra={"metavar": "FOLDER_OR_URL"}),
         ]
         | None
     ) = None
@@ -113,8 +107,7 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         Annotated[
             str,
             msgspec.Meta(
-                description=f"weights of the parts of the loss with a teacher: labels, logits, features, targets "
-                f"(default: {DISTILL})",
+                description=f"weights of labels, logits, features and targets with a teacher (default: {DISTILL})",
                 extra={"metavar": "PART=WEIGHT,..."},
             ),
         ]

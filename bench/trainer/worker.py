@@ -6,13 +6,11 @@ of its own, so that runs that are to be compared share the machine's state.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +27,7 @@ from fuelrail.bench.measure.records import RankEnd, RankFailure, RankHeader, Ran
 from fuelrail.bench.trainer.checkpoints.run import RunCheckpoints
 from fuelrail.bench.trainer.checkpoints.state import parameters_digest
 from fuelrail.bench.trainer.distill.student import distilled
-from fuelrail.bench.trainer.elastic import end_with
+from fuelrail.bench.trainer.elastic import end_with, join_world
 from fuelrail.bench.trainer.experiment import batches, from_memory, make_loader, noting_input, transforms_of
 from fuelrail.bench.trainer.injection import StallingAccelerator, late_batches, slow_reads
 from fuelrail.bench.trainer.loop import take, train
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from fuelrail.bench.trainer.models.staged import StagedModel
@@ -98,7 +96,8 @@ def run_rank(
         assert loader is not None, "a teacher's layer comes with the loader"
         tp = 1 if mesh is None or "tp" not in (mesh.mesh_dim_names or ()) else mesh["tp"].size()
         student, teacher = distilled(model, settings.distill, loader, accelerator.torch_device, tp=tp)
-    parallel = _divide(student, settings, mesh, accelerator, teacher)
+    parallel = _divide(student, settings, mesh, accelerator)
+    parallel.teacher = teacher
     checkpoints = RunCheckpoints(settings, parallel, loader, writer)
     num_steps = 0
     read_before = storage_bytes_read()
@@ -154,13 +153,7 @@ def _header(settings: TrainSettings, model: nn.Module) -> RankHeader:
     )
 
 
-def _divide(
-    model: StagedModel,
-    settings: TrainSettings,
-    mesh: DeviceMesh | None,
-    accelerator: Accelerator,
-    teacher: Callable[..., tuple[Tensor, ...]] | None,
-) -> Parallel:
+def _divide(model: StagedModel, settings: TrainSettings, mesh: DeviceMesh | None, accelerator: Accelerator) -> Parallel:
     world = dist.get_world_size() if dist.is_initialized() else 1
     alone = "all-reduce" in settings.leave_out
     degrees = Degrees() if alone else degrees_of(settings.parallel, world)
@@ -174,7 +167,6 @@ def _divide(
         learning_rate=scaled_rate(settings.learning_rate, settings.parallel, global_batch),
         precision=settings.precision,
         accelerator=accelerator,
-        teacher=teacher,
     )
 
 
@@ -190,7 +182,8 @@ def main(arguments: Sequence[str]) -> int:
         with RankWriter(rank_path(Path(settings.records), int(os.environ["RANK"]))) as writer:
             try:
                 if number == 0:
-                    _join_group(settings)
+                    acts = settings.profile is not None and settings.model_name in ("light", "stand-in")
+                    join_world(_device(settings), settings.timeout_s, acts=acts)
                 _run(settings, writer)
             except FuelrailError as error:
                 writer.write(RankFailure(kind="refused", message=str(error), at_ns=time.monotonic_ns()))
@@ -213,32 +206,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _device(settings: TrainSettings) -> str | None:
     return None if settings.profile is not None else f"cuda:{os.environ['LOCAL_RANK']}"
-
-
-def _join_group(settings: TrainSettings) -> None:
-    device = _device(settings)
-    acts = device is None and settings.model_name in ("light", "stand-in") and sys.platform == "linux"
-    if acts:
-        _act_as_device(os.SCHED_FIFO)
-    if device is not None:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if device is None else "nccl",
-        timeout=timedelta(seconds=settings.timeout_s),
-        device_id=None if device is None else torch.device(device),
-    )
-    if acts:
-        _act_as_device(os.SCHED_FIFO | os.SCHED_RESET_ON_FORK)
-
-
-def _act_as_device(policy: int) -> None:
-    """Let this thread, and with SCHED_FIFO those that it starts, run whenever they want to, where that is permitted.
-
-    This thread and gloo's stand in for a device and its link, which would not wait for a CPU that is busy decoding.
-    They take little of it, so the loader's threads, which are scheduled as ever, lose little.
-    """
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, policy, os.sched_param(1))
 
 
 def _mesh(settings: TrainSettings) -> DeviceMesh | None:

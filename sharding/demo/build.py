@@ -19,7 +19,7 @@ import numpy as np
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, FuelrailError
 from fuelrail.pipeline.runtime.workers import ctrl_c_waits, set_up_worker
 from fuelrail.sharding.demo.capture import Recorded, record
-from fuelrail.sharding.demo.channels import demo_channels
+from fuelrail.sharding.demo.channels import TOKENS, demo_channels
 from fuelrail.sharding.demo.occupancy import OCCUPANCY, voxelise
 from fuelrail.sharding.demo.rig import CAMERA_CHANNELS, LIDAR_CHANNEL
 from fuelrail.sharding.demo.tables import make_tables, map_filename, splits
@@ -168,7 +168,7 @@ def _build(spec: WorldSpec, root: Path, num_workers: int, advance: Callable[[int
             ):
                 (root / kind / channel).mkdir(parents=True)
     channels = demo_channels(make_clip(spec, 0).rig) if spec.channels else ()
-    grids = (OCCUPANCY,) if spec.occupancy else ()
+    grids = (*((OCCUPANCY,) if spec.occupancy else ()), *((TOKENS,) if spec.tokens else ()))
     for one in (*channels, *grids):
         (root / CHANNELS_FOLDER / one.name).mkdir(parents=True)
     recorded: list[Recorded] = []

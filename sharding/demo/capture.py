@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import simplejpeg
 
-from fuelrail.sharding.demo.channels import RADAR, radar_points, write_channel, write_image_channels
+from fuelrail.sharding.demo.channels import (
+    RADAR,
+    TOKENS,
+    radar_points,
+    top_view_tokens,
+    write_channel,
+    write_image_channels,
+)
 from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture.camera import render
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
@@ -57,6 +64,8 @@ def record(spec: WorldSpec, capture: Capture, root: Path) -> Recorded:
     sample = sample_token(spec, capture.clip, capture.frame)
     if spec.channels and capture.is_key_frame:
         num_bytes += write_channel(root, RADAR, sample, radar_points(clip, solids, capture.timestamp_us))
+    if spec.tokens and capture.is_key_frame:
+        num_bytes += write_channel(root, TOKENS, sample, top_view_tokens(clip, solids, capture.timestamp_us))
     if capture.cameras:
         for camera in clip.rig.cameras:
             exposure_us = capture.timestamp_us - camera.lead_us

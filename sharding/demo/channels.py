@@ -1,4 +1,4 @@
-"""Further true channels of a synthetic drive: radar, and for each camera a mask of instances and a depth map.
+"""Further true channels of a synthetic drive: radar, tokens, and a mask and a depth map of each camera.
 
 They are files beside the tables (`fuelrail.sharding.sources.nuscenes.channels`), of keyframes only. 2-D boxes come from
 the tables, as for every nuScenes source (``-o channels=[boxes2d]``).
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from fuelrail.pipeline.channels.kinds import KINDS
-from fuelrail.pipeline.channels.table import Channel, Law
+from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.lidar import crossings
 from fuelrail.sharding.demo.picture.raster import NEAR_M
@@ -46,6 +46,24 @@ RADAR: Final = Channel(
     units=("m", "m", "m", "m/s", "m/s", "dBsm", ""),
     frame="ego",
     description="points on the sides of objects, with their velocities over ground; instance counts from 1",
+)
+
+_CELLS: Final = 32
+_CELL_M: Final = 3.2
+_FREE: Final = 0
+_START: Final = 63
+_KINDS: Final = ("vehicle.", "human.", "movable_object.", "static_object.", "animal")
+TOKENS: Final = Channel(
+    name="tokens",
+    kind="tokens",
+    field="tokens.npy",
+    law=Law("fixed"),
+    dtype="uint16",
+    axes=("token",),
+    shape=(1 + _CELLS**2,),
+    vocabulary=Vocabulary("top-view", 64),
+    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else the kind of object "
+    "whose centre is in it (from 1: vehicle, human, movable, static, animal) and, times 6, its heading in ego (0 to 7)",
 )
 
 
@@ -135,6 +153,25 @@ def _window(vertices: NDArray[np.float64], camera: Camera, shape: tuple[int, int
     low = np.clip(np.floor(places.min(0)), 0, shape).astype(int)
     high = np.clip(np.ceil(places.max(0)), 0, shape).astype(int)
     return slice(low[0], high[0]), slice(low[1], high[1])
+
+
+def top_view_tokens(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:
+    """Tokens (1025,) as `TOKENS` has them."""
+    global2ego = invert_rigid(clip.ego2global(capture_us))
+    cells = np.full((_CELLS, _CELLS), _FREE, np.uint16)
+    for solid in solids:
+        place = global2ego[:3, :3] @ solid.centre + global2ego[:3, 3]
+        row, column = (int(at // _CELL_M) + _CELLS // 2 for at in place[:2])
+        if solid.actor < 0 or not (0 <= row < _CELLS and 0 <= column < _CELLS):
+            continue
+        category = clip.actors[solid.actor].category
+        kind = next(number for number, prefix in enumerate(_KINDS, 1) if category.startswith(prefix))
+        along = global2ego[:2, :2] @ (np.cos(solid.yaw_rad), np.sin(solid.yaw_rad))
+        heading = int(np.arctan2(along[1], along[0]) / np.pi * 4) % 8
+        cells[row, column] = kind + 6 * heading
+    middle = np.arange(_CELLS) - (_CELLS - 1) / 2
+    nearest = np.argsort((middle[:, None] ** 2 + middle**2).ravel(), kind="stable")
+    return np.concatenate([np.array([_START], np.uint16), cells.ravel()[nearest]])
 
 
 def radar_points(clip: Clip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:

@@ -50,6 +50,9 @@ class SynthOptions(Settings, frozen=True, kw_only=True):
     occupancy: Annotated[
         bool, Meta(description="write an occupancy grid for each keyframe, voxelised from lidar sweeps and boxes")
     ] = False
+    tokens: Annotated[
+        bool, Meta(description="write what is around the vehicle in each keyframe as tokens, for a decoder")
+    ] = False
     workers: Annotated[
         int, Meta(ge=0, description=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
     ] = 0
@@ -109,6 +112,7 @@ def synth(
         height_px=chosen.size[1],
         channels=chosen.channels,
         occupancy=chosen.occupancy,
+        tokens=chosen.tokens,
     )
     num_workers = chosen.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
     built = build(spec, Path(out), num_workers, progress)

@@ -47,6 +47,7 @@ class WorldSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     height_px: int = 900
     channels: bool = False
     occupancy: bool = False
+    tokens: bool = False
 
 
 class Weather(NamedTuple):

@@ -56,7 +56,7 @@ VERSION = 2
 _S_PER_HOUR = 3600
 
 
-_TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace", "checkpoint"}
+_TOLD_ELSEWHERE = {"dataset", "records", "profile", "cache_dir", "trace", "checkpoint", "transforms", "distill"}
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,8 @@ _STEM_STRIDE = 4
 class BevOccupancy(OccupancyModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by convolutions."""
 
+    settings: BevSettings
+
     def __init__(self, settings: BevSettings) -> None:
         super().__init__()
         self.settings = settings

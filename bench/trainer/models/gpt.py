@@ -31,6 +31,8 @@ _MAX_STRIDE = 8
 class Gpt(StagedModel):
     """Tokens to the mean loss of predicting each of them from those before it."""
 
+    settings: GptSettings
+
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
         self.settings = settings
@@ -91,12 +93,14 @@ class _NextToken(nn.Module):
 
 
 def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
-    """Tokens int64 [B, context + 1] of a batch.
+    """Tokens int64 [B, context + 1] of a batch: the first ones of its channel `tokens`.
 
-    This is the one place where a `tokens` channel of the dataset plugs in. Until batches carry it, tokens are made of
-    the samples' keys: equal steps through the vocabulary from a start, both of which the key decides. They can be
-    learnt, and are the same in every run.
+    A dataset without that channel gets tokens made of the samples' keys: equal steps through the vocabulary from a
+    start, both of which the key decides. They can be learnt, and are the same in every run.
     """
+    if "tokens" in batch:
+        found: Tensor = batch["tokens"][:, : settings.context + 1].long()
+        return found
     digests = np.array([xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]], np.uint64)
     starts = (digests >> np.uint64(8)).astype(np.int64) % settings.vocabulary
     strides = (digests % np.uint64(_MAX_STRIDE)).astype(np.int64) + 1

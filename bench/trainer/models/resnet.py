@@ -28,6 +28,8 @@ _EXPANSION = 4
 class ResNet(StagedModel):
     """A classifier of images; takes the inputs of all camera models, and uses images and targets."""
 
+    settings: ResNetSettings
+
     def __init__(self, settings: ResNetSettings) -> None:
         super().__init__()
         self.settings = settings
@@ -83,7 +85,7 @@ class _Classifier(nn.Module):
     def forward(self, features: Tensor, img: Tensor, *_: Tensor) -> Tensor:
         """Logits [B, N, classes] of features [B * N, C, h, w]."""
         logits: Tensor = self.classes(features.mean(dim=(2, 3))).float()
-        return logits.unflatten(0, img.shape[:2])
+        return logits.reshape(*img.shape[:2], -1)
 
 
 class _Bottleneck(nn.Module):

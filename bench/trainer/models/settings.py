@@ -84,8 +84,9 @@ ModelName = Literal[
 ]
 
 # `light` costs a host CPU two milliseconds a step and a fifth of one a sample, `stand-in` a few a sample; `base` is a
-# ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b the depth
-# and width of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv 2005.14165 (small, XL).
+# ResNet-like backbone at full resolution. vit-base and vit-large have the sizes of arXiv 2010.11929; vit-2b, of 2.03
+# billion parameters, has about the shape of arXiv 2106.04560's ViT-G. gpt2 and gpt-1.3b are the sizes of arXiv
+# 2005.14165 (small, XL).
 MODELS: dict[str, ModelSettings] = {
     "light": BevSettings(width=8, num_stages=2, blocks_per_stage=0, subsample=32, grid=8),
     "stand-in": BevSettings(width=16, num_stages=2, blocks_per_stage=0, subsample=8),
@@ -96,7 +97,7 @@ MODELS: dict[str, ModelSettings] = {
     "vit-tiny": VitSettings(width=32, depth=8, heads=8, patch=4, subsample=4, grid=8),
     "vit-base": VitSettings(width=768, depth=12, heads=12, grid=48),
     "vit-large": VitSettings(width=1024, depth=24, heads=16, grid=48),
-    "vit-2b": VitSettings(width=1664, depth=48, heads=16, patch=16, grid=48),
+    "vit-2b": VitSettings(width=2048, depth=40, heads=16, patch=16, grid=48),
     "gpt-tiny": GptSettings(width=32, depth=8, heads=8, vocabulary=64, context=32),
     "gpt2": GptSettings(width=768, depth=12, heads=12),
     "gpt-1.3b": GptSettings(width=2048, depth=24, heads=16, context=2048),
@@ -135,7 +136,7 @@ def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, .
 def feature_width(settings: ModelSettings) -> int:
     """Return the number of channels in front of the head."""
     if isinstance(settings, BevSettings):
-        return settings.width * 2 ** (settings.num_stages - 1)
+        return settings.width << (settings.num_stages - 1)
     if isinstance(settings, ResNetSettings):
-        return 4 * settings.width * 2 ** (len(settings.blocks) - 1)
+        return 4 * settings.width << (len(settings.blocks) - 1)
     return settings.width

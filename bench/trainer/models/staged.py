@@ -49,7 +49,7 @@ class StagedModel(nn.Module, ABC):
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the hidden tensor as maps of the images [B, N, C, h, w]."""
-        return hidden.unflatten(0, inputs[0].shape[:2])
+        return hidden.reshape(*inputs[0].shape[:2], *hidden.shape[1:])
 
     def by_sample(self, losses: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - for models that leave some out
         """Return the mean of a sample's predictions [B]."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class MultiCameraVit(OccupancyModel):
     """Multi-camera images and their geometry to the loss of an occupancy grid, by a transformer over each image."""
 
+    settings: VitSettings
+
     def __init__(self, settings: VitSettings) -> None:
         super().__init__()
         self.settings = settings
@@ -34,8 +36,8 @@ class MultiCameraVit(OccupancyModel):
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the tokens as maps of the images [B, N, C, h, w]."""
-        rows = hidden.transpose(1, 2).unflatten(2, (-1, self.settings.patches_along(inputs[0].shape[-1])))
-        return super().feature_map(rows, *inputs)
+        columns = self.settings.patches_along(inputs[0].shape[-1])
+        return super().feature_map(hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns), *inputs)
 
     def tensor_plans(self) -> TensorPlans:
         """Divide the tokens behind the stem, the blocks' channels and tokens, and the head's embedding."""

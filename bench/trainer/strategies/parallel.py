@@ -41,7 +41,8 @@ class Parallel:
     """This rank's part of a model with what trains it.
 
     ``model`` is the module, or the list of a pipeline's stages on this rank; ``mesh`` is None without a composed
-    strategy. Gradients of a step are the mean over its micro-batches and over the data-parallel ranks.
+    strategy. Gradients of a step are the mean over its micro-batches and over the data-parallel ranks. ``teacher``, set
+    later, adds to the inputs what it makes of them.
     """
 
     def __init__(
@@ -56,7 +57,6 @@ class Parallel:
         pipeline: Pipeline | None = None,
         precision: Precision = "fp32",
         clip_norm: float | None = None,
-        teacher: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.model = model
         self.optimiser = optimiser
@@ -67,7 +67,7 @@ class Parallel:
         self._pipeline = pipeline
         self._precision: Precision = precision
         self._clip_norm = clip_norm
-        self._teacher = teacher
+        self.teacher: Callable[..., tuple[Tensor, ...]] | None = None
 
     @property
     def models(self) -> list[nn.Module]:
@@ -96,9 +96,9 @@ class Parallel:
         images, for the accelerator. Gradients are reduced over the ranks with the ``last`` micro-batch of a step.
         """
         precise = autocast(inputs[0].device, self._precision)
-        if self._teacher is not None:
+        if self.teacher is not None:
             with nullcontext() if accelerator is None else accelerator.forward(*rows), torch.no_grad(), precise:
-                inputs = (*inputs, *self._teacher(*inputs))
+                inputs = (*inputs, *self.teacher(*inputs))
         if self._pipeline is not None:
             self._pipeline.accumulation = accumulation
             self._pipeline.scale = (
@@ -176,14 +176,12 @@ def parallelise(
     learning_rate: float = 1e-3,
     precision: Precision = "fp32",
     accelerator: Accelerator | None = None,
-    teacher: Callable[..., tuple[Tensor, ...]] | None = None,
 ) -> Parallel:
     """Divide a model that lies on this rank's device, the meta device included; all ranks must call this.
 
     ``mesh`` is :func:`make_mesh`'s; :func:`check_fits` has found nothing against the degrees. ``batch_size`` is the
     number of samples per data-parallel rank in a micro-batch. With Degrees() a rank trains alone, whatever the world.
-    Of a pipeline's model the parts that are not this rank's are given up. ``teacher`` adds to the inputs what it makes
-    of them.
+    Of a pipeline's model the parts that are not this rank's are given up.
     """
     device = next(model.parameters()).device
     plans = model.tensor_plans()
@@ -223,7 +221,6 @@ def parallelise(
         pipeline=pipeline,
         precision=precision,
         clip_norm=settings.clip_norm,
-        teacher=teacher,
     )
 
 

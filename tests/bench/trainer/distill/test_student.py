@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fuelrail.bench.studies.annotate.run import annotate
+from fuelrail.bench.studies.train.run import train
 from fuelrail.bench.trainer.checkpoints.saver import Checkpoints
 from fuelrail.bench.trainer.distill.settings import DistillSettings, LossWeights, weights_of
 from fuelrail.bench.trainer.distill.student import distilled, divergence
@@ -58,7 +59,8 @@ def losses(place, settings, *, student="bev-tiny", **transforms):
         model, teacher = build(MODELS[student], "cpu", 0), None
         if settings is not None:
             model, teacher = distilled(model, settings, loader, "cpu")
-        parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2, teacher=teacher)
+        parallel = parallelise(model, ParallelSettings(), Degrees(), None, batch_size=2)
+        parallel.teacher = teacher
         return [parallel.step(batch) for batch in islice(loader, STEPS)]
 
 
@@ -176,3 +178,16 @@ def test_f19_weights_that_cannot_be_meant_are_refused(text, message):
 
 def test_weights_are_read_by_name():
     assert weights_of("logits=2, labels=0.5") == LossWeights(labels=0.5, logits=2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 3.0}, "temperature=3.0 needs a teacher"),
+        ({"teacher": "a", "teacher_layer": "b"}, "exclude each other"),
+        ({"teacher": "a", "distill": "labels=1"}, "takes nothing from the teacher"),
+    ],
+)
+def test_f19_options_without_sense_are_refused_before_a_rank_starts(place, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train(place / "data", out=tmp_path, accelerator="emulated:resnet50-224-h100", **options)
