@@ -21,7 +21,10 @@ ELSEWHERE = {
     "README.md": "tests/loaders/test_box_frame.py",
     "sources.md": "tests/sharding/sources/listed/test_page.py",
 }
-NOT_RUN = {("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU"}
+NOT_RUN = {
+    ("loader.md", "CUDA graphs and `torch.compile`"): "needs a GPU",
+    ("training.md", "Distillation"): "needs a trained teacher: tests/bench/trainer/distill/test_student.py has one",
+}
 
 
 def python_blocks(page: Path) -> list[Block]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from fuelrail.sharding.demo.poses import inverse
 
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.channels import TOKENS, top_view_tokens
 from fuelrail.sharding.demo.solids import solids_near
 from fuelrail.sharding.demo.world import WorldSpec, captures, make_clip
@@ -19,7 +19,7 @@ def test_tokens_say_what_is_around_the_nearest_cells_first() -> None:
     assert tokens.shape == TOKENS.shape
     assert tokens[0] == TOKENS.vocabulary.size - 1
     assert tokens[1:].max() < tokens[0]
-    global2ego = inverse(clip.ego2global(moment))
+    global2ego = invert_rigid(clip.ego2global(moment))
     middles = np.stack(np.meshgrid(np.arange(32), np.arange(32), indexing="ij"), -1).reshape(-1, 2) - 15.5
     middles = middles[np.argsort((middles**2).sum(1), kind="stable")] * 3.2
     places = [
