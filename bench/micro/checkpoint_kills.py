@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MAX_LOSS_DIFFERENCE = 2e-6
 _MODULE = "fuelrail.bench.micro.checkpoint_ranks"
-_PATIENCE_S = 300.0
+_PATIENCE_S = 120.0
 _POLL_S = 0.0005
 # How long after the beginning of a phase the kill comes, at most: about as long as the phase lasts.
 _LONGEST_S = {"start": 1.0, "load": 0.2, "train": 0.4, "copy": 0.02, "write": 0.03, "publish": 0.006, "remove": 0.006}
@@ -145,7 +145,9 @@ class Kills:
         delay_s = self._draw.uniform(0, _LONGEST_S[kill])
         alone = self._draw.random() < 0.5
         before = -1
+        deadline = time.monotonic() + _PATIENCE_S
         while times and all(process.is_alive() for process in ranks):
+            assert time.monotonic() < deadline, f"{mesh}: ranks hang, at {[PHASES[phase] for phase in phases]}"
             now = phases[watched]
             times -= now == code != before
             before = now

@@ -47,13 +47,13 @@ name                 shape, dtype                 meaning
 ``valid``            [B] bool                     False: repeated (``drop_last=False``, lanes that ended)
 ``lane``             [B] int64                    lane of the global batch (order kind ``lanes``; so is the next one)
 ``prev_exists``      [B] bool                     the lane showed the frame before; False: forget the past
-``view``             [2 B] int64                  0 or 1, the sample's draw (only with ``two_views=True``)
 ``epoch``, ``step``  int                          which global batch this is
 ==================== ============================ ============================================================
 
 With ``Transforms(two_views=True)`` the batch has 2 B rows: B samples under their first draw, which is that of a loader
 without it, and the same samples in the same order under a second one, so ``batch["img"].chunk(2)`` are the two views.
-Every entry with a B axis, and every list, has both. Sweeps are accumulated once.
+Every entry with a B axis, and every list, has both, sweeps are accumulated once, and one entry is added:
+``view``, int64 [2 B], the number of the draw, 0 or 1.
 
 With ``Transforms(camera_groups=...)`` ``img`` is a dict of group name to [B, N', 3, H', W'], the N' cameras as their
 group lists them. All other entries keep the N cameras of the rig.
