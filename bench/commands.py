@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
 
-from fuelrail.bench.studies.comm import command as comm_command
-from fuelrail.bench.studies.compare import command as compare_command
-from fuelrail.bench.studies.diagnose import command as diagnose_command
-from fuelrail.bench.studies.diff import command as diff_command
-from fuelrail.bench.studies.loader import command as loader_command
-from fuelrail.bench.studies.scale import command as scale_command
-from fuelrail.bench.studies.train import command as train_command
 from fuelrail.pipeline.cli import Command, add_flags, from_flags
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.runtime.workers import sigterm_interrupts
@@ -25,20 +18,21 @@ if TYPE_CHECKING:
 
 
 INSPECT = OFFLINE["inspect"]
-_WORDS = {
-    "train": train_command,
-    "loader": loader_command,
-    "compare": compare_command,
-    "scale": scale_command,
-    "diagnose": diagnose_command,
-    "diff": diff_command,
-    "comm": comm_command,
-}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
+    # Not before: studies take a second to import, and `inspect` needs none.
+    from fuelrail.bench.studies.comm import command as comm
+    from fuelrail.bench.studies.compare import command as compare
+    from fuelrail.bench.studies.diagnose import command as diagnose
+    from fuelrail.bench.studies.diff import command as diff
+    from fuelrail.bench.studies.loader import command as loader
+    from fuelrail.bench.studies.scale import command as scale
+    from fuelrail.bench.studies.train import command as train
+
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
-    for word, module in _WORDS.items():
+    for module in (train, loader, compare, scale, diagnose, diff, comm):
+        word = module.__name__.split(".")[-2]
         parser_of_word = words.add_parser(word, help=module.HELP, description=module.DESCRIPTION)
         module.configure(parser_of_word)
         parser_of_word.set_defaults(run_word=module.run)
