@@ -148,7 +148,7 @@ class BatchSlot(NamedTuple):
         tensors = [_tensor(one) if self.has_windows else _tensor(one)[:, None] for one in images]
         return list(zip(cameras, tensors, strict=True))
 
-    def anew(self, rows: int, new_output: Callable[[tuple[int, ...]], torch.Tensor]) -> BatchSlot:
+    def for_rows(self, rows: int, new_output: Callable[[tuple[int, ...]], torch.Tensor]) -> BatchSlot:
         """Return the slot with other memory, for a number of rows."""
         if isinstance(self.images, tuple):
             return self._replace(images=tuple(new_output((rows, *one.shape[1:])) for one in self.images))

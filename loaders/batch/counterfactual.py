@@ -66,7 +66,7 @@ class LeftOut(NamedTuple):
             return parsed.decoded(parsed.task.slot)
         slot = parsed[0].task.slot
         if self.new_images is not None:
-            slot = slot.anew(len(parsed) * len(parsed[0].views), self.new_images)
+            slot = slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
         return [one.decoded(slot) for one in parsed]
 
 

@@ -234,7 +234,7 @@ class BatchDecode:
         slot = batch[0].task.slot
         on_cpu = not decodes_on_device(self._decoder)
         if not on_cpu:
-            slot = slot.anew(len(batch) * len(batch[0].views), self._decoder.new_output)
+            slot = slot.for_rows(len(batch) * len(batch[0].views), self._decoder.new_output)
         parts = slot.parts()
         samples = list(batch)
         failed = self._decode(_firsts_then_seconds(one.views for one in samples), parts)
