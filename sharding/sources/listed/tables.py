@@ -298,7 +298,12 @@ def _settled(name: str, kind: pa.DataType, type_of: TypeOf) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(_settled("", kind.value_type, type_of))
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_settled(field.name, field.type, type_of)) for field in kind.fields])
+        return pa.struct(
+            [
+                field.with_type(_settled(field.name, field.type, type_of))
+                for field in map(kind.field, range(kind.num_fields))
+            ]
+        )
     if pa.types.is_integer(kind) and not name:
         return pa.float64()
     if pa.types.is_null(kind):
