@@ -1,4 +1,4 @@
-"""Selected channels (``DataLoader(channels=...)``): from a sample's members to entries of the batch.
+"""Selected channels (``Transforms(channels=...)``): from a sample's members to entries of the batch.
 
 Each selected channel adds two entries: ``{name}``, collated as its kind is, and ``{name}_valid`` [B] bool, False where
 the sample lacks it. Values are moved by the channel's law with the same draw as images, boxes and points. Dtypes are
