@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -104,6 +105,8 @@ def fork(base: Path, out: Path, rank: int, world: int) -> int:
     try:
         write_rows(base, out, "logits", rank, world)
         code = 0
+    except BaseException:  # noqa: BLE001 - the process ends here with a code of its own
+        traceback.print_exc()
     finally:
         os._exit(code)
 

@@ -63,6 +63,12 @@ def keys(loader, count=1):
     return [key for key, _ in epochs(loader, count)]
 
 
+def _forever(loader):
+    while True:
+        for batch in loader:
+            yield from batch["sample_key"]
+
+
 class TestSameBatches:
     @pytest.mark.network
     def test_whatever_the_storage_is(self, tiny, tmp_path):
@@ -142,7 +148,9 @@ class TestSameBatches:
         loader.close()
         stats = loader.stats().storage
         assert stats.cache_bytes <= budget
-        assert stats.cache_hits >= 5 * 21 * 0.27  # a third, less what a sample's grain and the look-ahead take
+        # A third, less what a sample's grain and the look-ahead take, which depends on the threads: 28 to 34 of 105
+        # hits in 360 runs on a busy machine, 25 in one more. LRU would find a tenth.
+        assert stats.cache_hits >= 5 * 21 * 0.2
 
     @pytest.mark.process
     def test_so_do_processes_that_take_turns(self, tiny, tmp_path):
@@ -159,12 +167,6 @@ class TestSameBatches:
         stats = [worker.stats().storage for worker in workers]
         # LRU would find a tenth of these.
         assert sum(one.cache_hits for one in stats) >= 5 * 21 * 0.2
-
-
-def _forever(loader):
-    while True:
-        for batch in loader:
-            yield from batch["sample_key"]
 
     def test_a_disk_that_fills_up_stops_the_cache_and_not_the_run(self, tiny, tmp_path):
         """On a real small file system, which takes a user namespace to mount."""

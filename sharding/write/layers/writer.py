@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import os
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
@@ -20,7 +21,14 @@ from fuelrail.pipeline.channels.table import Channel
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, MemberError, SchemaError
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.format.layers import BaseEntry, LayerView, check_layer_table, open_layer_data
+from fuelrail.pipeline.format.layers import (
+    NO_ROW,
+    BaseEntry,
+    LayerView,
+    check_layer_table,
+    open_layer_data,
+    read_rows,
+)
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, WORK_FOLDER
 from fuelrail.pipeline.settings import convert
 from fuelrail.sharding.output.folder import check_out, open_output
@@ -38,7 +46,6 @@ from fuelrail.sharding.write.layers.segments import (
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
@@ -144,10 +151,21 @@ class LayerWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Publish the rows that were taken since the last time."""
+        """Publish the rows that were taken since the last time.
+
+        Raises DatasetError where another process has finished the layer without one of them.
+        """
         if self._blobs:
-            with self._out.writing():
-                publish_segment(self._out, list(self._blobs.values()))
+            with self._out.writing(), self._locked(fcntl.LOCK_SH):
+                if not self.is_finished:
+                    publish_segment(self._out, list(self._blobs.values()))
+                elif (rows := read_rows(open_layer_data(self._out.location))) is not None:
+                    lost = [position for position in sorted(self._blobs) if rows[position] == NO_ROW]
+                    if lost:
+                        raise DatasetError(
+                            f"layer '{self._out.shown}' was finished with partial=True while this process held rows "
+                            f"that it lacks, of positions {str(lost)[1:-1]:.100}: finish a layer after all writers"
+                        )
         self._blobs.clear()
         self._held = 0
 
@@ -208,36 +226,51 @@ class LayerWriter:
 
     def _check_run(self) -> None:
         """Agree with the other writers of the folder on what is written."""
-        if self.is_finished:
+        data = None
+        if not self.is_finished:
+            with self._out.writing(), self._locked():
+                data = self._out.read(_RUN_FILE)
+                if data is None and not self.is_finished:
+                    with self._out.publish(_RUN_FILE) as file:
+                        file.write(msgspec.json.encode(self._run))
+                    return
+        if data is not None:
+            found = msgspec.json.decode(data, type=LayerRun)
+        else:
             manifest: Any = open_layer_data(self._out.location).manifest
             zstd = manifest.provenance.get("recipe", {}).get("zstd", "")
             found = LayerRun(
                 name=manifest.name, base=manifest.base, channels=manifest.channels, view=manifest.view, zstd=zstd
             )
-        else:
-            with self._out.writing(), self._locked():
-                data = self._out.read(_RUN_FILE)
-                if data is None:
-                    with self._out.publish(_RUN_FILE) as file:
-                        file.write(msgspec.json.encode(self._run))
-                    return
-            found = msgspec.json.decode(data, type=LayerRun)
         own = self._run
         if differing := [name for name in own.__struct_fields__ if getattr(found, name) != getattr(own, name)]:
             sides = "; ".join(f"{name}: {_shown(found, name)} there, {_shown(own, name)} here" for name in differing)
             raise DatasetExistsError(f"'{self._out.shown}' holds another layer: {sides:.2000}; choose another folder")
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the lock of the folder, which ends with the process.
+    def _locked(self, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+        """Hold the lock of the folder, which ends with the process; ``is_finished`` is up to date inside.
 
         At a URL it is one of this machine's processes alone. Whatever another machine writes has the same bytes.
         """
-        folder = self._out.work
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+        with contextlib.ExitStack() as stack:
+            while True:
+                self._out.work.mkdir(parents=True, exist_ok=True)
+                try:
+                    file = stack.enter_context((self._out.work / "lock").open("ab"))
+                except FileNotFoundError:  # the process that finishes the layer removes the folder
+                    continue
+                fcntl.flock(file, how)
+                # The manifest is there before the lock's file is removed: a process that locks a removed or a new
+                # file sees it.
+                self.is_finished = self._out.size(MANIFEST_FILE) is not None
+                if self.is_finished or os.fstat(file.fileno()).st_nlink:
+                    break
+            try:
+                yield
+            finally:
+                if self.is_finished:  # the folder may have been made again for this lock
+                    self._out.remove_work()
 
 
 def _entry(given: Channel | Mapping[str, Any]) -> Channel:

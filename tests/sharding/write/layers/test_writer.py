@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import tarfile
 
@@ -147,6 +148,48 @@ def test_missing_rows_are_named_and_allowed_where_asked_for(base, tmp_path) -> N
     assert writer.finish(partial=True).num_samples == 1
     with pytest.raises(DatasetError, match="is finished"):
         writer.write(5, values_of(5))
+
+
+def test_a_writer_that_ends_after_the_layer_was_finished_leaves_no_file(base, tmp_path) -> None:
+    expected = digests(write_layer(base, tmp_path / "a" / "teacher"))
+    late = LayerWriter(base, tmp_path / "b" / "teacher", channels=TABLE)
+    late.write(4, values_of(4))
+    write_layer(base, tmp_path / "b" / "teacher")
+    late.flush()
+    late.finish()
+    assert digests(tmp_path / "b" / "teacher") == expected
+    assert not (tmp_path / "b" / "teacher" / ".fuelrail").exists()
+
+
+def test_rows_of_a_writer_that_ends_after_a_partial_layer_are_not_lost_in_silence(base, tmp_path) -> None:
+    late = LayerWriter(base, tmp_path / "teacher", channels=TABLE)
+    late.write(5, values_of(5))
+    with LayerWriter(base, tmp_path / "teacher", channels=TABLE) as writer:
+        writer.write(4, values_of(4))
+    writer.finish(partial=True)
+    with pytest.raises(DatasetError, match=r"finished with partial=True while .* of positions 5: finish"):
+        late.flush()
+
+
+@pytest.mark.process
+def test_processes_that_finish_at_once_do_not_disturb_each_other(base, tmp_path) -> None:
+    """All find all rows there; one removes the working folder while others make their writers or finish."""
+
+    def write_all() -> None:
+        with LayerWriter(base, tmp_path / str(number) / "teacher", channels=TABLE) as writer:
+            if not writer.is_finished:
+                writer.write(4, values_of(4))
+        writer.finish(partial=True)
+
+    context = multiprocessing.get_context("fork")
+    for number in range(8):
+        processes = [context.Process(target=write_all) for _ in range(6)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * 6
+        assert not (tmp_path / str(number) / "teacher" / ".fuelrail").exists()
 
 
 def test_a_run_that_was_killed_between_its_files_is_finished_by_the_next(base, tmp_path) -> None:
