@@ -323,7 +323,7 @@ def private_names(node: ast.ClassDef) -> set[str]:
 # A test file that uses these modules is in the lane, or some of its tests are.
 LANES = {
     "process": r"subprocess|multiprocessing|ray|support\.(forked|ranks)|torch\.utils\.data",
-    "network": r"aiohttp|http\.server|moto|support\.cloud_emulators|fuelrail\.bench\.micro\.\w+_server",
+    "network": r"aiohttp|http\.server|moto|support\.cloud_emulators|support\.(fault|listing|s3)_server",
     "real": r"support\.shared_data",
 }
 

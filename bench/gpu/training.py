@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fuelrail.bench.gpu.base import CheckFailed, endless, make_loader, require_dali, train
 from fuelrail.bench.gpu.images import cameras
-from fuelrail.bench.micro.training_modes import measure_modes
+from fuelrail.bench.gpu.training_modes import measure_modes
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.bench.trainer.distill.teacher import Teacher
 from fuelrail.bench.trainer.models.build import build_model

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.fault_server import FaultServerProcess
-from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.report.markdown import table
@@ -32,6 +31,7 @@ from fuelrail.bench.studies.diagnose.report import Tried, best
 from fuelrail.bench.studies.diagnose.run import diagnose
 from fuelrail.bench.trainer.injection import Injection, compute_in_python
 from fuelrail.pipeline.errors import FuelrailError
+from support.fault_server import FaultServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

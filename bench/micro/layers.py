@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
+from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.format.dataset import open_dataset

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.loaders.distributed import batch_digest

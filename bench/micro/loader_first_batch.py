@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from fuelrail.bench.gpu.cameras import write_cameras, write_large
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.loader_data import write_cameras, write_large
 from fuelrail.bench.report.files import publish_json
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from fuelrail.bench.micro.synthetic_index import write_manifest
+from fuelrail.bench.micro.datasets import write_manifest
 from fuelrail.pipeline.format.codecs import DEFAULT_ZSTD_LEVEL
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
 from fuelrail.sharding.write.blocks import ReadBuffer

@@ -248,7 +248,7 @@ def run_rank(cases: Path, dataset: str, out: Path) -> None:
 
 def measure(worlds: Mapping[int, Sequence[Case]], folder: Path) -> list[Compared]:
     """Run each world's cases. Raises FuelrailError where a world ends early."""
-    from fuelrail.bench.micro.loader_data import write_cameras
+    from fuelrail.bench.gpu.cameras import write_cameras
 
     write_cameras(folder / "cameras", GLOBAL_BATCH * _NUM_BATCHES, channels=("cam_front", "cam_front_right"))
     found: list[Compared] = []

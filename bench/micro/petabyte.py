@@ -26,8 +26,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.fault_server import FaultServer
-from fuelrail.bench.micro.synthetic_index import dataset_manifest
+from fuelrail.bench.micro.datasets import dataset_manifest
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.checks import footer_blocks
@@ -38,6 +37,7 @@ from fuelrail.pipeline.format.index.tables import file_entry, seal_tables
 from fuelrail.pipeline.format.manifest import MANIFEST_FILE, SplitEntry, encode_manifest
 from fuelrail.pipeline.order.compile import compile_order
 from fuelrail.pipeline.order.spec import OrderSpec
+from support.fault_server import FaultServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import yaml
 
+from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, dataset_facts, machine_facts
-from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.planner.choice import FP32, num_parameters
 from fuelrail.bench.planner.scenario import Scenario

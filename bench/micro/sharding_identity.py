@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.ray_cluster import RayCluster, ray_cluster
 from fuelrail.bench.micro.sharding_source import make_dataroot
 from fuelrail.bench.report.files import publish_json
+from support.ray_cluster import RayCluster, ray_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

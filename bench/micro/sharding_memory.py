@@ -30,7 +30,6 @@ import numpy as np
 import pyarrow as pa
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
 from fuelrail.bench.micro.sharding_source import CAMERAS, make_dataroot
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.sample.schema import SCHEMA, Meta
@@ -51,6 +50,7 @@ from fuelrail.sharding.sources.scan_table import (
     frame_key,
     frame_keys,
 )
+from support.listing_server import OBJECT_BYTES, listing_server, object_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fuelrail.bench.gpu.cameras import write_cameras, write_large
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.decode import made_image
-from fuelrail.bench.micro.fault_server import FaultServer, FaultServerProcess
-from fuelrail.bench.micro.loader_data import write_cameras, write_large
 from fuelrail.bench.micro.metadata import CHANNELS
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders import DataLoader, ImageAugment, Transforms
 from fuelrail.pipeline.errors import StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
+from support.fault_server import FaultServer, FaultServerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,11 +18,11 @@ import xxhash
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.cpu_time import apart, cpu_s
-from fuelrail.bench.micro.fault_server import FaultServerProcess
-from fuelrail.bench.micro.s3_server import nginx_server, s3_server, upload
 from fuelrail.bench.micro.timing import Comparison, Effort, compare
 from fuelrail.loaders.storage import StorageStats, open_storage
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.fault_server import FaultServerProcess
+from support.s3_server import nginx_server, s3_server, upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

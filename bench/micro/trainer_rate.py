@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.records import RankWriter
-from fuelrail.bench.micro.loader_data import write_cameras
 from fuelrail.bench.micro.runs import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.launch import run_ranks

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from fuelrail.bench.micro.fault_server import FaultServer
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.reader import SampleReader
@@ -15,6 +14,7 @@ from fuelrail.pipeline.errors import ChecksumError, FrameError, ShardError
 from fuelrail.pipeline.format.codecs import train_dictionary
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
+from support.fault_server import FaultServer
 from support.loaders import make_loader
 from support.storage_suite import spoil
 

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour
 from fuelrail.loaders import ImageAugment
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, FuelrailError, StorageError
 from fuelrail.pipeline.storage.retry import RetryPolicy
 from support.datasets import build_dataset
+from support.fault_server import FaultServer, Misbehaviour
 from support.loaders import make_loader
 
 pytestmark = pytest.mark.network

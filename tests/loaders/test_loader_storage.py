@@ -14,7 +14,6 @@ import time
 import pytest
 import torch
 
-from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders import ImageAugment, World
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import EARLY_BUNDLE, FIRST_BUNDLE, MAX_SAMPLES, RequestStream, prefetch
@@ -22,6 +21,7 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.pipeline.errors import BadSamplesError, ChecksumError, ConfigError, ImageError, OrderError, StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.datasets import build_dataset
+from support.fault_server import FaultServer, Misbehaviour, faulty
 from support.loaders import make_loader
 from support.storage_suite import spoil
 

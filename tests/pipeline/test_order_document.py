@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.compile import CompiledOrder, compile_order

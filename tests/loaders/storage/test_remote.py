@@ -13,7 +13,6 @@ import tracemalloc
 import pytest
 
 from fuelrail.bench.micro.blank_dataset import make_dataset
-from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour, faulty
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
@@ -30,6 +29,7 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
+from support.fault_server import FaultServer, Misbehaviour, faulty
 from support.forked import fork, join
 from support.storage_suite import StorageSuite, own, pristine, rows_of, spans_of, spoil
 

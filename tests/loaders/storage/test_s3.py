@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from fuelrail.bench.micro.s3_server import s3_server, upload
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.clients import FsspecClient, ObstoreClient, make_client
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, DatasetError, DatasetNotReadyError, StorageError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.storage.retry import RetryPolicy
+from support.s3_server import s3_server, upload
 from support.storage_suite import pristine, rows_of, spans_of
 
 pytestmark = pytest.mark.network

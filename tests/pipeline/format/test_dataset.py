@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.micro.fault_server import FaultServer
 from fuelrail.pipeline.errors import (
     ChecksumError,
     CodecError,
@@ -31,6 +30,7 @@ from fuelrail.pipeline.format.manifest import MANIFEST_FILE, encode_manifest, lo
 from fuelrail.pipeline.format.tar import iter_members, split_member_name
 from fuelrail.pipeline.sample.schema import META, decode_sample
 from support.datasets import build_dataset
+from support.fault_server import FaultServer
 
 SPLITS = {"train": (3, 2), "val": (2,)}
 

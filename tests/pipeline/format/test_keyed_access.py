@@ -13,12 +13,12 @@ import simplejpeg
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuelrail.bench.micro.fault_server import FaultServer
 from fuelrail.pipeline.errors import ChecksumError, ConfigError, IndexFileError
 from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index import tables
 from support.datasets import CAMERAS, LIDAR, build_dataset
+from support.fault_server import FaultServer
 from support.hostile import small_dataset
 
 ALL = ["meta", "geometry", "boxes", *CAMERAS, LIDAR]

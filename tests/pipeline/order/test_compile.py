@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyarrow import csv
 from pyarrow import parquet as pq
 
-from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset

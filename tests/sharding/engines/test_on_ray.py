@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from fuelrail.bench.micro.ray_cluster import ray_cluster
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, SourceError
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.sharding.engines import ray
 from fuelrail.sharding.engines.ray import RayEngine
 from fuelrail.sharding.progress import Quiet
 from support.nuscenes_tables import build_nuscenes
+from support.ray_cluster import ray_cluster
 from support.sharding import digests, shard_nuscenes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fuelrail[ray]'")

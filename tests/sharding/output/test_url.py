@@ -12,7 +12,6 @@ import time
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.micro.s3_server import s3_server
 from fuelrail.pipeline.errors import ConfigError, DatasetError, DatasetExistsError, DatasetNotReadyError, SourceError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.manifest import WORK_FOLDER
@@ -30,6 +29,7 @@ from fuelrail.sharding.sources.registry import SourceSpec
 from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.shard_writer import WriteJob
 from support.nuscenes_tables import build_nuscenes
+from support.s3_server import s3_server
 from support.sharding import Interrupt, digests, shard_nuscenes
 
 pytestmark = pytest.mark.network

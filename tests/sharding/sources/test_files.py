@@ -5,9 +5,9 @@ from __future__ import annotations
 import fsspec
 import pytest
 
-from fuelrail.bench.micro.listing_server import OBJECT_BYTES, listing_server, object_name
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.files import FileFacts, looks, source_files
+from support.listing_server import OBJECT_BYTES, listing_server, object_name
 
 
 @pytest.mark.network

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fuelrail.__main__ import main
-from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.bench.studies.order import describe as order_describe
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fuelrail.bench.micro.fault_server import FaultServer, Misbehaviour
-from fuelrail.bench.micro.synthetic_index import write_synthetic_index
+from fuelrail.bench.micro.datasets import write_synthetic_index
 from fuelrail.pipeline.errors import DatasetError, FuelrailError, IndexFileError, ManifestError
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index import blocks, keys, samples
@@ -19,6 +18,7 @@ from fuelrail.pipeline.format.index.keys import KeyTable
 from fuelrail.pipeline.format.index.shards import ShardTable, shard_name
 from support.datasets import build_dataset
 from support.edits import reseal
+from support.fault_server import FaultServer, Misbehaviour
 
 
 @pytest.fixture(scope="module")

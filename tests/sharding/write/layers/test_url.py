@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.micro.s3_server import s3_server
 from fuelrail.bench.studies.annotate.run import annotate
 from fuelrail.loaders import DataLoader
 from fuelrail.pipeline.errors import DatasetError, DatasetExistsError
@@ -12,6 +11,7 @@ from fuelrail.sharding.verify.dataset import verify
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.datasets import build_dataset
 from support.layers import TABLE, digests, values_of, write_layer
+from support.s3_server import s3_server
 
 pytestmark = pytest.mark.network
 

@@ -31,7 +31,7 @@ def main(num_nodes: int) -> None:
 
     cluster = Cluster(initialize_head=True, head_node_args=node(is_head=True), shutdown_at_exit=True)
     nodes = [cluster.add_node(**node(is_head=False)) for _ in range(num_nodes - 1)]
-    print(cluster.address, flush=True)  # noqa: T201
+    print(cluster.address, flush=True)
     for command in sys.stdin:
         if command.strip() == "kill":
             cluster.remove_node(nodes.pop(), allow_graceful=False)
@@ -43,7 +43,7 @@ def main(num_nodes: int) -> None:
                 except Exception:
                     if start == _STARTS - 1:
                         raise
-        print("done", flush=True)  # noqa: T201
+        print("done", flush=True)
     cluster.shutdown()
 
 
@@ -71,7 +71,7 @@ def ray_cluster(num_nodes: int) -> Iterator[RayCluster]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "fuelrail.bench.micro.ray_cluster", str(num_nodes)],
+        [sys.executable, "-m", "support.ray_cluster", str(num_nodes)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
     )  # fmt: skip
     assert process.stdin is not None

@@ -5,7 +5,7 @@ the peak memory (on a GPU), the share of the device's arithmetic that the model'
 device's peak is known) and the loss. `make gpu-check` can call :func:`measure_modes` on a GPU; on a CPU the models are
 tiny and the same code runs as its twin.
 
-    python -m fuelrail.bench.micro.training_modes
+    python -m fuelrail.bench.gpu.training_modes
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuelrail.bench.micro.training_modes import measure_modes
+from fuelrail.bench.gpu.training_modes import measure_modes
 
 # torch.compile looks at the gradients of all tensors in a frame, and torch warns of those that are no leaves.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")]

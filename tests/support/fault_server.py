@@ -2,7 +2,7 @@
 
 For tests and benchmarks of storage. It serves the files of one folder with byte ranges and keep-alive, and asks its
 ``misbehave`` function about each request what is to go wrong. It runs on an event loop in a thread of its own, or,
-so that it takes no interpreter time from the client, as a process: ``python -m fuelrail.bench.micro.fault_server``.
+so that it takes no interpreter time from the client, as a process: ``python -m support.fault_server``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class FaultServer:
     def serve(self) -> None:
         """Serve in this thread until interrupted, telling the port on standard output."""
         self._loop.run_until_complete(self._listen())
-        print(self.port, flush=True)  # noqa: T201
+        print(self.port, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             self._loop.run_forever()
 
@@ -265,7 +265,7 @@ class FaultServerProcess:
         each_file: bool = False,
     ) -> None:
         self._command = [
-            sys.executable, "-m", "fuelrail.bench.micro.fault_server", str(folder), "--latency", str(latency_s),
+            sys.executable, "-m", "support.fault_server", str(folder), "--latency", str(latency_s),
             "--part", str(part), "--stall", str(stall_s), "--bytes-per-s", str(bytes_per_s),
             *(["--each-file"] if each_file else []),
         ]  # fmt: skip
@@ -291,7 +291,7 @@ class FaultServerProcess:
 
 def main() -> None:
     """Serve a folder until killed."""
-    parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.fault_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m support.fault_server", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--latency", type=float, default=0.0, metavar="S", help="added to every answer")

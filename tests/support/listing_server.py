@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qs, urlsplit
 
-from fuelrail.bench.micro.s3_server import s3_environment
+from support.s3_server import s3_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
