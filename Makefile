@@ -98,6 +98,7 @@ wheel: setup
 	$(BIN)/python -m build --wheel --outdir build/wheel .
 	.ci/repair-wheel build/wheel dist
 
+bench: export PYTHONPATH = tests
 bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.order
 	$(BIN)/python -m fuelrail.bench.micro.decode

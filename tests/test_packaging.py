@@ -79,7 +79,7 @@ def shipped() -> set[str]:
         f"{place}/{file.relative_to(ROOT / folder).as_posix()}"
         for folder, place in places.items()
         for file in (ROOT / folder).rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
+        if file.is_file() and "__pycache__" not in file.parts and file.parent != ROOT / "bench" / "micro"
     }
     return files | {f"fuelrail/{name}" for name in FACE_FILES}
 
@@ -94,6 +94,14 @@ class TestImports:
                     parts = name.split(".")
                     if parts[0] == "fuelrail" and len(parts) > 1 and parts[1] in FOLDERS:
                         assert parts[1] in FLOORS[folder], f"{file.relative_to(ROOT)} imports {name}"
+
+    def test_nothing_that_ships_imports_what_stays_in_the_checkout(self) -> None:
+        for file, tree in TREES.items():
+            if file.parent != ROOT / "bench" / "micro":
+                stays = {
+                    name for name in imported(tree) if re.match(r"fuelrail\.bench\.micro\b|(support|tests)\b", name)
+                }
+                assert not stays, f"{file.relative_to(ROOT)} imports {stays}"
 
     def test_no_bare_folder_names(self) -> None:
         for file, tree in TREES.items():
@@ -124,7 +132,9 @@ class TestImports:
         known |= {name: name for name in ("mmengine", "ray", "spdl")}
         providers = packages_distributions()
         for file, tree in TREES.items():
-            for top in {name.split(".")[0] for name in imported(tree)} - sys.stdlib_module_names - {"fuelrail"}:
+            for top in (
+                {name.split(".")[0] for name in imported(tree)} - sys.stdlib_module_names - {"fuelrail", "support"}
+            ):
                 names = distributions([known[top]] if top in known else providers.get(top, []))
                 assert names & declared, f"{file.relative_to(ROOT)} imports {top}, which no dependency or extra brings"
 

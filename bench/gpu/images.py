@@ -9,8 +9,7 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from fuelrail.bench.gpu.cameras import write_cameras
-from fuelrail.bench.micro.decode import SOURCE_WH, made_image
+from fuelrail.bench.gpu.cameras import SOURCE_WH, made_image, write_cameras
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from fuelrail.bench.gpu.base import CheckFailed, keep_busy, require_dali
+from fuelrail.bench.gpu.cameras import SOURCE_WH
 from fuelrail.bench.gpu.images import KINDS, bad_jpegs, jpeg
-from fuelrail.bench.micro.decode import SOURCE_WH
 from fuelrail.loaders import ImageAugment, Transforms
 from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.decode.protocol import BatchDecoder

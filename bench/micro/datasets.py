@@ -1,6 +1,8 @@
-"""Datasets without sensor data: manifest, index and attributes of any size, to measure what orders and resuming cost.
+"""Datasets and accelerators made for measurements of single parts.
 
-The shards they name do not exist. All that concerns order, batching and the index runs on them as on real data.
+:func:`write_synthetic_index` writes manifest, index and attributes of any size, to measure what orders and resuming
+cost; the shards they name do not exist. :func:`make_dataset` writes members of the usual sizes with random content, to
+read and not to decode.
 """
 
 from __future__ import annotations
@@ -12,25 +14,22 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
+from fuelrail.bench.gpu.cameras import MadeSample, write_made_dataset, write_manifest
+from fuelrail.bench.measure.accelerator import AcceleratorProfile, ReferenceInput
+from fuelrail.pipeline.format.codecs import RAW
+from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.index.samples import INDEX_FILE, write_index
-from fuelrail.pipeline.format.index.shards import ShardEntry, shard_name
-from fuelrail.pipeline.format.index.tables import file_entry, write_tables
-from fuelrail.pipeline.format.manifest import (
-    FORMAT,
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    FileEntry,
-    Lineage,
-    Manifest,
-    SplitEntry,
-    encode_manifest,
-)
+from fuelrail.pipeline.format.index.tables import file_entry
+from fuelrail.sharding.write.packer import RawMember
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
+
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.manifest import Manifest
 
 _SPAN_BYTES = 1 << 20
 
@@ -78,43 +77,47 @@ def write_synthetic_index(
     )  # fmt: skip
 
 
-def write_manifest(
-    folder: Path, shard_lengths: Sequence[int], *, num_clips: int, split: str, seed: int = 0, order_unit: str = "frame",
-    files: Sequence[FileEntry] = (), shard_bytes: Sequence[int] | None = None,
-) -> Manifest:  # fmt: skip
-    """Write tables and manifest of a dataset of one split without cameras, whose index is in the folder.
+def even_lengths(num_samples: int, samples_per_shard: int) -> list[int]:
+    """Shards of this number of samples each, the last one of the rest."""
+    return [min(samples_per_shard, num_samples - first) for first in range(0, num_samples, samples_per_shard)]
 
-    ``files`` are the entries of what else is there.
-    """
-    firsts = np.cumsum([0, *shard_lengths]).tolist()
-    shards = tuple(
-        ShardEntry(
-            name=shard_name(split, number), split=split, first_sample=firsts[number], num_samples=length,
-            bytes=0 if shard_bytes is None else shard_bytes[number], sha256="0" * 64,
-        )
-        for number, length in enumerate(shard_lengths)
-    )  # fmt: skip
-    whole = SplitEntry(
-        first_sample=0, num_samples=firsts[-1], first_shard=0, num_shards=len(shards), num_clips=num_clips
+
+MEMBER_BYTES = {"meta.json": 2500, "geometry.safetensors": 3500, "boxes.safetensors": 6000} | {
+    f"cam_{number}.jpg": 145_000 for number in range(6)
+}
+"""A sample of six cameras as nuScenes has it; content is random, for nothing here decodes it."""
+
+
+def make_dataset(folder: Path, num_samples: int, samples_per_shard: int, scale: float = 1.0) -> Dataset:
+    """A dataset of random members, all stored raw, sizes varying by a fifth."""
+    rng = np.random.default_rng(0)
+
+    def samples() -> Iterator[MadeSample]:
+        for number in range(num_samples):
+            key = f"clip-{number:08d}"
+            members = [
+                RawMember(name, RAW, rng.bytes(int(size * scale * rng.uniform(0.8, 1.2))))
+                for name, size in MEMBER_BYTES.items()
+            ]
+            yield MadeSample(key, key, 0, number, members)
+
+    write_made_dataset(folder, even_lengths(num_samples, samples_per_shard), samples())
+    return open_dataset(folder)
+
+
+def made_profile(
+    name: str, device: str, *, forward_ms: float, backward_ms: float, optimiser_ms: float, derivation: str = "None."
+) -> AcceleratorProfile:
+    """An accelerator that takes these times for each sample of six cameras, and is alone on its network."""
+    return AcceleratorProfile(
+        name=name,
+        device=device,
+        network="none",
+        per="sample",
+        reference_input=ReferenceInput(cameras=6, height=256, width=704),
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        optimiser_ms=optimiser_ms,
+        sources=["made for this measurement"],
+        derivation=derivation,
     )
-    entries = [*write_tables(folder, shards), *files]
-    manifest = dataset_manifest(
-        {split: whole}, entries, sum(shard.bytes for shard in shards), num_clips=num_clips, seed=seed,
-        order_unit=order_unit,
-    )  # fmt: skip
-    (folder / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
-    return manifest
-
-
-def dataset_manifest(
-    splits: Mapping[str, SplitEntry], files: Sequence[FileEntry], num_bytes: int, *, num_clips: int, seed: int = 0,
-    order_unit: str = "frame",
-) -> Manifest:  # fmt: skip
-    """The manifest of a dataset without cameras that has these splits and files."""
-    return Manifest(
-        format=FORMAT, version=FORMAT_VERSION, name="synthetic", fingerprint="",
-        num_samples=sum(split.num_samples for split in splits.values()), num_clips=num_clips, num_bytes=num_bytes,
-        seed=seed, order_unit=order_unit, channels=(), classes=(), attributes=(), time_base="unix",
-        ego_origin="rear_axle_ground", license=None, compression={}, provenance={}, lineage=Lineage(),
-        files=tuple(files), splits=dict(splits),
-    )  # fmt: skip

@@ -26,6 +26,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from fuelrail.bench.gpu.cameras import SOURCE_WH, made_image
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, compare, render
 from fuelrail.bench.report.files import publish_json
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
     Decode = Callable[[bytes, NDArray[np.uint8]], object]
 
-SOURCE_WH = (1600, 900)
 OUT_WH = (704, 256)
 RESIZED_WH = (704, 396)
 NUM_THREADS = 2
@@ -60,26 +60,6 @@ class DecodeReport(msgspec.Struct, frozen=True, kw_only=True):
     mean_bytes: float
     images_per_s: dict[str, dict[str, float]]
     comparisons: list[Comparison]
-
-
-def made_image(quality: int = 85) -> bytes:
-    """A 1600x900 JPEG, 4:2:0, of about 150 kB: noise whose amplitude falls with frequency, and some edges."""
-    width, height = SOURCE_WH
-    rng = np.random.default_rng(0)
-    fy, fx = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
-    spectrum = np.maximum(np.hypot(fy, fx), 1 / width) ** -1.6
-    planes = []
-    for _ in range(3):
-        field = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((height, width))) * spectrum, s=(height, width))
-        planes.append(128 + 45 * field / field.std())
-    picture = np.stack(planes, axis=-1)
-    for _ in range(60):
-        x, y = int(rng.integers(width)), int(rng.integers(height))
-        picture[y : y + int(rng.integers(9, 160)), x : x + int(rng.integers(9, 240))] += rng.uniform(-60, 60, 3)
-    with io.BytesIO() as file:
-        pixels = np.clip(picture, 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(file, "jpeg", quality=quality, subsampling="4:2:0")
-        return file.getvalue()
 
 
 def with_restart_rows(encoded: bytes) -> bytes | None:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from fuelrail.bench.gpu.cameras import SOURCE_WH, made_image
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.decode import OUT_WH, SOURCE_WH, load_images, made_image, with_restart_rows
+from fuelrail.bench.micro.decode import OUT_WH, load_images, with_restart_rows
 from fuelrail.bench.report.files import publish_json
 from fuelrail.loaders.decode.dali_jobs import inputs, prepare
 from fuelrail.loaders.decode.jpeg import Scratch

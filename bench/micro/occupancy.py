@@ -35,7 +35,7 @@ import msgspec
 from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.rates import Interval, ratio_interval
-from fuelrail.bench.micro.runs import made_profile
+from fuelrail.bench.micro.datasets import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.studies.train.run import TrainRun, measure_all
 from fuelrail.bench.trainer.settings import TrainOptions

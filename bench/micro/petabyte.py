@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from fuelrail.bench.gpu.cameras import dataset_manifest
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
-from fuelrail.bench.micro.datasets import dataset_manifest
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.checks import footer_blocks

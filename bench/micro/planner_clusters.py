@@ -23,7 +23,7 @@ import yaml
 
 from fuelrail.bench.gpu.cameras import write_cameras
 from fuelrail.bench.measure.machine import MachineFacts, dataset_facts, machine_facts
-from fuelrail.bench.micro.runs import made_profile
+from fuelrail.bench.micro.datasets import made_profile
 from fuelrail.bench.planner.choice import FP32, num_parameters
 from fuelrail.bench.planner.scenario import Scenario
 from fuelrail.bench.planner.shape import Inputs, shape_of

@@ -5,8 +5,8 @@
 memory, so that the writers are measured and not a disk, and have the same CPUs. Without ``--source`` the dataroot is
 made: images as large as real ones, of noise, and tables with as many rows for each frame as nuScenes' own.
 
-GNU tar and ``tarfile`` just copy; the others make datasets that a trainer can shuffle, of files that they are handed;
-one reads and joins the tables itself, as a user of such a writer has to. Fuelrail's time is the whole run: scan of the
+GNU tar and ``tarfile`` just copy; the others make datasets that a trainer can shuffle, of files that they are handed.
+Fuelrail's time is the whole run: scan of the
 tables, plan, shards, index, attributes, manifest; SHA-256 of every file and XXH3 of every sample. Everybody but GNU tar
 runs in this interpreter, which is there and has loaded its modules; what start and imports take is in the time of the
 one candidate that is the command as a user types it. Writers that are not installed are left out, and named. *Floors*

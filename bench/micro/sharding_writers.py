@@ -3,7 +3,8 @@
 Sweeps are compressed as Fuelrail does it by everybody who writes samples, so that all do the same work; the tar
 programs take them as they are. The others are handed each frame's files; what only Fuelrail does on top (tables read
 and joined, metadata and geometry written, images looked at, digests of samples and shards, an index, durable files)
-stays in its time. One candidate reads and joins the tables too.
+stays in its time. *Floors* read and write the files and take their digests, and nothing else; each thread has a part
+of the frames, and memory that it uses again.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fuelrail.bench.micro.sharding_floor import copy_files
-from fuelrail.bench.micro.sharding_joined import write_joined
-from fuelrail.bench.micro.sharding_source import packed
+import xxhash
+
+from fuelrail.bench.micro.sharding_source import SWEEP_CODEC, packed
+from fuelrail.pipeline.format import codecs
+from fuelrail.pipeline.format.tar import BLOCK_BYTES
 from fuelrail.sharding.planning.recipe import make_recipe
 from fuelrail.sharding.progress import Quiet
 from fuelrail.sharding.run import shard
 from fuelrail.sharding.sources.registry import SourceSpec
+from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.micro.sharding_source import Files
 
 SHARD_BYTES = 64 << 20
+_BUFFER_BYTES = 16 << 20
 COMMAND = "fuelrail shard, the whole command"
 FLOORS = {
     "floor: reading and writing alone": (),
@@ -126,12 +132,6 @@ def write_webdataset(files: Files, folder: Path) -> None:
             writer.write({"__key__": key, **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()}})
 
 
-def with_joined_tables(root: Path, out: Path) -> None:
-    """``webdataset.ShardWriter``, and what a user has to write around it."""
-    with _fresh(out) as folder:
-        write_joined(root, folder, SHARD_BYTES)
-
-
 def write_mds(files: Files, folder: Path) -> None:
     """``streaming.MDSWriter`` with hashes, as its guide recommends."""
     writer_type = importlib.import_module("streaming").MDSWriter
@@ -163,6 +163,45 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
+    """Write the files of these frames to ``out``; ``digests``: ``sha256`` of all, ``xxh3`` of each frame, or both."""
+    memory = memoryview(bytearray(_BUFFER_BYTES))
+    whole = hashlib.sha256()
+    with out.open("wb") as file:
+        writer = BlockWriter(file)
+        for _, paths in files:
+            end = 0
+            for path in paths:
+                handle = os.open(path, os.O_RDONLY)
+                have = os.readv(handle, [memory[end + BLOCK_BYTES :]])
+                os.close(handle)
+                start = end + BLOCK_BYTES
+                if path.suffix == ".bin":
+                    stored = codecs.encode(SWEEP_CODEC, memory[start : start + have])
+                    have = len(stored)
+                    memory[start : start + have] = stored
+                end = start + have + -have % BLOCK_BYTES
+            span = memory[:end]
+            if "xxh3" in digests:
+                xxhash.xxh3_64_intdigest(span)
+            if "sha256" in digests:
+                whole.update(span)
+            writer.write([span])
+        writer.flush()
+    whole.hexdigest()
+
+
+def copy_files(files: Files, num_threads: int, digests: Collection[str], folder: Path) -> None:
+    """All frames, in this number of threads."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = [
+            files[len(files) * number // num_threads : len(files) * (number + 1) // num_threads]
+            for number in range(num_threads)
+        ]
+        outs = [folder / f"{number}.bin" for number in range(num_threads)]
+        list(pool.map(copy_part, parts, outs, [digests] * num_threads))
 
 
 def with_floor(files: Files, num_threads: int, digests: Collection[str], out: Path) -> None:
@@ -216,8 +255,6 @@ def candidates(
         made[name] = partial(alone, write, files, work / module)
         if num_cpus > 1:
             made[f"{name}, {num_cpus} processes"] = partial(in_parts, write, files, num_cpus, work / module)
-    if importlib.util.find_spec("webdataset"):
-        made["webdataset.ShardWriter, tables joined"] = partial(with_joined_tables, root, work / "webdataset")
     if importlib.util.find_spec("litdata"):
         made[f"litdata.optimize, {num_cpus} workers"] = partial(with_litdata, files, num_cpus, work / "litdata")
     else:

@@ -1,8 +1,5 @@
-"""How fast stored bytes come: from the page cache, over a bad network, from S3, through a cache. As ratios in one run.
+"""How fast stored bytes come: over a bad network, from S3, through a cache. As ratios in one run.
 
-* *raw*: all members of all samples, warm page cache, one process, one thread. With the check on, beside ``pread`` into
-  a reused buffer and xxh3, and beside the webdataset library. With it off, beside SPDL's tar reader if it is installed
-  (``pip install spdl``).
 * *http*: an HTTP server on loopback with 20 ms of latency, beside itself with 1 % of the requests failing or stalling.
 * *s3*: an S3 server on loopback (nginx if it is installed, else moto), beside s3fs reading sample by sample; requests
   and CPU time too.
@@ -24,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fuelrail.bench.measure.machine import machine_facts
-from fuelrail.bench.micro.blank_dataset import make_dataset
 from fuelrail.bench.micro.storage_cache import HitRates, measure_cache
-from fuelrail.bench.micro.storage_raw import measure_raw
 from fuelrail.bench.micro.storage_remote import Cost, Requests, measure_http, measure_s3
 from fuelrail.bench.micro.timing import QUICK, Comparison, Effort, Report, render
 from fuelrail.bench.report.files import publish_json
@@ -34,7 +29,7 @@ from fuelrail.bench.report.files import publish_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PARTS = ("raw", "http", "s3", "cache")
+PARTS = ("http", "s3", "cache")
 
 
 class StorageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     costs: list[Cost] = []
     folder = Path(tempfile.mkdtemp(prefix="fuelrail-storage-", dir=options.folder))
     try:
-        if "raw" in options.parts:
-            dataset = make_dataset(folder / "raw", 20 if options.quick else 600, 300)
-            # Short laps: many rounds, so that what else the machine does meets all candidates alike.
-            comparisons += measure_raw(effort if options.quick else Effort(num_rounds=41, min_lap_s=0.0), dataset)
         if "http" in options.parts:
             samples, passes = (20, (1, 2)) if options.quick else (600, (4, 16))
             compared_http, faults = measure_http(effort, folder / "http", samples, passes)

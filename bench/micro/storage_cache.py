@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from fuelrail.bench.micro.blank_dataset import make_dataset
+from fuelrail.bench.micro.datasets import make_dataset
 from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.cache.future_uses import NEVER, FarthestFirst, FutureUses
 

@@ -10,14 +10,14 @@ import importlib.util
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import xxhash
 
-from fuelrail.bench.micro.blank_dataset import make_dataset
-from fuelrail.bench.micro.cpu_time import apart, cpu_s
+from fuelrail.bench.micro.datasets import make_dataset
 from fuelrail.bench.micro.timing import Comparison, Effort, compare
 from fuelrail.loaders.storage import StorageStats, open_storage
 from fuelrail.pipeline.format.dataset import open_dataset
@@ -25,8 +25,7 @@ from support.fault_server import FaultServerProcess
 from support.s3_server import nginx_server, s3_server, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from fuelrail.pipeline.format.dataset import Dataset
 
@@ -178,3 +177,35 @@ def _cost(name: str, reader: Callable[[], int], server: int, num_samples: int, n
         client_cpu_s_per_gb=client_s / gigabytes,
         server_cpu_s_per_gb=server_s / gigabytes,
     )
+
+
+@contextlib.contextmanager
+def apart(*servers: int) -> Iterator[bool]:
+    """Keep these processes on the last core and this one on the others meanwhile; False where there is one core only.
+
+    Threads that begin meanwhile stay where their creator is.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield False
+        return
+    for server in servers:
+        pin(server, cores[-1:])
+    pin(os.getpid(), cores[:-1])
+    try:
+        yield True
+    finally:
+        pin(os.getpid(), cores)
+
+
+def pin(process: int, cores: Collection[int]) -> None:
+    """Let all threads of a process run on these cores only."""
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def cpu_s(process: int) -> float:
+    """CPU seconds that a process took so far, by the kernel's clock ticks."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -28,7 +28,7 @@ from fuelrail.bench.measure.accelerator import EmulatedAccelerator
 from fuelrail.bench.measure.clock import MonotonicClock
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.measure.records import RankWriter
-from fuelrail.bench.micro.runs import made_profile
+from fuelrail.bench.micro.datasets import made_profile
 from fuelrail.bench.report.files import publish_json
 from fuelrail.bench.trainer.launch import run_ranks
 from fuelrail.bench.trainer.loop import train

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from fuelrail.bench.gpu.cameras import SOURCE_WH, made_image
 from fuelrail.bench.micro import decode
 from fuelrail.pipeline.transforms.image import ImageAugment
 from support.pictures import psnr_db
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_all_candidates_do_the_same_work() -> None:
-    encoded = decode.made_image()
+    encoded = made_image()
     assert 100_000 < len(encoded) < 200_000
-    (image_map,) = ImageAugment(height=256, width=704).draw([decode.SOURCE_WH], seed=0, epoch=0, sample=0)
+    (image_map,) = ImageAugment(height=256, width=704).draw([SOURCE_WH], seed=0, epoch=0, sample=0)
     pictures = {}
     for name, work in decode.decoders(image_map).items():
         out = np.zeros((3, 256, 704), np.uint8)

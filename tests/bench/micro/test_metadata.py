@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import safetensors.numpy
 
+from fuelrail.bench.gpu.cameras import CHANNELS, KEY, NUM_BOXES, sample_members
 from fuelrail.bench.micro import metadata, timing
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
@@ -24,11 +25,11 @@ def test_it_runs_and_reports(tmp_path, capsys, monkeypatch) -> None:
 
 
 def test_both_readers_find_the_same_metadata() -> None:
-    members = metadata.sample_members()
-    sample = decode_sample(metadata.KEY, members)
+    members = sample_members()
+    sample = decode_sample(KEY, members)
     assert sample.boxes is not None
-    assert len(sample.boxes.boxes3d) == metadata.NUM_BOXES
-    assert len(sample.geometry.intrinsics) == len(metadata.CHANNELS)
+    assert len(sample.boxes.boxes3d) == NUM_BOXES
+    assert len(sample.geometry.intrinsics) == len(CHANNELS)
     theirs = safetensors.numpy.load(members[GEOMETRY])
     for f in fields(sample.geometry):
         np.testing.assert_array_equal(theirs[f.name], getattr(sample.geometry, f.name))

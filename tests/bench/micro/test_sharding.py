@@ -7,9 +7,6 @@ import json
 import pytest
 
 from fuelrail.bench.micro import sharding
-from fuelrail.bench.micro.sharding_joined import joined_frames
-from fuelrail.bench.micro.sharding_source import list_files, make_dataroot
-from fuelrail.bench.micro.sharding_tables import NUM_BOXES
 
 pytestmark = pytest.mark.slow
 
@@ -50,21 +47,6 @@ def test_a_case_measured_again_leaves_the_others_in_the_report(tmp_path):
     (tmp_path / "sharding.json").write_text((tmp_path / "sharding.json").read_text().replace('"cpu": "', '"cpu": "no '))
     assert sharding.main([*arguments, "--case", last]) == 0
     assert list(json.loads((tmp_path / "sharding.json").read_text())["mb_per_s"]) == [last]  # another machine's go
-
-
-def test_the_joined_candidate_stores_what_the_tables_say_of_each_frame(tmp_path):
-    make_dataroot(tmp_path, 3, lidar=True, size=(64, 36))
-    found = list(joined_frames(tmp_path))
-    assert [(sample["__key__"], list(files.values())) for sample, files in found] == list_files(tmp_path)
-    for number, (sample, files) in enumerate(found):
-        meta = json.loads(sample["meta.json"])
-        assert {f"{channel}.{'bin.zst' if channel == 'lidar_top' else 'jpg'}" for channel in meta["sensors"]} == set(
-            files
-        )
-        assert {row["pose"]["translation"][0] for row in meta["sensors"].values()} == {411.3039349319818 + number}
-        assert meta["sensors"]["cam_back"]["calibration"]["camera_intrinsic"][0][2] == 32
-        assert [box["category"] for box in meta["boxes"][:2]] == ["vehicle.car", "human.pedestrian.adult"]
-        assert len(meta["boxes"]) == NUM_BOXES
 
 
 def test_more_cpus_than_there_are(tmp_path, capsys):

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from fuelrail.bench.micro import storage_endurance
-from fuelrail.bench.micro.blank_dataset import make_dataset
+from fuelrail.bench.micro.datasets import make_dataset
 from fuelrail.bench.micro.storage import PARTS, main
 from fuelrail.bench.micro.storage_remote import stream
 from fuelrail.loaders.storage import open_storage
@@ -52,21 +51,4 @@ def test_each_part_runs(tmp_path, part, capsys):
             assert all(entry["speedup"] > 0 for entry in comparison["entries"])
     if part == "http":
         assert report["faults"]["order_kept_nothing_lost"]
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
-
-
-def test_endurance(tmp_path, capsys):
-    pytest.importorskip("aiohttp")
-    out = tmp_path / "report.json"
-    assert storage_endurance.main(["--quick", "--folder", str(tmp_path), "--out", str(out)]) == 0
-    report = json.loads(out.read_text())
-    outage = report["outage"]
-    assert outage["same_samples"]
-    assert outage["retries"] > 0
-    assert "no answer after" in outage["error"]
-    assert "http://SERVER" in outage["error"]
-    assert [peak["num_samples"] for peak in report["memory"]] == [12, 24]
-    for peak in report["memory"]:
-        assert peak["read_bytes"] >= peak["num_samples"] * storage_endurance.SAMPLE_BYTES
-        assert peak["peak_anonymous_bytes"] >= peak["before_bytes"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

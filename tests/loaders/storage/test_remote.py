@@ -12,7 +12,7 @@ import tracemalloc
 
 import pytest
 
-from fuelrail.bench.micro.blank_dataset import make_dataset
+from fuelrail.bench.micro.datasets import make_dataset
 from fuelrail.loaders.records import Scheduled
 from fuelrail.loaders.schedule.prefetch import RequestStream, prefetch
 from fuelrail.loaders.storage import open_storage
