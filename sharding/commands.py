@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, given_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.workers import sigterm_is_ctrl_c
+from fuelrail.pipeline.runtime.workers import sigterm_interrupts
 
 if TYPE_CHECKING:
     import argparse
@@ -126,7 +126,7 @@ def _show(args: argparse.Namespace, work: Callable[[Quiet], ShardReport]) -> int
     """Run with a progress display and print the report."""
     from fuelrail.sharding.progress import JsonLines, make_progress
 
-    with sigterm_is_ctrl_c(), make_progress(as_json=from_flags(args, PrintOptions).json) as progress:
+    with sigterm_interrupts(), make_progress(as_json=from_flags(args, PrintOptions).json) as progress:
         try:
             report = work(progress)
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Counters of a running loader in Prometheus' text format, and an endpoint that serves them; standard library only.
+"""Counters of a running loader as Prometheus metrics, and an endpoint that serves them.
 
 Metrics, all with the labels of the endpoint (``rank``, ...):
 
@@ -38,12 +38,12 @@ Occupancy as the loader sees it is ``1 - rate(fuelrail_wait_seconds_total) / rat
 
 from __future__ import annotations
 
-import http.server
-import re
-import socket
-import socketserver
-import threading
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from fuelrail.pipeline.errors import ConfigError
 
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from fuelrail.pipeline.runtime.stages import StageClock
-
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 _STORAGE: Final = {
     "spans": ("fuelrail_storage_spans_total", "samples that storage handed out"),
@@ -150,69 +148,48 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
     return metrics + [Metric(name, own, getattr(stats.storage, field)) for field, (name, _) in _STORAGE.items()]
 
 
-def render(metrics: Iterable[Metric]) -> str:
-    """Metrics as Prometheus' text exposition format 0.0.4, grouped by name."""
-    groups: dict[str, list[Metric]] = {}
-    for metric in metrics:
-        groups.setdefault(metric.name, []).append(metric)
-    lines = []
-    for name, group in groups.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}"]
-        for metric in group:
-            labels = ",".join(f'{key}="{_escape(value)}"' for key, value in metric.labels.items())
-            lines.append(f"{name}{{{labels}}} {metric.value:.10g}")
-    return "\n".join(lines) + "\n"
+class _Metrics(Collector):
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
 
-
-_SAMPLE: Final = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+    def collect(self) -> Iterable[Family]:
+        families: dict[str, Family] = {}
+        for name, labels, value in self._collect():
+            if name not in families:
+                families[name] = Family(
+                    name.removesuffix("_total"), HELP[name], "counter" if name.endswith("_total") else "gauge"
+                )
+            families[name].add_sample(name, dict(labels), value)
+        return families.values()
 
 
 def parse(text: str) -> list[Metric]:
-    """Read what :func:`render` wrote; lines of other forms are left out."""
-    found = []
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match:
-            name, labels, value = match.groups()
-            read = {key: _unescape(told) for key, told in _LABEL.findall(labels or "")}
-            found.append(Metric(name, read, float(value)))
-    return found
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _unescape(value: str) -> str:
-    return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], value)
+    """Read the text that a :class:`MetricsServer` serves; raises ValueError where it is in another format."""
+    return [
+        Metric(sample.name, sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    ]
 
 
 class MetricsServer:
     """Serves ``/metrics`` over HTTP from a thread of its own, until closed.
 
-    ``collect`` is called for each request, on the server's thread. ``port`` 0 takes any free one, see :attr:`url`.
+    ``collect`` is called for each request, on a thread of the server's. ``port`` 0 takes any free one, see :attr:`url`.
     ``host`` is 127.0.0.1 by default: there is no password. Raises ConfigError where the port is taken.
     """
 
     def __init__(self, collect: Callable[[], Iterable[Metric]], *, port: int, host: str = "127.0.0.1") -> None:
-        class Handler(_Handler):
-            pass
-
-        Handler.collect = staticmethod(collect)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server = type("Server", (_Server,), {"address_family": family})
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Metrics(collect))
         try:
-            self._server: _Server = server((host, port), Handler)
+            self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"metrics cannot be served on {host}:{port}: {error}; choose another port, or 0 for any free one"
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_address[1]}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="fuelrail-metrics", daemon=True)
-        self._thread.start()
 
     def __repr__(self) -> str:
         return f"MetricsServer({self.url})"
@@ -230,32 +207,3 @@ class MetricsServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-# Not http.server's own: that one asks the name service for the host's name, which can take seconds.
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hung up is none of the trainer's business: print nothing."""
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    collect: Callable[[], Iterable[Metric]]
-    timeout = 10  # a client that connects and says nothing must not keep its thread for ever
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] not in ("/metrics", "/"):
-            self.send_error(404, "only /metrics is here")
-            return
-        body = render(type(self).collect()).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - http.server's name
-        """Requests are not logged: one a second for weeks."""

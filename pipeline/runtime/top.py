@@ -91,13 +91,13 @@ def read(url: str) -> Reading:
             body = answer.read(_MAX_BYTES + 1)
         if len(body) > _MAX_BYTES:
             raise ConfigError(f"no metrics at {address}: the answer is larger than {_MAX_BYTES >> 20} MiB")
-        text = body.decode()
+        metrics = parse(body.decode())
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
             f"no metrics at {address}: {reason}; is the trainer running, with fuelrail.loaders.serve_metrics(loader)?"
         ) from error
-    return digest(parse(text), time.monotonic())
+    return digest(metrics, time.monotonic())
 
 
 def digest(metrics: Sequence[Metric], time_s: float) -> Reading:

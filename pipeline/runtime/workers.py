@@ -10,7 +10,6 @@ import signal
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from fuelrail.pipeline.errors import ConfigError
@@ -63,8 +62,11 @@ GRACE_S: Final = 3.0
 
 
 @contextlib.contextmanager
-def sigterm_is_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM, which batch systems and Kubernetes send before they kill, end a run as Ctrl-C does."""
+def sigterm_interrupts() -> Iterator[None]:
+    """While inside, SIGTERM, which batch systems and Kubernetes send before they kill, raises KeyboardInterrupt.
+
+    Does nothing on another thread than the main one, which alone gets signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,23 +145,3 @@ def _follow_parent() -> None:
         with contextlib.suppress(OSError):
             parent.join()
         os._exit(1)
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM raises KeyboardInterrupt; afterwards the previous handler is restored.
-
-    Does nothing on another thread than the main one, which alone gets signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    raise KeyboardInterrupt

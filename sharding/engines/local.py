@@ -1,15 +1,16 @@
 """Shards made on this machine: in this process for one worker, in threads of it for a few, in processes for more.
 
-The bytes are the same; so is what is on disk after any of them is killed.
+Threads start at once, processes after a second or more each; beyond a few threads Python's lock holds them up. One loop
+serves both pools. The bytes are the same; so is what is on disk after any of them is killed.
 """
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
+import multiprocessing.dummy
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
@@ -19,9 +20,9 @@ from fuelrail.sharding.write.shard_writer import RunStoppedError, ShardDone, Sha
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+MAX_THREADS: Final = 4
+"""Workers that are threads where the options do not say; more of them are processes."""
 _POLL_S: Final = 0.1
-
-
 _TASKS_AHEAD: Final = 2  # submitted for each worker, so that none waits for the next one
 
 
@@ -29,135 +30,91 @@ class LocalEngine:
     """A number of workers on this machine; ``kind`` is ``threads`` or ``processes``, None: chosen by the number."""
 
     def __init__(self, num_workers: int, kind: str | None = None) -> None:
-        self._num_workers = num_workers
         if num_workers < 1:
             raise ConfigError(f"workers must be >= 1, got {num_workers}")
-        self._kind = kind or ("threads" if self._num_workers <= MAX_THREADS else "processes")
+        self._num_workers = num_workers
+        self._kind = kind or ("threads" if num_workers <= MAX_THREADS else "processes")
 
     def make_shards(self, job: WriteJob, numbers: Sequence[int], advance: Callable[[int], None]) -> Iterator[ShardDone]:
         """Make these shards of the plan."""
         num_workers = min(self._num_workers, len(numbers))
-        if self._kind == "processes" and num_workers:
-            yield from _in_processes(job, iter(numbers), num_workers, advance)
-        elif num_workers > 1:
-            yield from make_shards(job, numbers, num_workers, advance)
-        elif num_workers == 1:
+        if num_workers > 1 or (num_workers and self._kind == "processes"):
+            yield from self._in_pool(job, iter(numbers), num_workers, advance)
+        elif num_workers:
             writer = ShardWriter(job)
             for number in numbers:
                 yield writer.make(number, advance)
 
-
-def _in_processes(
-    job: WriteJob, numbers: Iterator[int], num_workers: int, advance: Callable[[int], None]
-) -> Iterator[ShardDone]:
-    # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must stay with this process.
-    context = multiprocessing.get_context("spawn")
-    seen = 0
-    try:
-        written, stop = context.Value("q", 0), context.Event()
-        workers = ProcessPoolExecutor(num_workers, context, _start_worker, (job, written, stop))
-    except OSError as error:
-        raise FuelrailError(
-            f"worker processes cannot be prepared: {error.strerror or error}; they need some shared memory of this "
-            "machine (/dev/shm): free some, or use --engine threads"
-        ) from error
-    with workers as pool:
-        pending: set[Future[ShardDone]] = set()
+    def _in_pool(
+        self, job: WriteJob, numbers: Iterator[int], num_workers: int, advance: Callable[[int], None]
+    ) -> Iterator[ShardDone]:
+        # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must stay with this
+        # process.
+        context = multiprocessing.get_context("spawn")
+        kit: Any = multiprocessing.dummy if self._kind == "threads" else context
+        seen = 0
+        workers: ThreadPoolExecutor | ProcessPoolExecutor
         try:
-            while True:
-                with ctrl_c_waits():
-                    for number in numbers:
-                        pending.add(pool.submit(_make, number))
-                        if len(pending) >= num_workers * _TASKS_AHEAD:
-                            break
-                if not pending:
-                    return
-                done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
-                advance(written.value - seen)
-                seen = written.value
-                for future in done:
-                    yield future.result()
-        except BrokenProcessPool as error:
+            written = kit.Value("q", 0, lock=False)
+            shared = (job, written, kit.Lock(), stop := kit.Event())
+            if self._kind == "threads":
+                workers = ThreadPoolExecutor(num_workers, "shard", _start_worker, shared)
+            else:
+                workers = ProcessPoolExecutor(num_workers, context, _start_process, shared)
+        except OSError as error:
             raise FuelrailError(
-                "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the calling "
-                "script lacks `if __name__ == '__main__':`; run the same command again to resume"
+                f"worker processes cannot be prepared: {error.strerror or error}; they need some shared memory of this "
+                "machine (/dev/shm): free some, or use --engine threads"
             ) from error
-        finally:
-            stop.set()
-            # Cancelled by the pool's own thread: one that we cancelled would make it stumble over a worker's death.
-            pool.shutdown(cancel_futures=True)
+        with workers as pool:
+            pending: set[Future[ShardDone]] = set()
+            try:
+                while True:
+                    with ctrl_c_waits():
+                        for number in numbers:
+                            pending.add(pool.submit(_make, number))
+                            if len(pending) >= num_workers * _TASKS_AHEAD:
+                                break
+                    if not pending:
+                        return
+                    done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
+                    advance(written.value - seen)
+                    seen = written.value
+                    for future in done:
+                        yield future.result()
+            except BrokenProcessPool as error:
+                raise FuelrailError(
+                    "a worker process died: it was killed, perhaps for lack of memory (use fewer workers), or the "
+                    "calling script lacks `if __name__ == '__main__':`; run the same command again to resume"
+                ) from error
+            finally:
+                stop.set()
+                # Cancelled by the pool's own thread: one that we cancelled would make it stumble over a worker's death.
+                pool.shutdown(cancel_futures=True)
 
 
-_writer: ShardWriter
+_own = threading.local()
+"""Of each worker: how to make its writer, as readers of the scan table must not be shared, and its ``pulse``."""
 
 
-_pulse: Callable[[int], None]
-
-
-def _start_worker(job: WriteJob, written: Any, stop: Any) -> None:  # noqa: ANN401 - multiprocessing's are unnamed
-    """Set up a worker process: its writer, its progress counter, and its stop signal."""
-    global _writer, _pulse
-    set_up_worker()
-    _writer = ShardWriter(job)
+def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:  # noqa: ANN401 - of threads or processes
+    """Set up a worker: its writer, its progress counter, and its stop signal."""
 
     def pulse(num_bytes: int) -> None:
-        with written.get_lock():
+        with lock:
             written.value += num_bytes
         if stop.is_set():
             raise RunStoppedError("stopped")
 
-    _pulse = pulse
+    # The writer is made by the first task: an error is that task's then.
+    _own.writer, _own.pulse = lru_cache(1)(lambda: ShardWriter(job)), pulse
+
+
+def _start_process(*shared: Any) -> None:  # noqa: ANN401
+    set_up_worker()
+    _start_worker(*shared)
 
 
 def _make(number: int) -> ShardDone:
-    return _writer.make(number, _pulse)
-
-
-MAX_THREADS: Final = 4
-
-
-_THREADS_POLL_S: Final = 0.1
-
-
-def make_shards(
-    job: WriteJob, numbers: Sequence[int], num_threads: int, advance: Callable[[int], None]
-) -> Iterator[ShardDone]:
-    """Make these shards of the plan; yields them as they are done, in any order.
-
-    ``advance`` gets the bytes written since it was last called, in the calling thread. Raises what a worker raised
-    first; the others are stopped between two samples.
-    """
-    stop, lock = threading.Event(), threading.Lock()
-    written = seen = 0
-    own = threading.local()
-
-    def pulse(num_bytes: int) -> None:
-        nonlocal written
-        with lock:
-            written += num_bytes
-        if stop.is_set():
-            raise RunStoppedError("stopped")
-
-    def make(number: int) -> ShardDone:
-        if not hasattr(own, "writer"):
-            own.writer = ShardWriter(job)  # readers of the scan table must not be shared
-        done: ShardDone = own.writer.make(number, pulse)
-        return done
-
-    waiting = iter(numbers)
-    with ThreadPoolExecutor(num_threads, "shard") as pool:
-        pending: set[Future[ShardDone]] = set()
-        try:
-            while True:
-                pending |= {pool.submit(make, n) for n in itertools.islice(waiting, num_threads - len(pending))}
-                if not pending:
-                    return
-                done, pending = wait(pending, _THREADS_POLL_S, FIRST_COMPLETED)
-                advance(written - seen)
-                seen = written
-                for future in done:
-                    yield future.result()
-        finally:
-            stop.set()
-            for future in pending:
-                future.cancel()
+    done: ShardDone = _own.writer().make(number, _own.pulse)
+    return done

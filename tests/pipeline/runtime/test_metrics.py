@@ -10,12 +10,10 @@ import urllib.request
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fuelrail.loaders.storage import StorageStats
 from fuelrail.pipeline.errors import ConfigError
-from fuelrail.pipeline.runtime.metrics import HELP, Metric, MetricsServer, loader_metrics, parse, render
+from fuelrail.pipeline.runtime.metrics import HELP, Metric, MetricsServer, loader_metrics, parse
 from fuelrail.pipeline.runtime.stages import StageClock
 
 
@@ -30,46 +28,42 @@ class Stats(NamedTuple):
     bad_samples: int = 2
 
 
+def served(*metrics: Metric) -> str:
+    with MetricsServer(lambda: metrics, port=0) as server, urllib.request.urlopen(server.url, timeout=10) as answer:
+        return answer.read().decode()
+
+
 def test_the_text_is_what_prometheus_reads():
-    text = render(loader_metrics(Stats(), {"rank": "1"}))
-    assert text.endswith("\n")
-    assert '# TYPE fuelrail_batches_total counter\nfuelrail_batches_total{rank="1"} 4\n' in text
+    text = served(*loader_metrics(Stats(), {"rank": "1"}))
+    assert '# TYPE fuelrail_batches_total counter\nfuelrail_batches_total{rank="1"} 4.0\n' in text
     assert 'fuelrail_stage_seconds_total{rank="1",stage="decode",state="starved"} 0.25\n' in text
-    assert '# TYPE fuelrail_stage_queue gauge\nfuelrail_stage_queue{rank="1",stage="decode"} 3\n' in text
+    assert '# TYPE fuelrail_stage_queue gauge\nfuelrail_stage_queue{rank="1",stage="decode"} 3.0\n' in text
     for number, field in enumerate(StorageStats._fields[1:], 100):
         name = f"fuelrail_{field}" if field.startswith("cache_") else f"fuelrail_storage_{field.removeprefix('span_')}"
-        value = rf'^{name}(_total)?{{rank="1",backend="obstore"}} {number}$'
-        assert re.search(value, text, re.MULTILINE), f"every count of storage is told: {field}"
+        value = rf'^{name}(_total)?{{backend="obstore",rank="1"}} {number}\.0$'
+        assert re.search(value, text, re.MULTILINE), f"every count of storage is served: {field}"
     for name in HELP:
         assert text.count(f"# TYPE {name} ") == text.count(f"# HELP {name} ") == 1, "one group a name"
 
 
-@given(
-    label=st.text(
-        st.characters(exclude_categories=("Cs",), exclude_characters="\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029")
-    ),
-    value=st.floats(0, 1e15),
-)
-def test_what_is_rendered_is_read_back(label, value):
-    (metric,) = parse(render([Metric("fuelrail_stage_queue", {"stage": label, "rank": "0"}, value)]))
-    assert metric.labels == {"stage": label, "rank": "0"}
-    assert metric.value == pytest.approx(value, rel=1e-9)
+@pytest.mark.parametrize("label", ["plain", 'a"b', "a\\b\\n", "two\nlines", "\u00fc\u20ac"])
+def test_what_is_served_is_read_back(label):
+    (metric,) = parse(served(Metric("fuelrail_stage_queue", {"stage": label, "rank": "0"}, 1 / 3)))
+    assert metric == ("fuelrail_stage_queue", {"stage": label, "rank": "0"}, 1 / 3)
 
 
 class TestServer:
     def test_it_serves_fresh_figures_until_closed(self):
-        batches = iter(range(5, 100))
+        batches, before = iter(range(5, 100)), threading.active_count()
         with MetricsServer(lambda: loader_metrics(Stats(batches=next(batches)), {}), port=0) as server:
             for expected in (5, 6):
                 with urllib.request.urlopen(server.url, timeout=10) as answer:
                     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                     found = {metric.name: metric.value for metric in parse(answer.read().decode())}
                 assert found["fuelrail_batches_total"] == expected
-            with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(server.url.replace("metrics", "secrets"), timeout=10)
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(server.url, timeout=10)
-        assert not [t for t in threading.enumerate() if t.name == "fuelrail-metrics"]
+        assert threading.active_count() == before
 
     def test_a_client_that_says_nothing_keeps_nobody_out(self):
         with MetricsServer(list, port=0) as server:
