@@ -226,7 +226,7 @@ def test_images_that_only_turbo_decodes_are_left_to_it_and_it_is_logged_once(mon
     make_decoder("dali").decode_batch(encoded, maps, expected)
 
     def fail_on_one(fed: list[np.ndarray]) -> None:
-        if any(image.tobytes() == encoded[5] for image in fed):
+        if any(bytes(np.asarray(image)) == encoded[5] for image in fed):
             raise RuntimeError("Error in an operator, encountered:\n\nFailed to decode sample #0 : \n")
 
     Runs(monkeypatch, fail_on_one)
