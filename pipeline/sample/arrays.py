@@ -24,7 +24,7 @@ from safetensors.numpy import save as _save
 from fuelrail.pipeline.errors import SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -88,6 +88,28 @@ def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
     parts = [np.broadcast_to(np.frombuffer(start, np.uint8), (num_records, len(start)))]
     parts += [arrays[name].reshape(num_records, -1).view(np.uint8) for name in order if arrays[name].size]
     return [record.tobytes() for record in np.concatenate(parts, axis=1)]
+
+
+def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int]) -> list[bytes]:
+    """:func:`write_tensors` of many records at once, whose rows follow each other; ``counts`` are rows of each."""
+    arrays = {name: _plain(array) for name, array in tensors.items()}
+    heads = {
+        count: _header(tuple((name, array.dtype, (count, *array.shape[1:])) for name, array in arrays.items()))
+        for count in set(counts)
+    }
+    rows = {
+        name: (memoryview(array.reshape(-1).view(np.uint8)), array.itemsize * math.prod(array.shape[1:]))
+        for name, array in arrays.items()
+    }
+    found, first = [], 0
+    for count in counts:
+        start, order = heads[count]
+        last = first + count
+        found.append(
+            b"".join((start, *[data[first * size : last * size] for data, size in map(rows.__getitem__, order)]))
+        )
+        first = last
+    return found
 
 
 def _plain(array: NDArray[np.generic]) -> NDArray[np.generic]:

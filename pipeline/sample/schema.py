@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import MemberError, SchemaError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
-from fuelrail.pipeline.sample.arrays import read_layout, read_npy, write_npy, write_stacked, write_tensors
+from fuelrail.pipeline.sample.arrays import read_layout, read_npy, write_npy, write_parts, write_stacked, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -248,6 +248,13 @@ def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
     arrays = {name: getattr(record, name) for name, _, _ in _SPECS[kind]}
     _check_once(kind, {name: array[0] for name, array in arrays.items()})
     return write_stacked(arrays)
+
+
+def encode_parts(record: Boxes, counts: Sequence[int]) -> list[bytes]:
+    """:func:`encode_arrays` of many records whose rows follow each other in one; ``counts`` are rows of each."""
+    arrays = {name: getattr(record, name) for name, _, _ in _SPECS[Boxes]}
+    _check_once(Boxes, arrays)
+    return write_parts(arrays, counts)
 
 
 def decode_arrays(data: Buffer, to: type[A]) -> A:

@@ -176,29 +176,25 @@ class ScanWriter:
             )
         self._last_frame = meta.frame_idx
         blob = encode_meta(meta)
-        inlined = [(name, data) for name, data in ((META, blob), (GEOMETRY, geometry), (BOXES, boxes)) if data]
-        for name, place, num_bytes in (
-            *((name, name, len(data)) for name, data in inlined),
-            *((member.name, member.ref, member.bytes) for member in members),
-        ):
-            if num_bytes > member_cap(name):
-                raise SourceError(
-                    f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has "
-                    f"{member_cap(name)} at most"
-                )
-        self._pending_bytes += sum(len(data) for _, data in inlined)
+        size = 0
+        for name, data in ((META, blob), (GEOMETRY, geometry), (BOXES, boxes)):
+            if data is not None:
+                _check_cap(name, name, len(data), key)
+                self._pending_bytes += len(data)
+                size += tar_bytes(len(data) // 2)
+        for member in members:
+            _check_cap(member.name, member.ref, member.bytes, key)
+            self._names.add(member.name)
+            size += tar_bytes(stored_estimate(member))
         if self._pending_bytes > _MAX_PENDING_BYTES:
             raise SourceError(
                 f"the metadata, geometry and boxes of {len(self._pending) + 1} samples up to '{key}' have "
                 f"{self._pending_bytes} bytes, allowed for {ROWS_PER_BATCH} are {_MAX_PENDING_BYTES}"
             )
-        inline = sum(tar_bytes(len(small) // 2) for small in (blob, geometry, boxes) if small is not None)
-        size = inline + sum(tar_bytes(stored_estimate(member)) for member in members)
         number = len(self.clips) - 1
         row = ScanRow(meta.key, number, meta.frame_idx, meta.timestamp_ns, blob, geometry, boxes, tuple(members))
         encoded = msgspec.msgpack.encode(row)
-        self._pending.append((*row[:4], size, encoded, *(attributes[name] for name in self._attributes)))
-        self._names.update(member.name for member in members)
+        self._pending.append((*row[:4], size, encoded, *[attributes[name] for name in self._attributes]))
         if boxes is not None:
             self._names.add(BOXES)
         self.clips[-1] = msgspec.structs.replace(clip, num_samples=clip.num_samples + 1)
@@ -244,6 +240,13 @@ class ScanWriter:
                     raise SourceError(f"attribute '{name}' of a sample has {longest} bytes, at most {MAX_TEXT_BYTES}")
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._pending, self._pending_bytes = [], 0
+
+
+def _check_cap(name: str, place: str, num_bytes: int, key: str) -> None:
+    if num_bytes > member_cap(name):
+        raise SourceError(
+            f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has {member_cap(name)} at most"
+        )
 
 
 def tar_bytes(data_bytes: int) -> int:

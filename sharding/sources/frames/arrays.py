@@ -94,53 +94,52 @@ def stacked_geometry(
                 raise SourceError(f"{where}: {len(image.dist)} lens coefficients, allowed are {NUM_DIST}")
             dist[at, : len(image.dist)] = image.dist
 
-    def matrices(name: str, ones: Sequence[Any], size: int) -> NDArray[np.float64]:
-        return _stacked([None if one is None else getattr(one, name) for one in ones], size, f"{where}: {name}")
+    def matrices(name: str, ones: Sequence[Any], size: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+        return _unique([None if one is None else getattr(one, name) for one in ones], size, f"{where}: {name}")
 
+    cam2ego, camera_at = matrices("cam2ego", images, 4)
+    lidar2ego, lidar_at = matrices("lidar2ego", sweeps, 4)
+    intrinsics, intrinsics_at = matrices("intrinsics", images, 3)
+    needs = np.array(
+        [image is not None and (image.intrinsics is not None or image.cam2ego is not None) for image in images],
+        np.bool_,
+    )
+    bad = _uncalibrated(intrinsics)[intrinsics_at] | ~np.isfinite(cam2ego).all((1, 2))[camera_at]
+    bad &= needs & (sizes[..., 0].ravel() > 0)
+    if bad.any():
+        at = int(np.argmax(bad))
+        shown = intrinsics[intrinsics_at[at]].tolist(), cam2ego[camera_at[at]].tolist()
+        raise SourceError(
+            f"{where}: frame {rows[at // len(cameras)]}, {cameras[at % len(cameras)]}: the camera is not calibrated: "
+            f"intrinsics {shown[0]}, cam2ego {shown[1]}; wanted are finite numbers, and focal lengths over 0"
+        )
     poses = {
-        "cam2ego": matrices("cam2ego", images, 4).reshape(*shape, 4, 4),
-        "cam_ego2global": arrays.cam_ego2global[rows],
-        "ego2global": arrays.ego2global[rows],
-        "lidar2ego": matrices("lidar2ego", sweeps, 4).reshape(len(rows), len(sensors.lidars), 4, 4),
-        "lidar_ego2global": arrays.lidar_ego2global[rows],
+        "cam2ego": _rigid(f"{where}: cam2ego", cam2ego)[camera_at].reshape(*shape, 4, 4),
+        "cam_ego2global": _rigid(f"{where}: cam_ego2global", arrays.cam_ego2global[rows]),
+        "ego2global": _rigid(f"{where}: ego2global", arrays.ego2global[rows]),
+        "lidar2ego": _rigid(f"{where}: lidar2ego", lidar2ego)[lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4),
+        "lidar_ego2global": _rigid(f"{where}: lidar_ego2global", arrays.lidar_ego2global[rows]),
     }
-    intrinsics = matrices("intrinsics", images, 3)
-    for number, name in enumerate(cameras):
-        needs = np.array([is_calibrated(image) for image in images[number :: len(cameras)]], np.bool_)
-        bad = _uncalibrated(intrinsics[number :: len(cameras)], poses["cam2ego"][:, number])
-        bad &= needs & (sizes[:, number, 0] > 0)
-        if bad.any():
-            at = int(np.argmax(bad))
-            shown = intrinsics[at * len(cameras) + number].tolist(), poses["cam2ego"][at, number].tolist()
-            raise SourceError(
-                f"{where}: frame {rows[at]}, {name}: the camera is not calibrated: intrinsics {shown[0]}, cam2ego "
-                f"{shown[1]}; wanted are finite numbers, and focal lengths over 0"
-            )
     motion = arrays.motion[rows]
     return Geometry(
         cam_valid=(sizes[..., 0] > 0).astype(np.uint8),
         cam_timestamp_ns=arrays.cam_time_ns[rows],
         img_wh=sizes,
-        intrinsics=intrinsics.reshape(*shape, 3, 3),
+        intrinsics=intrinsics[intrinsics_at].reshape(*shape, 3, 3),
         dist=dist.reshape(*shape, NUM_DIST),
         lidar_timestamp_ns=arrays.lidar_time_ns[rows],
         ego_velocity=motion[:, 0],
         ego_accel=motion[:, 1],
         ego_rates=motion[:, 2],
-        **{name: _rigid(f"{where}: {name}", values) for name, values in poses.items()},
+        **poses,
     )
 
 
-def is_calibrated(image: Image | None) -> bool:
-    """Whether an image states a calibration, be it a wrong one."""
-    return image is not None and (image.intrinsics is not None or image.cam2ego is not None)
-
-
-def _uncalibrated(intrinsics: NDArray[np.float64], cam2ego: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which of one camera's calibrations are none (R,)."""
+def _uncalibrated(intrinsics: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which intrinsics (U, 3, 3) are none (U,)."""
     with np.errstate(all="ignore"):
         is_sound = np.isfinite(intrinsics).all((1, 2)) & (intrinsics[:, 0, 0] > 0) & (intrinsics[:, 1, 1] > 0)
-    return np.asarray(~is_sound | ~np.isfinite(cam2ego).all((1, 2)))
+    return np.asarray(~is_sound)
 
 
 def _rigid(where: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -156,8 +155,8 @@ def _rigid(where: str, values: NDArray[np.float64]) -> NDArray[np.float64]:
     return flat.reshape(values.shape)
 
 
-def _stacked(values: Sequence[Any], size: int, where: str) -> NDArray[np.float64]:
-    """Matrices (P, size, size) of P values, NaN for None; the same object is looked at once."""
+def _unique(values: Sequence[Any], size: int, where: str) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """The matrices (U, size, size) that P values are, NaN for None, and of each value its number (P,)."""
     places: dict[int, int] = {}
     unique: list[Any] = [np.full((size, size), np.nan)]
     rows = np.zeros(len(values), np.intp)
@@ -171,7 +170,7 @@ def _stacked(values: Sequence[Any], size: int, where: str) -> NDArray[np.float64
                 place = places[id(value)] = len(unique)
                 unique.append(array)
             rows[at] = place
-    return np.asarray(np.array(unique)[rows])
+    return np.array(unique), rows
 
 
 def _motion(

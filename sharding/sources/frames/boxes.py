@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import xxhash
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.pipeline.sample.schema import Boxes
+from fuelrail.pipeline.sample.schema import Boxes, encode_parts
 from fuelrail.sharding.sources.frames.poses import MAX_SKEW, quaternions
 
 if TYPE_CHECKING:
@@ -27,13 +27,22 @@ MAX_GAP_S: Final = 1.5
 """Largest time between two annotations that a velocity is taken from; twice that for a centred difference."""
 
 
+class ClipBoxes(NamedTuple):
+    """The boxes of F frames. ``encoded`` is None of a frame that is not labelled."""
+
+    encoded: list[bytes | None]
+    num_boxes: list[int]
+    of_class: NDArray[np.int64]
+    """(F, K): the number of boxes of each class."""
+
+
 def clip_boxes(
     rows: Sequence[BoxRows | None],
     timestamp_ns: NDArray[np.int64],
     ego2global: F64,
     classes: ClassMap,
     report: ScanReport,
-) -> list[Boxes | None]:
+) -> ClipBoxes:
     """The boxes of a clip's frames in ego, whose times are (F,) [ns] and whose poses are (F, 4, 4).
 
     What is done box by box is done for the whole clip at once. Raises SourceError for columns of other lengths, sizes
@@ -41,14 +50,14 @@ def clip_boxes(
     """
     own = [(at, one) for at, one in enumerate(rows) if one is not None]
     counts = np.array([len(one.category) for _, one in own], np.int64)
+    if not own:
+        return ClipBoxes([None] * len(rows), [0] * len(rows), np.zeros((len(rows), len(classes.names)), np.int64))
     frame = np.repeat(np.array([at for at, _ in own], np.int64), counts)
-    if not len(frame):
-        return [None if one is None else _empty() for one in rows]
 
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        return _column(own, name, shape, unknown).astype(kind)
+        return _column(own, len(frame), name, shape, unknown).astype(kind)
 
-    in_global = np.repeat([one.in_global for _, one in own], counts)
+    in_global = np.repeat(np.array([one.in_global for _, one in own], np.bool_), counts)
     turn = ego2global[frame]
     to_ego = invert_rigid(turn)
     centre, size = column("centre", np.float64, 3), column("size_lwh", np.float64, 3)
@@ -66,7 +75,8 @@ def clip_boxes(
         )
     track = [name for _, one in own for name in (one.track or [""] * len(one.category))]
     velocity = np.einsum("mij,mj->mi", stated2ego, column("velocity", np.float64, 3))
-    follow = np.array([bool(name) for name in track]) & np.repeat([one.velocity is None for _, one in own], counts)
+    is_unstated = np.array([one.velocity is None for _, one in own], np.bool_)
+    follow = np.array([bool(name) for name in track], np.bool_) & np.repeat(is_unstated, counts)
     if follow.any():
         in_world = np.einsum("mij,mj->mi", turn[:, :3, :3], centre) + turn[:, :3, 3]
         in_world[in_global] = centre[in_global]
@@ -89,21 +99,25 @@ def clip_boxes(
         "attribute": column("attribute", np.int16, unknown=-1),
         "valid": ((lidar != 0) | (radar != 0)).astype(np.uint8),
     }
-    ends = np.cumsum(counts).tolist()
-    parts = {at: slice(end - count, end) for (at, _), count, end in zip(own, counts.tolist(), ends, strict=True)}
-    return [
-        Boxes(**{name: np.ascontiguousarray(values[parts[at]]) for name, values in found.items()})
-        if at in parts
-        else None
-        for at in range(len(rows))
-    ]
+    encoded: list[bytes | None] = [None] * len(rows)
+    for (at, _), data in zip(own, encode_parts(Boxes(**found), counts.tolist()), strict=True):
+        encoded[at] = data
+    num_classes = len(classes.names) + 1
+    of_class = np.bincount(frame * num_classes + found["label"] + 1, minlength=len(rows) * num_classes)
+    num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
+    return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
 
 
-def _column(own: Sequence[tuple[int, BoxRows]], name: str, shape: tuple[int, ...], unknown: float) -> NDArray[Any]:
-    """One column of all boxes; ``own`` are the numbers of frames with their boxes."""
+def _column(
+    own: Sequence[tuple[int, BoxRows]], number: int, name: str, shape: tuple[int, ...], unknown: float
+) -> NDArray[Any]:
+    """One column of all boxes, which are ``number``; ``own`` are the numbers of frames with their boxes."""
+    all_stated = [getattr(one, name) for _, one in own]
+    if all(stated is None for stated in all_stated):
+        return np.full((number, *shape), unknown)
     parts = []
-    for at, one in own:
-        count, stated = len(one.category), getattr(one, name)
+    for (at, one), stated in zip(own, all_stated, strict=True):
+        count = len(one.category)
         part = np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
         if not count and not part.size:
             part = part.reshape(0, *shape)
@@ -157,19 +171,3 @@ def velocities(
 def stable_id(token: str) -> int:
     """63-bit number of a track's token, the same on every machine."""
     return xxhash.xxh3_64_intdigest(token.encode()) >> 1
-
-
-def _empty() -> Boxes:
-    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "boxes3d": (np.float32, (0, 7)),
-        "rotation_wxyz": (np.float32, (0, 4)),
-        "velocity": (np.float32, (0, 3)),
-        "label": (np.int16, (0,)),
-        "instance_id": (np.int64, (0,)),
-        "num_lidar_pts": (np.int32, (0,)),
-        "num_radar_pts": (np.int32, (0,)),
-        "visibility": (np.int8, (0,)),
-        "attribute": (np.int16, (0,)),
-        "valid": (np.uint8, (0,)),
-    }
-    return Boxes(**{name: np.zeros(shape, kind) for name, (kind, shape) in shapes.items()})

@@ -10,7 +10,7 @@ from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.sample.schema import IMAGE_EXTENSIONS, POINTS_EXTENSION
 from fuelrail.sharding.sources.files import looks
-from fuelrail.sharding.sources.frames.frame import Absent, Image, Sweep
+from fuelrail.sharding.sources.frames.frame import Absent, Image
 from fuelrail.sharding.sources.scan_table import Reference
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.sharding.sources.files import FileFacts, SourceFiles
-    from fuelrail.sharding.sources.frames.frame import Frame, Sensors
+    from fuelrail.sharding.sources.frames.frame import Frame, Sensors, Sweep
     from fuelrail.sharding.sources.scan_report import Findings
 
 HEAD_BYTES: Final = (4 << 10, 64 << 10)
@@ -51,7 +51,10 @@ class Part(NamedTuple):
     def of(cls, ref: str) -> Part:
         """Parse a reference: ``NAME`` or ``NAME#OFFSET+LENGTH``."""
         found = _RANGE.match(ref) if "#" in ref else None
-        return cls(ref) if found is None else cls(found[1], int(found[2]), int(found[3]))
+        if found is None:
+            return cls(ref)
+        name, offset, length = found.groups()
+        return cls(name, int(offset), int(length))
 
 
 def check_inside(name: str, where: str) -> None:
@@ -107,15 +110,24 @@ class MemberFinder:
 
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
         """
-        in_clip = {channel for frame in frames for channel in frame.images}
+        in_clip: set[str] = set()
         parts: dict[str, Part] = {}
+        unsized: list[str] = []
         for frame in frames:
-            for one in (*frame.images.values(), *(frame.sweeps.values() if self.points else ())):
-                if (isinstance(one, Image) and not one.made) or (isinstance(one, Sweep) and one.num_bytes is None):
-                    part = parts[one.ref] = Part.of(one.ref)
-                    check_inside(part.name, where)
-        facts = facts_by_name(self.files, [part.name for part in parts.values()])
-        known = _Known(parts, facts, self._sizes(where, frames, parts, facts))
+            in_clip.update(frame.images)
+            for image in frame.images.values():
+                if isinstance(image, Image) and not image.made:
+                    parts[image.ref] = Part.of(image.ref)
+                    if image.width <= 0 or image.height <= 0:
+                        unsized.append(image.ref)
+            for sweep in frame.sweeps.values() if self.points else ():
+                if sweep.num_bytes is None:
+                    parts[sweep.ref] = Part.of(sweep.ref)
+        names = list(dict.fromkeys([part.name for part in parts.values()]))
+        for name in names:
+            check_inside(name, where)
+        facts = facts_by_name(self.files, names)
+        known = _Known(parts, facts, self._sizes(where, unsized, parts, facts))
         found: list[dict[str, Found | str]] = []
         for at, frame in enumerate(frames):
             row: dict[str, Found | str] = {}
@@ -138,15 +150,10 @@ class MemberFinder:
         return found
 
     def _sizes(
-        self, where: str, frames: Sequence[Frame], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
+        self, where: str, refs: Sequence[str], parts: Mapping[str, Part], facts: Mapping[str, FileFacts | None]
     ) -> dict[str, tuple[int, int]]:
         """Width and height [px] of images that the adapter does not know, by reference."""
-        wanted = {
-            image.ref: parts[image.ref]
-            for frame in frames
-            for image in frame.images.values()
-            if isinstance(image, Image) and not image.made and image.width <= 0 and facts[parts[image.ref].name]
-        }
+        wanted = {ref: parts[ref] for ref in refs if facts[parts[ref].name]}
         sizes: dict[str, tuple[int, int]] = {}
         for ref, size in zip(wanted, head_sizes(self.files, list(wanted.values())), strict=True):
             if isinstance(size, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,7 @@ import numpy as np
 import xxhash
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_arrays, encode_stacked
+from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Meta, encode_stacked
 from fuelrail.sharding.sources.frames.arrays import clip_arrays, stacked_geometry
 from fuelrail.sharding.sources.frames.boxes import clip_boxes
 from fuelrail.sharding.sources.frames.channels import image_boxes
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.pipeline.sample.schema import Boxes
     from fuelrail.sharding.sources.files import SourceFiles
     from fuelrail.sharding.sources.frames.arrays import ClipArrays
+    from fuelrail.sharding.sources.frames.boxes import ClipBoxes
     from fuelrail.sharding.sources.frames.classes import ClassMap
     from fuelrail.sharding.sources.frames.frame import Clip, Frame, Sensors
     from fuelrail.sharding.sources.frames.poses import Trajectory
     from fuelrail.sharding.sources.scan_report import Findings, ScanReport
-    from fuelrail.sharding.sources.scan_table import Reference, ScanWriter
+    from fuelrail.sharding.sources.scan_table import ScanWriter
 
 NO_IMAGE: Final = "no camera image"
 _AT_ONCE: Final = 256
@@ -107,22 +108,23 @@ class ClipRows:
         if not len(order):
             return
         self.out.begin_clip(clip_id(clip.name), clip.name, clip.token or clip.name)
-        facts = _ClipFacts(self, clip, frames, kept)
+        facts = _ClipFacts(self, clip, frames, kept, arrays, boxes)
+        sizes = self._image_sizes(found)
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
-            geometry = stacked_geometry(where, self.sensors, frames, self._image_sizes(found, rows), arrays, rows)
+            geometry = stacked_geometry(where, self.sensors, frames, sizes[rows], arrays, rows)
             for at, encoded in zip(rows.tolist(), encode_stacked(geometry), strict=True):
                 there = [one for one in found[at].values() if isinstance(one, Found)]
-                members, own = [one.reference for one in there], boxes[at]
-                meta = facts.meta(at, members, own)
-                attributes = facts.attributes(at, arrays, members, own)
+                members = [one.reference for one in there]
+                meta = facts.meta(at, found[at])
+                attributes = facts.attributes(at, len(meta.cameras))
                 if self.channels:
                     cameras, place = [one.name.partition(".")[0] for one in members], f"{where}: frame {at}"
                     members += image_boxes(self.channels, frames[at].boxes2d, cameras, self.classes, place)
-                stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *(one.stamp for one in there)]).encode())
-                self.out.append(meta, encoded, None if own is None else encode_arrays(own), members, attributes, stamps)
+                stamps = xxhash.xxh3_64_intdigest(" ".join([stamp, *[one.stamp for one in there]]).encode())
+                self.out.append(meta, encoded, boxes.encoded[at], members, attributes, stamps)
         self.report.samples += len(order)
-        self._note_cameras(frames, found, order)
+        self._note_cameras(frames, sizes, arrays, order)
 
     def _check_frames(self, where: str, frames: Sequence[Frame]) -> None:
         channels = set(self.sensors.channels)
@@ -151,9 +153,12 @@ class ClipRows:
         """Which frames are samples (F,); counts what is left out, and notes what the policy refuses."""
         kept = np.ones(len(frames), np.bool_)
         has_pose = ~np.isnan(arrays.ego2global[:, 0, 0])
-        channels = [camera.channel for camera in self.sensors.cameras]
+        channels = {camera.channel for camera in self.sensors.cameras}
         for at, row in enumerate(found):
-            absent = {channel: row[channel] for channel in channels if isinstance(row[channel], str)}
+            lacking = {channel: one for channel, one in row.items() if isinstance(one, str)}
+            if not lacking and has_pose[at]:
+                continue
+            absent = {channel: why for channel, why in lacking.items() if channel in channels}
             refused = {channel: why for channel, why in absent.items() if why not in (NOT_IN_CLIP, NOTED)}
             if not has_pose[at] or len(absent) == len(channels):
                 kept[at] = False
@@ -170,41 +175,35 @@ class ClipRows:
                     f"{where}: frame {at} has no image of {channel}{named} ({why}); the option missing_camera=mask "
                     "leaves the member out, missing_camera=drop the whole frame",
                 )
-            for channel, why in row.items() if kept[at] else ():
-                if isinstance(why, str):
-                    self.report.mask(channel, why)
+            for channel, why in lacking.items() if kept[at] else ():
+                self.report.mask(channel, why)
         return kept
 
-    def _boxes(
-        self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays
-    ) -> list[Boxes | None]:
+    def _boxes(self, where: str, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays) -> ClipBoxes:
         rows = [frame.boxes if is_kept else None for frame, is_kept in zip(frames, kept.tolist(), strict=True)]
         try:
             return clip_boxes(rows, arrays.time_ns, arrays.ego2global, self.classes, self.report)
         except SourceError as error:
             raise SourceError(f"{where}: {error}") from error
 
-    def _image_sizes(self, found: Sequence[Mapping[str, Found | str]], rows: NDArray[np.intp]) -> NDArray[np.int32]:
-        """(R, N, 2) [px], -1 where there is no image."""
-        sizes = [
-            (one.reference.width, one.reference.height) if isinstance(one, Found) else (-1, -1)
-            for at in rows.tolist()
-            for one in (found[at][camera.channel] for camera in self.sensors.cameras)
-        ]
-        return np.array(sizes, np.int32).reshape(len(rows), -1, 2)
+    def _image_sizes(self, found: Sequence[Mapping[str, Found | str]]) -> NDArray[np.int32]:
+        """(F, N, 2) [px], -1 where there is no image."""
+        channels = [camera.channel for camera in self.sensors.cameras]
+        ones = [row[channel] for row in found for channel in channels]
+        sizes = [(-1, -1) if isinstance(one, str) else (one.reference.width, one.reference.height) for one in ones]
+        return np.array(sizes, np.int32).reshape(len(found), -1, 2)
 
     def _note_cameras(
-        self, frames: Sequence[Frame], found: Sequence[Mapping[str, Found | str]], order: NDArray[np.intp]
+        self, frames: Sequence[Frame], sizes: NDArray[np.int32], arrays: ClipArrays, order: NDArray[np.intp]
     ) -> None:
         """Count distorted images, and note the largest time offsets."""
-        for camera in self.sensors.cameras:
-            offset_ns, bent, channel = 0, 0, camera.channel
-            for at in order.tolist():
-                image = frames[at].images.get(channel)
-                if isinstance(found[at][channel], Found) and isinstance(image, Image):
-                    offset_ns = max(offset_ns, abs(image.timestamp_ns - frames[at].timestamp_ns))
-                    bent += bool(image.dist)
-            self.report.offset(channel, offset_ns)
+        is_there = sizes[order, :, 0] > 0
+        offset_ns = np.where(is_there, np.abs(arrays.cam_time_ns - arrays.time_ns[:, None])[order], 0).max(0).tolist()
+        for number, camera in enumerate(self.sensors.cameras):
+            channel = camera.channel
+            self.report.offset(channel, offset_ns[number])
+            images = [frames[at].images[channel] for at in order[is_there[:, number]].tolist()]
+            bent = sum(isinstance(image, Image) and bool(image.dist) for image in images)
             if bent:
                 self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
 
@@ -212,29 +211,43 @@ class ClipRows:
 class _ClipFacts:
     """Metadata and attributes of a clip's frames; frames keep their numbers, and a dropped one is no neighbour."""
 
-    def __init__(self, rows: ClipRows, clip: Clip, frames: Sequence[Frame], kept: NDArray[np.bool_]) -> None:
-        self._rows, self._clip, self._frames = rows, clip, frames
-        self._id = clip_id(clip.name)
+    def __init__(
+        self, rows: ClipRows, clip: Clip, frames: Sequence[Frame], kept: NDArray[np.bool_], arrays: ClipArrays,
+        boxes: ClipBoxes,
+    ) -> None:  # fmt: skip
+        self._clip, self._frames, self._id = clip, frames, clip_id(clip.name)
+        self._policy, self._is_unix = rows.missing_camera, rows.is_unix
         self._has_frame = np.pad(kept, 1).tolist()
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
-        self._counts = [count_column(name) for name in rows.classes.names]
-        self._nothing = dict.fromkeys(rows.columns)
+        names = [count_column(name) for name in rows.classes.names]
+        is_column = [name in rows.columns for name in names]
+        self._counted = [name for name, is_one in zip(names, is_column, strict=True) if is_one]
+        self._counts = boxes.of_class[:, is_column].tolist()
+        self._num_boxes = [
+            None if data is None else number for data, number in zip(boxes.encoded, boxes.num_boxes, strict=True)
+        ]
+        self._speeds = np.linalg.norm(arrays.motion[:, 0], axis=1).tolist()
+        self._nothing = {
+            **dict.fromkeys(rows.columns),
+            "clip_name": clip.name,
+            "log_id": clip.log_id or clip.name,
+            "vehicle": clip.vehicle,
+        }
 
-    def meta(self, at: int, members: Sequence[Reference], boxes: Boxes | None) -> Meta:
+    def meta(self, at: int, found: Mapping[str, Found | str]) -> Meta:
         """The metadata of a frame; dataset, split and license are filled in when shards are written."""
         frame, clip, key = self._frames[at], self._clip, self._id
-        sizes = {one.name.partition(".")[0]: (one.width, one.height) for one in members}
         cameras: dict[str, CameraMeta] = {}
-        latest_ns = 0
+        latest_ns, time_ns, number = 0, frame.timestamp_ns, self._num_boxes[at]
         for name in self._cameras:
-            image = frame.images.get(name)
-            if name in sizes and isinstance(image, Image):
-                latest_ns = max(latest_ns, abs(image.timestamp_ns - frame.timestamp_ns))
+            one, image = found[name], frame.images.get(name)
+            if isinstance(one, Found) and isinstance(image, Image):
+                latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
                 cameras[name] = CameraMeta(
                     token=image.token,
                     timestamp_ns=image.timestamp_ns,
-                    width=sizes[name][0],
-                    height=sizes[name][1],
+                    width=one.reference.width,
+                    height=one.reference.height,
                     dist_model=image.dist_model,
                     rolling_shutter=image.rolling_shutter,
                     readout_ns=image.readout_ns,
@@ -254,35 +267,27 @@ class _ClipFacts:
             num_frames=len(self._frames),
             prev_key=frame_key(key, at - 1) if self._has_frame[at] else None,
             next_key=frame_key(key, at + 1) if self._has_frame[at + 2] else None,
-            timestamp_ns=frame.timestamp_ns,
+            timestamp_ns=time_ns,
             is_key_frame=frame.is_key_frame,
             split="",
             cameras=cameras,
             tags=clip.tags,
-            stats={"max_sync_offset_ns": latest_ns, **({} if boxes is None else {"num_boxes": len(boxes.label)})},
-            sync={
-                "policy": self._rows.missing_camera,
-                "dropped": [name for name in self._cameras if name not in sizes],
-            },
+            stats={"max_sync_offset_ns": latest_ns, **({} if number is None else {"num_boxes": number})},
+            sync={"policy": self._policy, "dropped": [name for name in self._cameras if name not in cameras]},
         )
 
-    def attributes(
-        self, at: int, arrays: ClipArrays, members: Sequence[Reference], boxes: Boxes | None
-    ) -> dict[str, Any]:
+    def attributes(self, at: int, num_cameras: int) -> dict[str, Any]:
         """The row of ``attributes.parquet``; what is not known is null."""
-        clip, frame = self._clip, self._frames[at]
-        speed = float(np.linalg.norm(arrays.motion[at, 0]))
+        frame, speed = self._frames[at], self._speeds[at]
         found: dict[str, Any] = {
             **self._nothing,
-            "clip_name": clip.name,
-            "log_id": clip.log_id or clip.name,
-            "vehicle": clip.vehicle,
-            "num_cameras": sum(one.width > 0 for one in members),
-            "num_boxes": None if boxes is None else len(boxes.label),
-            "speed_mps": None if np.isnan(speed) else speed,
-            "hour_utc": frame.timestamp_ns % (24 * _NS_PER_HOUR) / _NS_PER_HOUR if self._rows.is_unix else None,
+            "num_cameras": num_cameras,
+            "num_boxes": self._num_boxes[at],
+            "speed_mps": None if math.isnan(speed) else speed,
+            "hour_utc": frame.timestamp_ns % (24 * _NS_PER_HOUR) / _NS_PER_HOUR if self._is_unix else None,
         }
-        if boxes is not None:
-            counts = np.bincount(boxes.label + 1, minlength=len(self._counts) + 1).tolist()[1:]
-            found.update((name, count) for name, count in zip(self._counts, counts, strict=False) if name in found)
-        return {**found, **clip.attributes, **frame.attributes}
+        if self._num_boxes[at] is not None:
+            found.update(zip(self._counted, self._counts[at], strict=True))
+        found.update(self._clip.attributes)
+        found.update(frame.attributes)
+        return found

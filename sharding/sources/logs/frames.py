@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -133,18 +132,20 @@ class FrameMaker:
         kind = self._topics[topic].type
         if kind in VIDEOS and shot.key is None:
             return Absent("no keyframe before it")
-        model = next((model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0])
+        model = models[-1]
+        if model.stamp_ns > stamp_ns:
+            model = next((model for model in reversed(models) if model.stamp_ns <= stamp_ns), models[0])
         model.check_size(shot.width, shot.height)
-        image = functools.partial(
-            Image, timestamp_ns=stamp_ns, intrinsics=model.intrinsics, cam2ego=model.cam2ego, width=shot.width,
-            height=shot.height, dist=model.dist, dist_model=model.dist_model, extension=shot.extension or "jpg",
-        )  # fmt: skip
         if shot.offset >= 0:
-            return image(ref=f"{shot.place.file}#{shot.offset}+{shot.length}", num_bytes=shot.length)
-        if kind in VIDEOS:
-            job, num_bytes = Job("video", topic, shot.place, shot.key, index.name), shot.width * shot.height // 5
+            ref, num_bytes = f"{shot.place.file}#{shot.offset}+{shot.length}", shot.length
+        elif kind in VIDEOS:
+            ref, num_bytes = Job("video", topic, shot.place, shot.key, index.name).ref, shot.width * shot.height // 5
         elif kind in RAWS:
-            job, num_bytes = Job("raw", topic, shot.place), shot.width * shot.height // 2
+            ref, num_bytes = Job("raw", topic, shot.place).ref, shot.width * shot.height // 2
         else:
-            job, num_bytes = Job("bytes", topic, shot.place), shot.length
-        return image(ref=job.ref, made=True, num_bytes=max(num_bytes, 1))
+            ref, num_bytes = Job("bytes", topic, shot.place).ref, shot.length
+        return Image(
+            ref=ref, timestamp_ns=stamp_ns, intrinsics=model.intrinsics, cam2ego=model.cam2ego, width=shot.width,
+            height=shot.height, num_bytes=max(num_bytes, 1), made=shot.offset < 0, extension=shot.extension or "jpg",
+            dist=model.dist, dist_model=model.dist_model,
+        )  # fmt: skip

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.geometry.transforms import FrameTree
-from fuelrail.sharding.sources.logs.messages.pictures import check_encoding, encoded_size
+from fuelrail.sharding.sources.logs.messages.pictures import EncodedHead, check_encoding, encoded_head
 from fuelrail.sharding.sources.logs.messages.reader import Reader
 from fuelrail.sharding.sources.logs.messages.records import (
     CALIBRATIONS,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.settings import LogSettings
 
 
-class Shot(NamedTuple):
+class Shot(msgspec.Struct, frozen=True, gc=False):
     """A picture: its message, size [px] and bytes; ``offset`` is in its file, -1 where they are not in it as they are.
 
     ``extension`` is "" of a raw picture and of video, whose ``key`` is the keyframe to decode from: None if there is
@@ -84,6 +85,7 @@ class LogIndex:
         self._found: dict[str, list[tuple[int, Shot | Sweep]]] = {}
         self._keys: dict[str, Locator] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
+        self._heads: dict[str, EncodedHead] = {}
         self._codecs: dict[str, str] = {}
         for file in files:
             self._read(file, set(cameras), set(lidars), options.poses)
@@ -105,7 +107,7 @@ class LogIndex:
             topic = topics[message.topic]
             reader = readers[topic.name]
             if topic.name in cameras:
-                if sum(file.lost.values()) != num_lost:
+                if file.lost and sum(file.lost.values()) != num_lost:
                     num_lost = sum(file.lost.values())
                     self._keys.clear()  # a part of a video is lost: the rest of the group cannot be decoded
                 self._add(topic.name, *self._shot(file, topic, reader, message))
@@ -129,16 +131,21 @@ class LogIndex:
             self.noted[what] = self.noted.get(what, 0) + number
 
     def _shot(self, file: LogFile, topic: Topic, reader: Reader, message: Message) -> tuple[int, Shot]:
-        where = f"topic '{topic.name}', message {message.place}"
         picture = reader.picture(message)
         if reader.is_proto and not picture.stamp_ns and self._clock == "header":
-            message = message._replace(data=file.read(message.place).data)
+            message = msgspec.structs.replace(message, data=file.read(message.place).data)
             picture = reader.picture(message)  # protobuf may have the stamp behind the picture
         if picture.frame_id:  # where it is behind the picture, that of the calibration counts
             self.frame_ids.setdefault(topic.name, picture.frame_id)
         stamp_ns = self._stamp(topic, message, picture.stamp_ns)
-        if picture.offset + picture.length > message.length or not picture.length:
-            raise SourceError(f"{where}: a picture of {picture.length} bytes in a message of {message.length}")
+        start, length = picture.offset, picture.length
+        known, offset = self._heads.get(topic.name), message.offset + start if message.offset >= 0 else -1
+        is_whole = 0 < length <= message.length - start
+        if known and is_whole and bytes(message.data[start : start + len(known.text)]) == known.text:
+            return stamp_ns, Shot(message.place, offset, length, known.width, known.height, known.extension)
+        where = f"topic '{topic.name}', message {message.place}"
+        if not is_whole:
+            raise SourceError(f"{where}: a picture of {length} bytes in a message of {message.length}")
         if topic.type in VIDEOS:
             return stamp_ns, self._frame(file, topic, message, picture, where)
         if topic.type in RAWS:
@@ -147,13 +154,14 @@ class LogIndex:
 
         def first_bytes(number: int) -> memoryview:
             data = message.data
-            if picture.offset + number > len(memoryview(data)) < message.length:
-                data = file.read(message.place, picture.offset + number).data
-            return memoryview(data)[picture.offset : picture.offset + number]
+            if start + number > len(data) < message.length:
+                data = file.read(message.place, start + number).data
+            return memoryview(data)[start : start + number]
 
-        extension, width, height = encoded_size(first_bytes, picture.length, where)
-        offset = message.offset + picture.offset if message.offset >= 0 else -1
-        return stamp_ns, Shot(message.place, offset, picture.length, width, height, extension)
+        head = encoded_head(first_bytes, length, where)
+        if head.text:
+            self._heads[topic.name] = head
+        return stamp_ns, Shot(message.place, offset, length, head.width, head.height, head.extension)
 
     def _frame(self, file: LogFile, topic: Topic, message: Message, picture: Picture, where: str) -> Shot:
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
@@ -207,12 +215,12 @@ class LogIndex:
 
     def _edges(self, topic: Topic, message: Message, edges: Sequence[Edge]) -> list[Edge]:
         """Those of a message that are not of a clock that was set back: frames of a topic have clocks of their own."""
-        stamped = [edge._replace(stamp_ns=self._stamp(topic, message, edge.stamp_ns)) for edge in edges]
-        return [
-            edge
-            for edge in stamped
-            if not self._is_set_back(f"{topic.name} ({edge.child})", message.place, edge.stamp_ns)
-        ]
+        found = []
+        for edge in edges:
+            stamp_ns = self._stamp(topic, message, edge.stamp_ns)
+            if not self._is_set_back(f"{topic.name} ({edge.child})", message.place, stamp_ns):
+                found.append(edge if edge.stamp_ns == stamp_ns else edge._replace(stamp_ns=stamp_ns))
+        return found
 
     def _stamp(self, topic: Topic, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":

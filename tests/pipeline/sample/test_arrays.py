@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import json
+import math
 import warnings
 
 import numpy as np
@@ -15,7 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fuelrail.pipeline.errors import SchemaError
-from fuelrail.pipeline.sample.arrays import read_layout, read_npy, read_tensors, write_npy, write_stacked, write_tensors
+from fuelrail.pipeline.sample.arrays import (
+    read_layout,
+    read_npy,
+    read_tensors,
+    write_npy,
+    write_parts,
+    write_stacked,
+    write_tensors,
+)
 
 DTYPES = [np.dtype(code) for code in ("?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8")]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
@@ -56,6 +66,19 @@ def test_stacked_records_are_those_written_one_by_one(named, num_records) -> Non
     records = [{name: np.roll(array, shift) for name, array in named.items()} for shift in range(num_records)]
     stacked = {name: np.stack([record[name] for record in records]) for name in named}
     assert write_stacked(stacked) == [write_tensors(record) for record in records]
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4))
+def test_parts_are_those_written_one_by_one(counts, dtypes) -> None:
+    shapes = [(), (3,), (2, 2), (0,)]
+    named = {
+        f"a{at}": np.arange(sum(counts) * math.prod(shape)).reshape(-1, *shape).astype(dtype)
+        if shape != (0,) else np.zeros((sum(counts), 0), dtype)
+        for at, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=False))
+    }  # fmt: skip
+    ends = np.cumsum([0, *counts]).tolist()
+    cut = [{name: array[a:b] for name, array in named.items()} for a, b in itertools.pairwise(ends)]
+    assert write_parts(named, counts) == [write_tensors(record) for record in cut]
 
 
 @given(TENSORS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+import msgspec
+
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class Topic(NamedTuple):
     schema: bytes = b""
 
 
-class Locator(NamedTuple):
+class Locator(msgspec.Struct, frozen=True, order=True, gc=False):
     """A message: of an MCAP file the offset of its chunk, -1 for none, and of its record; of SQLite 0 and its row."""
 
     file: str
@@ -45,7 +47,7 @@ class Locator(NamedTuple):
         return cls(file, int(chunk), int(at))
 
 
-class Message(NamedTuple):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of ``length`` bytes, of which ``data`` are all or the first.
 
     ``offset`` is where it begins in its file; -1 where its bytes are not in the file as they are.

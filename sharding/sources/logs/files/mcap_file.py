@@ -138,10 +138,10 @@ class McapFile:
         self, window: Window, chunk: Chunk, wanted: frozenset[str], whole: frozenset[str]
     ) -> Iterator[Message]:
         """Messages of an uncompressed chunk by its message index."""
-        end = chunk.at + chunk.length
+        end, data_at = chunk.at + chunk.length, chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for offset, topic in message_offsets(index, self._channels.topics, wanted, self._of(chunk)):
-            at = chunk.data_at + offset
+            at = data_at + offset
             head = window.at(at, MESSAGE.size, HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(f"{self._where}: the index names a message at byte {at}, where there is none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import cv2
 import numpy as np
@@ -39,8 +39,17 @@ _CONVERTED: Final = {
 ENCODINGS: Final = (*_PLAIN, *_CONVERTED)
 
 
-def encoded_size(read: Callable[[int], Buffer], length: int, where: str) -> tuple[str, int, int]:
-    """Extension, width and height [px] of an encoded picture by its head; ``read`` gives its first bytes.
+class EncodedHead(NamedTuple):
+    """``text`` are the first bytes of a JPEG, which say its size [px] and are mostly those of the next one too."""
+
+    text: bytes
+    extension: str
+    width: int
+    height: int
+
+
+def encoded_head(read: Callable[[int], Buffer], length: int, where: str) -> EncodedHead:
+    """The head of an encoded picture; ``read`` gives its first bytes.
 
     Raises SourceError, naming ``where``, for another format than JPEG or PNG.
     """
@@ -54,7 +63,8 @@ def encoded_size(read: Callable[[int], Buffer], length: int, where: str) -> tupl
             if most >= length:
                 break
         else:
-            return "png" if bytes(head[1:4]) == b"PNG" else "jpg", info.width, info.height
+            extension = "png" if info.format == "png" else "jpg"
+            return EncodedHead(bytes(head[: info.scan_at]), extension, info.width, info.height)
     raise SourceError(f"{where} is no JPEG or PNG that can be read: {text}")
 
 

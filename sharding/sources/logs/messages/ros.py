@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fuelrail.sharding.sources.logs.messages.records import RAWS, Calibration, Cloud, Edge, Fix, Picture, PointField
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
@@ -18,6 +20,8 @@ _LITTLE, _BIG = (tuple(struct.Struct(order + kind).unpack_from for kind in ("I",
 _POSE_BYTES: Final = 56
 _STAMP: Final = slice(4, 12)
 """Where the stamp of a message is that begins with one."""
+_FIRST_STAMP: Final = slice(8, 16)
+"""Where that of the first of a list is."""
 _PADDING: Final = 3
 _KINDS: Final = dict(enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"), 1))
 
@@ -28,13 +32,26 @@ class Ros:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._type = topic.type.replace("/", "/msg/")
-        self._same: tuple[bytes, Calibration] | None = None
+        self._calibrated: tuple[bytes, Calibration] | None = None
+        self._pictured: tuple[bytes, Picture] | None = None
+        self._moved: tuple[bytes, Edge, int] | None = None
 
     def _read(self, data: Buffer) -> Any:  # noqa: ANN401 - rosbags
         return _store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
-        """The head of a picture."""
+        """The head of a picture; one that differs from the last in stamp and length alone is not parsed again."""
+        if self._pictured is not None:
+            text, last = self._pictured
+            at = last.offset - 4
+            if _without(data, _STAMP, at) == text:
+                (length,) = _readers(data)[0](data, at)
+                return Picture(_stamp_ns(data, _STAMP.start), last.frame_id, last.offset, length, *last[4:])
+        found = self._picture(data)
+        self._pictured = _without(data, _STAMP, found.offset - 4), found
+        return found
+
+    def _picture(self, data: Buffer) -> Picture:
         cdr = _Cdr(data)
         stamp_ns, frame_id = cdr.stamp(), cdr.text()
         if self._topic.type in RAWS:
@@ -53,11 +70,10 @@ class Ros:
 
     def calibration(self, data: Buffer) -> Calibration:
         """A CameraInfo, or foxglove's CameraCalibration: one that says the same as the last is not parsed again."""
-        text = bytes(data)
-        rest = text[: _STAMP.start] + text[_STAMP.stop :]
-        if self._same is None or self._same[0] != rest:
-            self._same = rest, self._calibration(text)
-        return self._same[1]._replace(stamp_ns=_Cdr(text).stamp())
+        rest = _without(data, _STAMP, len(data))
+        if self._calibrated is None or self._calibrated[0] != rest:
+            self._calibrated = rest, self._calibration(data)
+        return Calibration(_stamp_ns(data, _STAMP.start), *self._calibrated[1][1:])
 
     def _calibration(self, data: Buffer) -> Calibration:
         info = self._read(data)
@@ -72,12 +88,22 @@ class Ros:
         return Calibration(_time_ns(info.header.stamp), info.header.frame_id, *size, d, k, r, p, binning, part)
 
     def transforms(self, data: Buffer) -> list[Edge]:
-        """A TFMessage, or foxglove's FrameTransform and FrameTransforms."""
+        """A TFMessage, or foxglove's FrameTransform and FrameTransforms.
+
+        The names of frames in a TFMessage of one transform are not parsed again where they are those of the last.
+        """
         if self._topic.type == "tf2_msgs/TFMessage":
+            if self._moved is not None:
+                text, last, at = self._moved
+                if 0 <= len(data) - at - _POSE_BYTES <= _PADDING and _without(data, _FIRST_STAMP, at) == text:
+                    return [_edge(last.parent, last.child, data, _FIRST_STAMP.start, at)]
             cdr = _Cdr(data)
             edges = [cdr.edge() for _ in range(cdr.u32())]
-            if len(memoryview(data)) - cdr.at > _PADDING:
-                raise ValueError(f"{len(memoryview(data)) - cdr.at} bytes are left after {len(edges)} transforms")
+            if len(data) - cdr.at > _PADDING:
+                raise ValueError(f"{len(data) - cdr.at} bytes are left after {len(edges)} transforms")
+            if len(edges) == 1:
+                at = cdr.at - _POSE_BYTES
+                self._moved = _without(data, _FIRST_STAMP, at), edges[0], at
             return edges
         one = self._read(data)
         return [
@@ -142,7 +168,7 @@ class _Cdr:
 
     def __init__(self, data: Buffer) -> None:
         self._data, self.at = memoryview(data), 4
-        self._u32, self._stamp, self._pose = _LITTLE if self._data[1] & 1 else _BIG
+        self._u32 = _readers(data)[0]
 
     def u32(self) -> int:
         at = self.at + -self.at % 4
@@ -163,16 +189,36 @@ class _Cdr:
     def stamp(self) -> int:
         at = self.at + -self.at % 4
         self.at = at + 8
-        seconds, rest = self._stamp(self._data, at)
-        return int(seconds * 1_000_000_000 + rest)
+        return _stamp_ns(self._data, at)
 
     def edge(self) -> Edge:
         """A TransformStamped."""
-        stamp_ns, parent, child = self.stamp(), self.text(), self.text()
-        self.at += (4 - self.at) % 8
-        x, y, z, qx, qy, qz, w = self._pose(self._data, self.at)
-        self.at += _POSE_BYTES
-        return Edge(parent, child, stamp_ns, (w, qx, qy, qz), (x, y, z))
+        stamp_at = self.at + -self.at % 4
+        self.at = stamp_at + 8
+        parent, child = self.text(), self.text()
+        at = self.at + (4 - self.at) % 8
+        self.at = at + _POSE_BYTES
+        return _edge(parent, child, self._data, stamp_at, at)
+
+
+def _readers(data: Buffer) -> tuple[Callable[..., tuple[Any, ...]], ...]:
+    return _LITTLE if data[1] & 1 else _BIG
+
+
+def _without(data: Buffer, stamp: slice, end: int) -> bytes:
+    """A message up to ``end``, without its stamp."""
+    return bytes(data[: stamp.start]) + bytes(data[stamp.stop : end])
+
+
+def _stamp_ns(data: Buffer, at: int) -> int:
+    seconds, rest = _readers(data)[1](data, at)
+    return int(seconds * 1_000_000_000 + rest)
+
+
+def _edge(parent: str, child: str, data: Buffer, stamp_at: int, at: int) -> Edge:
+    """A transform whose translation and rotation begin at ``at``."""
+    x, y, z, qx, qy, qz, w = _readers(data)[2](data, at)
+    return Edge(parent, child, _stamp_ns(data, stamp_at), (w, qx, qy, qz), (x, y, z))
 
 
 def _time_ns(time: Any) -> int:  # noqa: ANN401 - rosbags
